@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Kernels:
     def of_file(data: Mapping[str, Any], name: str) -> Kernels:
         """The constants of a device file (cost/devices): measured where it has them, else fitted, else published. ValueError for others."""
         try:
-            of = {key: next(one[kind] for kind in KNOWN_FROM if kind in one) for key, one in data["constants"].items()}
+            of = constants_of(data["constants"])
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
             said = f"{name}: " + (f"fitted to {rows} published training steps" if rows else data.get("sheet", "measured"))
             return Kernels(
@@ -66,6 +67,11 @@ class Kernels:
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             lacks = str(error) or "a figure"
             raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
+
+
+def constants_of(constants: Mapping[str, Mapping[str, Any]], known_from: Sequence[str] = KNOWN_FROM) -> dict[str, float]:
+    """The constants of a device file by name, each the first figure of `known_from` that it has."""
+    return {key: next(one[kind] for kind in known_from if kind in one) for key, one in constants.items()}
 
 
 # Launches in the forward and backward of a block, of which constants of devices hold the seconds: 250 are assumed there.
@@ -110,31 +116,44 @@ class Device:
         return replace(self, tf32=True)
 
 
-# Data sheets of the vendors: float32 FLOP/s, bytes of memory, TF32 FLOP/s (dense). Their files in cost/devices have the other figures.
-SHEETS = {
-    "a100": (19.5e12, 80e9, 156e12),
-    "b200": (75e12, 180e9, 1100e12),
-    "b300": (75e12, 288e9, 1100e12),
-    "gb200": (80e12, 186e9, 1250e12),
-    "gb300": (80e12, 288e9, 1250e12),
-    "h100": (67e12, 80e9, 494e12),
-    "h100_500w": (67e12, 96e9, 494e12),
-    "h200": (67e12, 141e9, 494e12),
-    "mi300x": (163.4e12, 192e9, 653e12),
-    "mi325x": (163.4e12, 256e9, 653e12),
-}
+DEVICE_FILES = Path(__file__).with_name("cost") / "devices"  # NAME.json of each kind of device, and stacks.json
 
 
-def _shipped(name: str, flops32: float, memory: float, flops_tf32: float) -> Device:
-    """The device of autoshard/cost/devices/NAME.json."""
-    path = Path(__file__).with_name("cost") / "devices" / f"{name}.json"
-    data = json.loads(text_of(path, "measurements"))
-    given, kernels = data["given"], Kernels.of_file(data, path.name)
-    return Device(name, given["peak16"], flops32, given["memory_bandwidth"], memory, flops_tf32=flops_tf32, kernels=kernels)
+@cache
+def known_devices() -> tuple[str, ...]:
+    """The kinds of devices that have a file, in order of their names."""
+    return tuple(sorted(path.stem for path in DEVICE_FILES.glob("*.json") if path.stem != "stacks"))
 
 
-DEVICES = {name: _shipped(name, *sheet) for name, sheet in SHEETS.items()}
-DEVICES["cpu"] = Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6)
+@cache
+def device_file(name: str) -> dict[str, Any]:
+    """What the file holds: data sheet, and the constants of kernels with their sources."""
+    return json.loads(text_of(DEVICE_FILES / f"{name}.json", "measurements"))
+
+
+class _Devices(Mapping[str, Device]):
+    """The devices by name: those that have a file, which is read when the device is asked for, and one core of a CPU."""
+
+    def __init__(self) -> None:
+        self._known = {"cpu": Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*known_devices(), "cpu"))
+
+    def __len__(self) -> int:
+        return len(known_devices()) + 1
+
+    def __getitem__(self, name: str) -> Device:
+        if name not in self._known:
+            if name not in known_devices():
+                raise KeyError(name)
+            sheet, kernels = device_file(name)["given"], Kernels.of_file(device_file(name), f"{name}.json")
+            rates = sheet["peak16"], sheet["peak32"], sheet["memory_bandwidth"], sheet["memory_bytes"]
+            self._known[name] = Device(name, *rates, flops_tf32=sheet["peak_tf32"], kernels=kernels)
+        return self._known[name]
+
+
+DEVICES = _Devices()
 
 
 @dataclass(frozen=True)

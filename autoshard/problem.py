@@ -15,9 +15,8 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -134,6 +133,11 @@ class Problem:
     def usage_list(self) -> UsageList:
         """The usages, with what is derived of them."""
         return cast(UsageList, self.usages)
+
+    @cached_property
+    def cells(self) -> int:
+        """Entries of the tables of all edges."""
+        return sum(e.table.size for e in self.edges)
 
     def _with_ends(self, usage: Usage) -> Usage:
         if usage.edge is None or not 0 <= usage.edge < len(self.edges):
@@ -317,21 +321,8 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
     return Problem(names, tuple(node_costs), tuple(edges), tuple(items), None if limit is None else float(limit))
 
 
-class _Answered(Protocol):
-    """The fields of the solvers' Answer that a file holds. The class itself can't be named here: its module imports this one."""
-
-    @property
-    def choice(self) -> tuple[int, ...] | None: ...
-    @property
-    def cost(self) -> float: ...
-    @property
-    def bound(self) -> float: ...
-    @property
-    def status(self) -> StrEnum: ...
-
-
-def write_choice(path: str | os.PathLike[str], answer: _Answered) -> None:
-    """Write an Answer's choice, cost, bound and status as JSON: all of it or nothing (a temporary file, which is then renamed)."""
+def write_choice(path: str | os.PathLike[str], answer: Any) -> None:
+    """Write the choice, cost, bound and status as JSON: all of it or nothing (a temporary file, which is then renamed)."""
     record = {
         "choice": None if answer.choice is None else [int(i) for i in answer.choice],
         "cost": _finite(answer.cost),

@@ -16,23 +16,33 @@ by rates (FLOP/s, seconds per layer and step, bus bandwidth per world size) fitt
 A curve that a method can't fit in some fold counts as a failure and its points are left out of that method's errors.
 """
 
+# ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
-import csv
 import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from autoshard.calibrate import extrapolated, family, fit, fit_rates, held_out, nearest, summary
-from autoshard.calibrate.errors import Pairs, together
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where benchmarks/ lies
+from autoshard.calibrate import extrapolated, family, fit, held_out, nearest, summary
+from autoshard.calibrate.errors import Errors, Pairs
 from autoshard.calibrate.importers import parse
-from autoshard.calibrate.rates import held_out_runs
 from autoshard.cost.curves import Series, bus_factor
+from benchmarks import mlp_runs
 
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
+
+
+def together(pairs: Iterable[Pairs]) -> Errors:
+    """The summary over the pairs of many curves."""
+    kept = list(pairs)
+    if not kept:
+        return summary(np.empty(0), np.empty(0))
+    return summary(np.concatenate([p for p, _ in kept]), np.concatenate([r for _, r in kept]))
 
 
 def arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:
@@ -107,22 +117,13 @@ def measure(curves: list[Series]) -> list[dict]:
 
 def runs(path: Path) -> dict:
     """MAPE of held-out runs, dealt in order and over ten shuffles, and the rates of all."""
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    n, layers, batch, hidden, ms = (
-        np.array([float(row[k]) for row in rows]) for k in ("world_size", "# layers", "batch size", "hidden dim", "real")
-    )
-    work = {
-        "flops": 3 * 2 * batch / n * hidden**2 * layers,  # forward and two backward matmuls per layer
-        "layers": layers,
-        "steps": np.ones(len(rows)),
-    }
-    for size in sorted(set(n) - {1.0}):  # all_reduce of float32 gradients
-        work[f"bus bytes, {size:.0f} devices"] = np.where(n == size, bus_factor("all_reduce", int(size)) * layers * hidden**2 * 4, 0.0)
-    errors = [summary(*held_out_runs(work, ms / 1e3, seed=seed)).mean for seed in (None, *range(10))]
-    rates = {kind: 1 / c for kind, c in fit_rates(work, ms / 1e3).seconds_per.items() if c > 0}
+    measured, seconds = mlp_runs.read(path)
+    errors = [summary(mlp_runs.held_out(measured, seconds, seed=seed), seconds).mean for seed in (None, *range(10))]
+    fitted = mlp_runs.calibrate(measured, seconds)
+    per_unit = {**fitted.seconds_per, **{f"bus bytes, {n} devices": c for n, c in fitted.seconds_per_bus_byte.items()}}
+    rates = {kind: 1 / c for kind, c in per_unit.items() if c > 0}
     shuffled = float(np.mean(errors[1:]))
-    return {"runs": len(rows), "mape": errors[0], "mape_shuffled_mean": shuffled, "mape_worst": max(errors), "rates": rates}
+    return {"runs": len(measured), "mape": errors[0], "mape_shuffled_mean": shuffled, "mape_worst": max(errors), "rates": rates}
 
 
 def table(rows: list[dict]) -> list[str]:

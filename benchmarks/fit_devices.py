@@ -18,23 +18,22 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-from published import Table, by_source, folds, read
+from published import Table, by_source, constants_of, folds, read
 from scipy.optimize import least_squares
 
 from autoshard.cost.devices import (
     DEVICE_CONSTANTS,
-    FOLDER,
     MEMORY_CONSTANTS,
     STACK_CONSTANTS,
     DeviceConstants,
-    MemoryConstants,
     StackConstants,
     memory_constants,
     stack_constants,
 )
-from autoshard.recipes import Stages, stages
-from autoshard.recipes.memory import peak_bytes
-from autoshard.recipes.step import Machine, step_seconds
+from autoshard.launch.blocks_of_stages import Stages, stages
+from autoshard.launch.peak_memory import peak_bytes
+from autoshard.launch.step_time import RunConstants, step_seconds
+from autoshard.mesh import DEVICE_FILES
 
 ROBUST = 0.15  # relative errors beyond count less and less
 # How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
@@ -74,7 +73,7 @@ class Fit:
     def x(self) -> np.ndarray:
         return np.concatenate([self.device.ravel(), self.stack.ravel()])
 
-    def machine(self, published: Machine, device_of: np.ndarray, stack_of: np.ndarray) -> Machine:
+    def constants(self, published: RunConstants, device_of: np.ndarray, stack_of: np.ndarray) -> RunConstants:
         """device_of, stack_of: indices of each row's device and stack."""
         d, s = published.device, published.stack
         device = {name: changed(name, getattr(d, name), self.device[device_of, j]) for j, name in enumerate(DEVICE_CONSTANTS)}
@@ -94,22 +93,22 @@ def indices(table: Table, fit: Fit) -> tuple[np.ndarray, np.ndarray]:
 
 
 def predict(table: Table, fit: Fit, without: frozenset[str] = frozenset()) -> np.ndarray:
-    published = replace(Machine.of(table.runs, fitted=False), without=without)
-    return step_seconds(table.runs, fit.machine(published, *indices(table, fit)))
+    published = replace(constants_of(table.runs, fitted=False), without=without)
+    return step_seconds(table.runs, fit.constants(published, *indices(table, fit)))
 
 
 def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> Fit:
     """The fit to a table's timed rows that are not set apart."""
     table = table[~table.crashed & ~table.apart]
-    published = replace(Machine.of(table.runs, fitted=False), without=without)
+    published = replace(constants_of(table.runs, fitted=False), without=without)
     split = stages(table.runs, published.stack.balanced > 0)
     devices, stacks = indices(table, start)
     counts = {name: mask.sum() for name, mask in by_source(table, np.ones(len(table), bool)).items()}
     weight = np.array([counts[name] for name in table.source]) ** -0.25 / ROBUST
 
     def errors(x: np.ndarray) -> np.ndarray:
-        machine = start.of(x).machine(published, devices, stacks)
-        return step_seconds(table.runs, machine, split) / table.seconds - 1
+        constants = start.of(x).constants(published, devices, stacks)
+        return step_seconds(table.runs, constants, split) / table.seconds - 1
 
     common = _common(start)
 
@@ -145,11 +144,12 @@ def _robust(error: np.ndarray) -> np.ndarray:
     return np.sign(error) * ROBUST * np.sqrt(np.log1p((error / ROBUST) ** 2))
 
 
-def memory_of(table: Table, x: Mapping[str, np.ndarray]) -> MemoryConstants:
-    """x: logarithms of changes by stack; a stack without them is as published."""
+def memory_of(table: Table, x: Mapping[str, np.ndarray]) -> RunConstants:
+    """The constants with those of the memory changed. x: logarithms of changes by stack; a stack without them is as published."""
     published, none = memory_constants(table.runs.stack, fitted=False), np.zeros(len(MEMORY_CONSTANTS))
     change = np.exp(np.array([x.get(name, none) for name in table.runs.stack])).T
-    return replace(published, **{name: getattr(published, name) * change[j] for j, name in enumerate(MEMORY_CONSTANTS)})
+    memory = {name: getattr(published, name) * change[j] for j, name in enumerate(MEMORY_CONSTANTS)}
+    return replace(constants_of(table.runs), memory=replace(published, **memory))
 
 
 def fitted_memory(table: Table) -> dict[str, np.ndarray]:
@@ -213,12 +213,12 @@ def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapp
     """The fitted figures into the device files, each with the number of rows behind it."""
     timed = ~table.crashed & ~table.apart
     for i, name in enumerate(fit.devices):
-        path = FOLDER / f"{name}.json"
+        path = DEVICE_FILES / f"{name}.json"
         data = json.loads(path.read_text())
         rows = int((timed & (table.runs.device == name)).sum())
         _set(data["constants"], DEVICE_CONSTANTS, fit.device[i])
         path.write_text(json.dumps({**data, "fitted_rows": rows}, indent=1) + "\n")
-    path = FOLDER / "stacks.json"
+    path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
     for name in stacks:
         stacks[name]["errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
@@ -231,7 +231,7 @@ def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapp
 
 
 def write_memory(memory: Mapping[str, np.ndarray]) -> None:
-    path = FOLDER / "stacks.json"
+    path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
     for name in memory.keys() & stacks:
         for constant, change in zip(MEMORY_CONSTANTS, memory[name]):

@@ -27,18 +27,18 @@ from typing import Any
 
 import numpy as np
 from fit_devices import Fit, fitted, indices
-from published import Table, folds, read
+from published import Table, constants_of, folds, read
 from published_runs import percent, rows_of
 
 from autoshard.baselines import baseline
 from autoshard.capture import capture_deep
-from autoshard.cost.devices import FOLDER, DeviceConstants, known_devices
-from autoshard.mesh import DEVICES, LAUNCHES, Device, Mesh
-from autoshard.planning.baselining import pinned_to
+from autoshard.cost.devices import DeviceConstants
+from autoshard.formulate import with_pins
+from autoshard.mesh import DEVICE_FILES, DEVICES, LAUNCHES, Device, Mesh, known_devices
+from autoshard.planning.baselining import masks_of
 from autoshard.planning.context import Context, instance_of
 from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.recomputing import as_asked
-from autoshard.recipes.step import Machine
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
@@ -61,7 +61,7 @@ class Priced:
 
 
 def expressible(table: Table) -> np.ndarray:
-    runs, stack = table.runs, Machine.of(table.runs).stack
+    runs, stack = table.runs, constants_of(table.runs).stack
     plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize() == 2) & (stack.flash > 0) & (runs.compiled == 0)
     recompute = np.isin(runs.recompute, ("none", "full"))
     zero = np.isin(runs.zero, (0, 1, 3))
@@ -116,7 +116,8 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     context = as_asked(Context(graph, mesh, options, Stopwatch(None), {}, depth.shallow))
     layouts = candidates(context.graph, mesh)
     instance = instance_of(context, layouts)
-    pinned = pinned_to(instance.formulated, baseline(context.graph, mesh, layouts, scheme_of(row)))
+    masks = masks_of(instance.formulated, baseline(context.graph, mesh, layouts, scheme_of(row)))
+    pinned = with_pins(instance.formulated, masks)
     answer = solve(replace(pinned, usage_limit=None), gap=1e-4, time_limit=5.0)
     if answer.choice is None:
         raise ValueError(f"the layouts of {scheme_of(row)} forbid each other")
@@ -142,22 +143,22 @@ def device_of(name: str, constants: DeviceConstants, i: int) -> Device:
     return replace(DEVICES[name], kernels=replace(kernels, **plain, **rates))
 
 
-def constants_of(table: Table, count: int) -> DeviceConstants:
+def fitted_devices(table: Table, count: int) -> DeviceConstants:
     """Of every row's device: fitted without the row's fold, or with count = 0 those of the device files."""
     if not count:
-        return Machine.of(table.runs).device
-    fold, columns = folds(table, count), {name: np.zeros(len(table)) for name in vars(Machine.of(table.runs).device)}
+        return constants_of(table.runs).device
+    fold, columns = folds(table, count), {name: np.zeros(len(table)) for name in vars(constants_of(table.runs).device)}
     for k in range(count):
         fit, part = fitted(table[fold != k], Fit.none(table)), table[fold == k]
-        machine = fit.machine(Machine.of(part.runs, fitted=False), *indices(part, fit))
+        constants = fit.constants(constants_of(part.runs, fitted=False), *indices(part, fit))
         for name, column in columns.items():
-            column[fold == k] = getattr(machine.device, name)
+            column[fold == k] = getattr(constants.device, name)
     return DeviceConstants(**columns)
 
 
 def predicted(table: Table, count: int, most: int) -> tuple[Table, np.ndarray, np.ndarray]:
     """The rows drawn, their seconds (a column for each of KINDS) and their folds."""
-    rows, constants = drawn(table, most), constants_of(table, count)
+    rows, constants = drawn(table, most), fitted_devices(table, count)
     seconds = np.full((len(rows), len(KINDS)), np.nan)
     for n, i in enumerate(rows):
         print(f"{n + 1} of {len(rows)}: {table.cell[i]}", file=sys.stderr, flush=True)
@@ -226,7 +227,7 @@ def main() -> None:
     }
     if arguments.write:
         for name, steps in record["steps"].items():
-            path = FOLDER / f"{name}.json"
+            path = DEVICE_FILES / f"{name}.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "steps": steps}, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(record))

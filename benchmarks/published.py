@@ -1,21 +1,34 @@
-"""The table of published runs: its rows as recipes, which of them can be expressed, and its cells and folds. Used by published_runs.py and
-fit_devices.py."""
+"""The table of published runs: its rows as columns (TABLE), which of them can be expressed, its cells and folds, and what is predicted for
+them. Used by published_runs.py, fit_devices.py, planned_runs.py and the study long_context."""
 
 from __future__ import annotations
 
 import csv
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from autoshard.cost.devices import known_devices
-from autoshard.recipes import RECOMPUTE, Recipes
-from autoshard.recipes.columns import PRECISIONS, TABLE, WORDS
+from autoshard.cost import spread_of
+from autoshard.launch.peak_memory import USABLE
+from autoshard.launch.runs import PRECISIONS, TrainingRuns
+from autoshard.launch.step_time import RECOMPUTED, RunConstants, step_seconds
+from autoshard.mesh import known_devices
 
+# column of TrainingRuns: its name in a table of published runs; and the software, the kind of device and its memory in bytes
+TABLE = {
+    "stack": "src", "layers": "L", "width": "h", "ffn": "ffn", "heads": "heads", "kv_heads": "kv", "head_dim": "head_dim", "vocab": "vocab",
+    "tied": "tied", "gated": "gated", "positions": "pos", "seq": "seq", "microbatch": "mbs", "accumulated": "ga", "data": "dp",
+    "sharing": "shard", "zero": "zero", "tensor": "tp", "sequence_parallel": "sp", "pipeline": "pp", "virtual": "vp", "context": "cp",
+    "recompute": "rc", "precision": "prec", "rowwise": "rowwise", "microscaling": "mx", "compiled": "fused", "async_tensor": "asynctp",
+    "device": "gpu", "per_node": "gpn", "network": "link_per_gpu", "memory": "gpu_mem",
+}  # fmt: skip
+WORDS = ("stack", "recompute", "precision", "device")
+MOST, ERROR = 0.97, 0.12  # share of a device's memory that a run can have; standard deviation of log(measured / predicted) bytes
 DEVICES = {"h100tt": "h100_500w"}  # the table's name of a part: ours
 STACKS = {
     "vtrain_single": "vtrain", "vtrain_multi": "vtrain", "nanotron_tp": "nanotron", "oom_nanotron": "nanotron",
@@ -30,7 +43,7 @@ class Table:
     """The expressible rows, in the file's order, and why the others are not."""
 
     rows: tuple[Mapping[str, str], ...]
-    runs: Recipes
+    runs: TrainingRuns
     source: np.ndarray  # names
     seconds: np.ndarray  # measured; nan for a crashed run
     bytes: np.ndarray  # measured; nan where unknown
@@ -56,14 +69,69 @@ def read(path: Path, *, source: str | None = None, limit: int | None = None) -> 
     counted: dict[str, int] = {}
     for why in filter(None, reasons):
         counted[why] = counted.get(why, 0) + 1
-    recipes = Recipes.of_table(_named(row) for row in good)
+    runs = runs_of(_named(row) for row in good)
     crashed = np.array([row["oom"] not in ("", "0") for row in good], dtype=bool)
     seconds = np.array([float(row["step"]) if row["step"] else np.nan for row in good])
     bytes = np.array([float(row["mem_gb"]) * 1e9 if row["mem_gb"] else np.nan for row in good])
     apart = np.array([row["suspect"] == "1" or row["pp_old"] == "1" for row in good], dtype=bool)
     source_of = np.array([_source(row) for row in good])
     cell = np.array([f"{name} {row['arch']} {row['gpus']}" for name, row in zip(source_of, good)])
-    return Table(tuple(good), recipes, source_of, seconds, bytes, crashed, apart, cell, counted)
+    return Table(tuple(good), runs, source_of, seconds, bytes, crashed, apart, cell, counted)
+
+
+def runs_of(rows: Iterable[Mapping[str, Any]]) -> TrainingRuns:
+    """The runs of a table with the columns of TABLE; ValueError for a missing column or a number that is none."""
+    table = list(rows)
+    columns = {name: _column(table, written, name in WORDS) for name, written in TABLE.items()}
+    devices = columns["data"] * columns["tensor"] * columns["pipeline"] * columns["context"]
+    return TrainingRuns({**columns, "devices": devices, "global_batch": columns["accumulated"] * columns["microbatch"] * columns["data"]})
+
+
+def _column(rows: list[Mapping[str, Any]], name: str, words: bool) -> np.ndarray:
+    missing = [i for i, row in enumerate(rows) if name not in row]
+    if missing:
+        raise ValueError(f"row {missing[0]} has no column {name!r}; expected the columns {', '.join(TABLE.values())}")
+    if words:
+        return np.array([str(row[name]) for row in rows])
+    try:
+        return np.array([float(row[name]) for row in rows])
+    except ValueError as error:
+        raise ValueError(f"column {name!r} has a value that is no number: {error}") from error
+
+
+def constants_of(runs: TrainingRuns, *, fitted: bool = True) -> RunConstants:
+    """Of each run's device and software; with fitted=False from published figures of devices and kernels alone."""
+    return RunConstants.of(runs.device, runs.stack, fitted=fitted)
+
+
+def predicted_seconds(runs: TrainingRuns, *, fitted: bool = True) -> np.ndarray:
+    """Seconds per step of every run."""
+    return step_seconds(runs, constants_of(runs, fitted=fitted))
+
+
+def interval(runs: TrainingRuns, seconds: np.ndarray, share: float = 0.8) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest seconds between which `share` of measured runs are expected. ValueError unless 0 < share < 1."""
+    if not 0 < share < 1:
+        raise ValueError(f"an interval of a share {share} was asked for; expected a number between 0 and 1, for example 0.8")
+    low, high = spread_of(runs.stack, share)
+    return seconds * np.exp(low), seconds * np.exp(high)
+
+
+def tokens_per_second(runs: TrainingRuns, seconds: np.ndarray) -> np.ndarray:
+    """Per device."""
+    return runs.global_batch * runs.seq / seconds / runs.devices
+
+
+def fits(runs: TrainingRuns, bytes: np.ndarray) -> np.ndarray:
+    """Whether each run with predicted `bytes` per device is predicted to run: within USABLE of its memory, and a block for every stage."""
+    return (bytes <= USABLE * runs.memory) & (runs.pipeline < runs.layers)
+
+
+def chance_to_fit(runs: TrainingRuns, bytes: np.ndarray) -> np.ndarray:
+    """The probability that a run with predicted `bytes` per device does not crash: the error of their logarithm is taken as normal."""
+    known = (np.log(MOST * np.maximum(runs.memory, 1.0)) - np.log(bytes)) / ERROR
+    below = np.vectorize(math.erfc, otypes=[float])(-known / math.sqrt(2)) / 2
+    return np.where(runs.pipeline < runs.layers, below, 0.0)
 
 
 def _named(row: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +153,7 @@ def reason(row: Mapping[str, str]) -> str:
         return f"device {device} has no constants"
     if row["prec"] not in PRECISIONS:
         return f"precision {row['prec']}"
-    if row["rc"] not in RECOMPUTE:
+    if row["rc"] not in RECOMPUTED:
         return f"recomputation {row['rc']}"
     if int(float(row["ep"] or 1)) > 1:
         return "experts"

@@ -5,7 +5,7 @@
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --ablation         each effect left out and the rest fitted again, in folds
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --choose           nanotron: the best configuration of each cell, in folds
 
-RUNS.csv has the columns of autoshard.recipes.columns.TABLE and step, mem_gb, oom, suspect, pp_old, arch, gpus, ep. Errors are
+RUNS.csv has the columns of published.TABLE and step, mem_gb, oom, suspect, pp_old, arch, gpus, ep. Errors are
 |predicted / measured - 1|. `suspect` and `pp_old` rows, and sources with fewer than five rows, count in no mean of means and are shown
 apart.
 Without --folds the constants are those of the device files, which were fitted to the published half of these runs.
@@ -20,13 +20,12 @@ from pathlib import Path
 
 import numpy as np
 from fit_devices import LEVELS, error_quantiles, held_out, held_out_memory
-from published import FEWEST, Table, by_source, read
+from published import FEWEST, Table, by_source, chance_to_fit, constants_of, fits, interval, predicted_seconds, read
 from published import folds as cells_folds
 from scipy.stats import spearmanr
 
-from autoshard.recipes.memory import USABLE, chance_to_fit, peak_bytes
-from autoshard.recipes.predict import interval, predicted_seconds
-from autoshard.recipes.step import EFFECTS
+from autoshard.launch.peak_memory import peak_bytes
+from autoshard.launch.step_time import EFFECTS
 
 
 def rows_of(error: np.ndarray, predicted: np.ndarray, measured: np.ndarray) -> dict:
@@ -48,10 +47,10 @@ def fits_right(table: Table, bytes: np.ndarray, of_source: np.ndarray) -> float 
     """Share of runs whose running or crashing was predicted; None where no run crashed. A configuration that also ran has run."""
     if not table.crashed[of_source].any():
         return None
-    fits = (bytes <= USABLE * table.runs.memory) & (table.runs.pipeline < table.runs.layers)
+    runs = fits(table.runs, bytes)
     ran = {key for key, crashed in zip(configurations(table), table.crashed) if not crashed}
     crashed = np.array([crashed and key not in ran for key, crashed in zip(configurations(table), table.crashed)])
-    return float((fits == ~crashed)[of_source].mean())
+    return float((runs == ~crashed)[of_source].mean())
 
 
 def configurations(table: Table) -> list[tuple]:
@@ -118,7 +117,7 @@ def chosen(table: Table, seconds: np.ndarray, bytes: np.ndarray) -> list[dict]:
     seconds / chance to fit. The rule: least tensor * pipeline, then largest microbatch, ZeRO-1 first.
     """
     risky = seconds / np.maximum(chance_to_fit(table.runs, bytes), 1e-6)
-    fits = (bytes <= USABLE * table.runs.memory) & (table.runs.pipeline < table.runs.layers)
+    fitting = fits(table.runs, bytes)
     keys = configurations(table)
     measured: dict[tuple, list[float]] = {}  # of a configuration, also where it crashed another time
     for key, s in zip(keys, table.seconds):
@@ -127,12 +126,12 @@ def chosen(table: Table, seconds: np.ndarray, bytes: np.ndarray) -> list[dict]:
     ran = {key: float(np.median(s)) for key, s in measured.items()}
     rows = []
     for cell in sorted(set(table.cell[table.source == "nanotron"])):
-        members = np.flatnonzero((table.cell == cell) & fits)
+        members = np.flatnonzero((table.cell == cell) & fitting)
         timed = (table.cell == cell) & ~table.crashed
         if not len(members) or not timed.any():
             continue
         best, runs = min(ran[keys[i]] for i in np.flatnonzero(timed)), table.runs
-        by_rule = min(members, key=lambda i: (runs.tensor[i] * runs.pipeline[i], -runs.batch[i], -runs.zero[i], i))
+        by_rule = min(members, key=lambda i: (runs.tensor[i] * runs.pipeline[i], -runs.microbatch[i], -runs.zero[i], i))
         by_prediction = min(members, key=lambda i: (risky[i], i))
         regret = [1 - best / ran[keys[i]] if keys[i] in ran else 1.0 for i in (by_prediction, by_rule)]
         rows.append({"cell": cell, "devices": int(runs.devices[members[0]]), "predictor": regret[0], "rule": regret[1]})
@@ -178,7 +177,7 @@ def main() -> None:
     table = read(arguments.runs, source=arguments.source, limit=arguments.limit)
     folds = arguments.folds or (5 if arguments.ablation or arguments.choose else 0)
     seconds = held_out(table, folds) if folds else predicted_seconds(table.runs)
-    bytes = held_out_memory(table, folds) if folds else peak_bytes(table.runs)
+    bytes = held_out_memory(table, folds) if folds else peak_bytes(table.runs, constants_of(table.runs))
     record = compared(table, seconds, predicted_seconds(table.runs, fitted=False), bytes)
     record["coverage_of_80_percent"] = coverage(table, seconds, cells_folds(table, folds) if folds else None)
     if arguments.ablation:

@@ -78,7 +78,8 @@ def run(name: str, words: list[str]) -> dict:
     if given.json:
         print(json.dumps(result))
     else:
-        print(*filter(None, [textwrap.fill(in_words(totals), 140), study.note]), sep="\n")
+        notes = [note for part, note in study.notes.items() if any(part in row["case"] for row in rows)]
+        print(*filter(None, [textwrap.fill(in_words(totals), 140), *notes]), sep="\n")
     return result
 
 

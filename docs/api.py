@@ -19,6 +19,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 import autoshard  # noqa: E402
+from autoshard.options import Options, having  # noqa: E402
 from autoshard.writing import write_atomically  # noqa: E402
 
 WIDTH = 120  # of a signature's line
@@ -46,17 +47,16 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard": "parallelize device_mesh load_pipeline verify_pipeline save_checkpoint load_checkpoint RankLost export dry_run "
                      "backend",
         "autoshard.api": "as_plain measure_this_cluster",
-        "autoshard.lower.programs": "ProgramsModule ProgramModule",
+        "autoshard.runtime.programs": "ProgramsModule ProgramModule",
         "autoshard.lower.unsharded": "materialized",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),
     "launchers": ("Launchers", "Launches of torchtitan, Megatron-LM, accelerate and nanotron: read, checked, priced, ranked and written.", {
         "autoshard.api": "degrees Degrees check_launch CheckedLaunch",
-        "autoshard.launchers": "Launch ModelSizes Described Known Site read_configuration configuration_text why_illegal sizes_of_config "
-                               "sizes_of_module",
-        "autoshard.launchers.ranking": "Ranking",
-        "autoshard.launchers.changes": "Change",
-        "autoshard.recipes": "Recipes predicted_seconds tokens_per_second peak_bytes fits chance_to_fit interval",
+        "autoshard.launch": "Launch ModelSizes LaunchConfig Overrides Site read_configuration configuration_text why_illegal "
+                            "sizes_of_config sizes_of_module",
+        "autoshard.launch.ranking": "Ranking",
+        "autoshard.launch.best_changes": "Change",
     }),
     "rules": ("Rules of operators", "Which layouts an operator may have.", {
         "autoshard": "register_rule Row",
@@ -69,7 +69,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "simulate": ("Simulator and pipelines", "What a step will take, and how to divide a model into stages.", {
         "autoshard": "Cluster pipeline",
         "autoshard.api": "simulate simulate_grid Parallel Simulation",
-        "autoshard.pipeline.pipelines": "PipelineOptions",
+        "autoshard.options": "PipelineOptions",
         "autoshard.pipeline.submeshes": "Kind",
         "autoshard.pipeline.pipeline_record": "Pipeline PipelineStage",
         "autoshard.simulate.timeline": "Timeline",
@@ -85,7 +85,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {
         "autoshard": "Table Option plan_tables plan_with_tables dp_proposals",
-        "autoshard.tables": "TablePlan PlacedTable dp_proposals_2d",
+        "autoshard.tables": "TablePlan PlacedTable",
         "autoshard.tables.records": "DeviceLoad",
         "autoshard.api.with_tables": "Together WithTables",
         "autoshard.tables.torchrec": "TableProposer TablePartitioner parameter_constraints sharding_plan",
@@ -235,9 +235,21 @@ def class_text(name: str, node: ast.ClassDef, lines: list[str]) -> list[str]:
     if init is not None:
         head = signature(f"class {name}", init, returns=False)
     rows = [one for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign)) and ast.unparse(one)[0] != "_"]
-    fields = textwrap.dedent("\n".join(line for one in rows for line in lines[one.lineno - 1 : one.end_lineno]))
+    fields = textwrap.dedent("\n".join(line for one in rows for line in field_lines(one, lines)))
+    if bases == "Options":
+        fields += f"\nof Options: {', '.join(having(Options, 'in_pass'))}"
     members = [member_text(name, one) for one in made if not one.name.startswith("_")]
     return [head, *(textwrap.indent(part, "    ") for part in (ast.get_docstring(node) or "", fields, *members))]
+
+
+def field_lines(node: ast.AnnAssign | ast.Assign, lines: list[str]) -> list[str]:
+    """As written; a declared option with its type, its default and the comment above it."""
+    value = node.value
+    if not (isinstance(node, ast.AnnAssign) and isinstance(value, ast.Call) and ast.unparse(value.func) == "declared"):
+        return lines[node.lineno - 1 : node.end_lineno]
+    default, above = ast.unparse(value.args[0]), lines[node.lineno - 2].strip()
+    field = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)} = {'{}' if default == 'dict' else default}"
+    return [f"    {field}  {above}" if above.startswith("# ") and not above.endswith("fmt: skip") else f"    {field}"]
 
 
 def member_text(name: str, node: ast.FunctionDef) -> str:

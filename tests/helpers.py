@@ -14,7 +14,7 @@ from autoshard.graph import Const, Graph, Op, Ref, Result
 from autoshard.graph import Tensor as Described
 from autoshard.layout import Layout
 from autoshard.lower.program import run_record, slot_of
-from autoshard.lower.run import World
+from autoshard.lower.run import SimulatedRanks
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidate
 from models import bert, gpt2, llama, mlp
@@ -152,7 +152,7 @@ def candidate_error(graph: Graph, tensors: list[Tensor], outputs: tuple, candida
 
     ins = tuple(slot_of(f"in{k}", (k, 0), described(x), candidate.inputs[k], mesh) for k, x in enumerate(tensors))
     outs = tuple(None if t is None else slot_of(f"out{k}", (i, k), t, candidate.outputs[k], mesh) for k, t in enumerate(op.outputs))
-    world = World(mesh)
+    world = SimulatedRanks(mesh)
     for given, x in zip(ins, tensors, strict=True):
         world.held[given.name] = split(x, given.layout, mesh, generator)
     made = world.run(run_record(graph, i, ins, outs, mesh))

@@ -31,25 +31,6 @@ def published(memory, perf, bins):
     return proposals
 
 
-def published_2d(hbm, host, perf, bins, host_bins):
-    """The same over two kinds of memory; for each bin of the first the quickest of the second."""
-    best = {(0, 0): (0.0, 0.0, 0.0, [])}
-    for a, h, b in zip(hbm, host, perf):
-        new = {}
-        for key in sorted(best):
-            seconds, held, held_host, chosen = best[key]
-            for j in range(len(a)):
-                x, y, s = held + a[j], held_host + h[j], seconds + b[j]
-                if x < bins and y < host_bins and s < new.get((int(x), int(y)), (math.inf,))[0]:
-                    new[int(x), int(y)] = s, x, y, [*chosen, j]
-        best = new
-    quickest = {}
-    for x, y in sorted(best):
-        if x not in quickest or best[x, y][0] < best[quickest[x]][0]:
-            quickest[x] = (x, y)
-    return [best[quickest[x]][3] for x in sorted(quickest, reverse=True)]
-
-
 def random_lists(rng: random.Random, tables: int, bins: int, most: int = 4):
     """(memory in bins, perf): ragged; whole numbers and halves among them, so that sums meet the edges of bins."""
     memory, perf = [], []

@@ -29,8 +29,8 @@ from functools import partial
 from pathlib import Path
 
 import autoshard
-from autoshard.launchers import Known, read_configuration
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Overrides, read_configuration
+from autoshard.launch.torchtitan import FLAVORS
 from autoshard.problem import read_contest
 from autoshard.reading import text_of
 from tests.helpers_mutations import FIELDS, HOSTILE, MARK, parent_of
@@ -47,7 +47,7 @@ CHECKED = {"on": False, "ran": ""}
 
 
 def launch(launcher: str) -> Callable[[str], object]:
-    known = Known(devices=64, sizes=FLAVORS["llama3", "8B"], seq=64, microbatch=1)
+    known = Overrides(devices=64, sizes=FLAVORS["llama3", "8B"], seq=64, microbatch=1)
     return lambda path: read_configuration(launcher, text_of(path, "launch"), path, known)
 
 

@@ -44,7 +44,7 @@ from autoshard import Mesh, plan
 from models import gpt2
 plan(*gpt2.tiny(), Mesh.from_bandwidths((2, 2)))
 rooms = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("autoshard.")}
-print(sorted(rooms & {"autoshard.lower", "autoshard.launchers", "autoshard.calibrate", "autoshard.tables", "autoshard.report"}))
+print(sorted(rooms & {"autoshard.lower", "autoshard.launch", "autoshard.calibrate", "autoshard.tables", "autoshard.report"}))
 print(sorted({"numba", "scipy.optimize", "matplotlib"} & set(sys.modules)))
 """
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(api.__file__).parents[2])

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.lower.checkpoint_files import INDEX, MANIFEST, PlainPlanner, Reader, Writer, contents, why_broken
 from autoshard.reading import file_facts
+from autoshard.runtime.checkpoint_files import INDEX, MANIFEST, PlainPlanner, Reader, Writer, contents, why_broken
 from models import mlp
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results, run_ranks

@@ -15,7 +15,7 @@ from autoshard.cli.model import load_model
 from autoshard.cli.table import option_of
 from autoshard.options import parse_bytes, parse_pins
 from autoshard.solution import load
-from autoshard.solvers import settle
+from autoshard.solvers import restrict
 from tests.helpers_solutions import linear_solution
 
 ROOT = Path(__file__).parent.parent
@@ -283,7 +283,7 @@ def test_ctrl_c_prints_what_is_known_and_says_no(capsys, monkeypatch, where):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solve_verb if where == "read_contest" else settle, where, interrupt)
+    monkeypatch.setattr(solve_verb if where == "read_contest" else restrict, where, interrupt)
     code, out, err = run(capsys, "solve", EXAMPLE, "--json")
     record = json.loads(out)
     assert code == 1 and record["interrupted"] and record["status"] == "unknown" and "Traceback" not in err

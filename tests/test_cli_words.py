@@ -11,8 +11,8 @@ import pytest
 from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.table import CONSTANTS, EXPORTS, METHODS, PLANNERS, SCHEDULES, SCHEMES, option_of
-from autoshard.options import SOLVERS, TEXT
+from autoshard.cli.table import CONSTANTS, EXPORTS, METHODS, PLANNERS, SCHEMES, option_of
+from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import curve_fit
 
-from autoshard.calibrate import all_to_allv_bytes, best_size_rule, fit, turning_points
+from autoshard.calibrate import fit, turning_points
 from autoshard.calibrate.importers import parse
 from autoshard.calibrate.sigmoid import fit_published
 from autoshard.cost.curves import Sigmoid, bus_factor
@@ -137,21 +137,3 @@ def test_turning_points_of_a_link_with_a_latency():
     # index 8 (2^18): (2^19 - 2^17) / 2 / 1e5 = 2.0 us are 16 % of 12.6 us; at index 7 they are 8.7 % of 11.3 us
     # index 14 (2^24): 94.4 of 100 GB/s, the last below 95 %
     assert turning_points(latency, size / latency / 1e3) == (7, 16)
-
-
-def test_size_rules_of_uneven_tables():
-    tables = [8, 1, 3, 4]
-    # S = 16; max_i max(16 - t, 3 t) = 24; max_i (16 - t + 3 t) = 32
-    for rule, factor in (("sum", 16), ("max_of_max", 24), ("max_of_sum", 32)):
-        assert all_to_allv_bytes(2048, 64, tables, rule) == 2048 / 4 * factor * 64 * 4
-    with pytest.raises(ValueError, match="known are sum, max_of_max, max_of_sum"):
-        all_to_allv_bytes(2048, 64, tables, "max")
-
-
-def test_the_best_size_rule_is_the_one_that_predicts():
-    size = 2.0 ** np.arange(10, 30)
-    curve = fit(size, 1e-5 + size / 1e10)
-    cases = [(2048 * k, 64, [8, 1, 3, 4]) for k in (1, 2, 4)]
-    seconds = [float(curve.seconds(all_to_allv_bytes(*case, "max_of_max"))) for case in cases]
-    rule, gmae = best_size_rule(cases, seconds, curve)
-    assert rule == "max_of_max" and gmae[rule] == pytest.approx(4e-4) and len(gmae) == 3

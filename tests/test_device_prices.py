@@ -11,12 +11,11 @@ from autoshard.calibrate.rates import OpSample, fit_roofline
 from autoshard.cost import op_seconds, optimizer_step_seconds
 from autoshard.cost.compute import EFFICIENCY
 from autoshard.cost.curves import load_device, save_cluster
-from autoshard.cost.devices import FOLDER, known_devices
 from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.layout import parse
-from autoshard.mesh import DEVICES, LAUNCHES, Kernels, Mesh
-from autoshard.report.text import as_text, plan_report
+from autoshard.mesh import DEVICE_FILES, DEVICES, LAUNCHES, Kernels, Mesh, known_devices
+from autoshard.report import as_text, plan_report
 from autoshard.solution import Solution
 from autoshard.strategies.candidates import Candidate
 from autoshard.strategies.ring import FORWARD
@@ -130,7 +129,7 @@ def test_a_measured_device_is_written_as_the_device_files_are_and_prices_what_wa
 
 
 def known_file(name):
-    return FOLDER / f"{name}.json"
+    return DEVICE_FILES / f"{name}.json"
 
 
 def test_without_matmuls_in_16_bits_there_is_no_device_file(tmp_path):

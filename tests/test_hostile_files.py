@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.calibrate.importers import nccl_tests, sniff
-from autoshard.launchers import Known, read_configuration
-from autoshard.launchers.texts import PlainLoader, arguments_of, toml_text, yaml_text
+from autoshard.launch import Overrides, read_configuration
+from autoshard.launch.texts import PlainLoader, arguments_of, toml_text, yaml_text
 from autoshard.reading import content_of
 from autoshard.writing import write_atomically
 from tests.helpers_bounds import in_bounds
@@ -65,7 +65,7 @@ HARMLESS = {"empty lines.sh", "spaces.sh"}  # long, but they mean what a short s
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_configuration_is_refused_in_bounds(name):
     launcher = LAUNCHERS[name.rpartition(".")[2]]
-    answer = in_bounds(lambda: read_configuration(launcher, HOSTILE[name], name, Known(devices=8)), megabytes=200)
+    answer = in_bounds(lambda: read_configuration(launcher, HOSTILE[name], name, Overrides(devices=8)), megabytes=200)
     assert isinstance(answer, ValueError) != (name in HARMLESS), answer
     assert "\n" not in str(answer) or name in HARMLESS
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.lower.module import parallel_class
+from autoshard.runtime.module import parallel_class
 from benchmarks.coverage import HF
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results

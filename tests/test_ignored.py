@@ -13,8 +13,7 @@ from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.cli.app import app
 from autoshard.mesh import Mesh
-from autoshard.report import plan_report
-from autoshard.report.text import as_text
+from autoshard.report import as_text, plan_report
 
 ROOT = Path(__file__).parent.parent
 MESH = Mesh.from_bandwidths((2,))

@@ -49,7 +49,7 @@ def interrupted_at(module: str, *argv: str) -> subprocess.CompletedProcess:
         ("autoshard.cli", ("doctor",)),
         ("typer", ("doctor",)),
         ("numpy", ("doctor",)),
-        ("autoshard.cli.words", ("plan", "nothing.py:f")),
+        ("autoshard.cli.table", ("plan", "nothing.py:f")),
         ("torch", ("plan", TINY, "--mesh", "2x4")),
         ("torch", ("redistribute", __file__)),
         ("torch.nn", ("plan", TINY, "--mesh", "2x4")),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard import api
 from autoshard.capture import capture
-from autoshard.lower import issue_order
+from autoshard.lower import STARTS
 from autoshard.lower.issue_order import Issued, disagreements, issued, out_of_step
 from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.program import Redistribute, RunOp, lower
@@ -120,13 +120,13 @@ def test_verify_and_dry_run_report_ranks_that_are_out_of_step(monkeypatch):
 
 def swapped(rank, solution):
     """Rank 1 issues its last two collectives in the other order."""
-    parallelize = import_module("autoshard.lower.parallelize")
+    parallelize = import_module("autoshard.runtime.parallelize")
     right = parallelize.scheduled
 
     def wrong(passes, *args):
         rows = right(passes, *args)
         graph = passes[-1].graph
-        starts = [node for node in graph.nodes if node.target in issue_order.STARTS]
+        starts = [node for node in graph.nodes if node.target in STARTS]
         if rank == 1:
             for node in starts[-1].all_input_nodes:
                 starts[-2].prepend(node)

@@ -15,27 +15,25 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autoshard.api import check_launch
-from autoshard.launchers import (
-    LAUNCHERS,
-    Columns,
-    Described,
-    Known,
+from autoshard.launch import (
     Launch,
+    LaunchConfig,
     ModelSizes,
+    Overrides,
+    Site,
     configuration_text,
-    legal,
     read_configuration,
     sizes_of_config,
     sizes_of_module,
     why_illegal,
 )
-from autoshard.launchers.launch import SCHEDULES
-from autoshard.launchers.legality import broken_rules
-from autoshard.launchers.prices import Site, prices_of
-from autoshard.launchers.ranking import ranking
-from autoshard.launchers.space import launches, structures
-from autoshard.launchers.texts import arguments_of
-from autoshard.launchers.torchtitan import FLAVORS, model_parts
+from autoshard.launch.launch_prices import prices_of
+from autoshard.launch.launch_space import launches, structures
+from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
+from autoshard.launch.ranking import ranking
+from autoshard.launch.runs import SCHEDULES, TrainingRuns
+from autoshard.launch.texts import arguments_of
+from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
 
 DATA = Path(__file__).parent / "data" / "launchers"
@@ -53,7 +51,7 @@ def name(path):
 
 
 # what the configurations leave to the command line: torchtitan's shard -1, accelerate's model and batch
-KNOWN = {"torchtitan": Known(devices=64), "accelerate": Known(sizes=LLAMA8, seq=8192, microbatch=1), "nanotron": Known()}
+KNOWN = {"torchtitan": Overrides(devices=64), "accelerate": Overrides(sizes=LLAMA8, seq=8192, microbatch=1), "nanotron": Overrides()}
 DEVICES = {
     "gpt3_175b.sh": 1024,
     "sc21_figure_13.sh": 64,
@@ -65,7 +63,7 @@ DEVICES = {
 
 
 def described(path, **changes):
-    known = KNOWN.get(path.parent.name, Known(devices=DEVICES.get(path.name)))
+    known = KNOWN.get(path.parent.name, Overrides(devices=DEVICES.get(path.name)))
     return read_configuration(path.parent.name, path.read_text(), path.name, replace(known, **changes))
 
 
@@ -152,6 +150,13 @@ def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, cou
     assert all(reason.count(".") == 0 and len(reason) < 140 for reason in reasons)
 
 
+def crossed(fixed, choices):
+    """Every combination of the choices, the last one changing fastest; other fields as in `fixed`."""
+    grids = np.meshgrid(*(np.arange(len(options)) for options in choices.values()), indexing="ij")
+    varied = {name: np.array(options)[grid.ravel()] for (name, options), grid in zip(choices.items(), grids)}
+    return TrainingRuns({key: varied.get(key, np.full(grids[0].size, value)) for key, value in vars(fixed).items()})
+
+
 def test_every_rule_forbids_something():
     broken = set()
     choices = {
@@ -160,7 +165,7 @@ def test_every_rule_forbids_something():
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
         "expert_tensor": [1, 5],
     }  # fmt: skip
-    rows = Columns.product(Launch(48, 50, 27, 3), choices)
+    rows = crossed(Launch(48, 50, 27, 3), choices)
     for launcher in LAUNCHERS:
         for sizes in (SMALL, MIXTURE):
             mask, rules = broken_rules(rows, sizes, launcher)
@@ -282,7 +287,7 @@ def test_a_configuration_made_illegal_is_refused_with_the_reason(file, old, new,
     text = path.read_text()
     assert old in text
     launcher = path.parent.name
-    known = KNOWN.get(launcher, Known(devices=DEVICES.get(path.name)))
+    known = KNOWN.get(launcher, Overrides(devices=DEVICES.get(path.name)))
     one = read_configuration(launcher, text.replace(old, new), path.name, known)
     assert any(reason in said for said in why_illegal(one.launch, one.sizes, launcher))
 
@@ -291,7 +296,7 @@ def test_two_known_bad_recipes_are_caught():
     """A tensor parallel degree that key-value heads forbid; and recipes shipped with more than their memory (torchtitan #4016)."""
     one = read_configuration("torchtitan", (DATA / "torchtitan/llama3_8b.toml").read_text().replace("tensor_parallel_degree = 1",
     "tensor_parallel_degree = 16"),
-                    "llama.toml", Known(devices=64))  # fmt: skip
+                    "llama.toml", Overrides(devices=64))  # fmt: skip
     forbidden = check_launch(one, "torchtitan", Site())
     assert not forbidden.ok and "8 key-value heads do not divide by tp 16" in forbidden.reasons and forbidden.prices is None
     assert forbidden.changes and all(change.gain == np.inf for change in forbidden.changes)
@@ -332,7 +337,7 @@ BROKEN = [  # launcher, file's name, text, sentence
 
 @pytest.mark.parametrize("launcher, file, text, sentence", BROKEN, ids=[f"{row[0]}-{k}" for k, row in enumerate(BROKEN)])
 def test_a_configuration_that_says_too_little_is_refused_in_a_sentence(launcher, file, text, sentence):
-    known = Known(sizes=LLAMA8, seq=8, microbatch=1) if "TPU" in text else Known()
+    known = Overrides(sizes=LLAMA8, seq=8, microbatch=1) if "TPU" in text else Overrides()
     with pytest.raises(ValueError, match=sentence) as refusal:
         read_configuration(launcher, text, file, known)
     assert "\n" not in str(refusal.value)
@@ -367,11 +372,11 @@ def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor):
     for launch in sampled(launcher, sizes):
         multiple = 128 * launch.tensor if launcher == "megatron" else launch.tensor
         padded = sizes.with_padded_vocab(multiple) if launcher in ("megatron", "nanotron") else sizes
-        text = configuration_text(launcher, Described(launch, padded))
+        text = configuration_text(launcher, LaunchConfig(launch, padded))
         ending = {"torchtitan": "a.toml", "megatron": "a.sh"}.get(launcher, "a.yaml")
-        known = Known(devices=64)
+        known = Overrides(devices=64)
         if launcher == "accelerate":
-            known = Known(sizes=sizes, seq=4096, microbatch=launch.microbatch, global_batch=256)
+            known = Overrides(sizes=sizes, seq=4096, microbatch=launch.microbatch, global_batch=256)
         back = read_configuration(launcher, text, ending, known)
         if launch.zero == 0:
             launch = replace(launch, shard=1)
@@ -385,7 +390,7 @@ def test_accelerates_own_parser_reads_what_is_written(tmp_path, monkeypatch):
 
     for k, launch in enumerate(sampled("accelerate", LLAMA8, 40)):
         path = tmp_path / f"{k}.yaml"
-        path.write_text(configuration_text("accelerate", Described(launch, LLAMA8)))
+        path.write_text(configuration_text("accelerate", LaunchConfig(launch, LLAMA8)))
         read = config_args.load_config_from_file(str(path))
         assert read.num_processes == 64 and read.mixed_precision == "bf16"
         sizes = {key.removeprefix("parallelism_config_"): value for key, value in read.parallelism_config.items()}
@@ -425,7 +430,7 @@ JOB_CONFIG = {
 
 def test_torchtitan_gets_its_documented_keys_and_torchs_schedules():
     for launch in sampled("torchtitan", LLAMA8, 60):
-        data = tomllib.loads(configuration_text("torchtitan", Described(launch, LLAMA8)))
+        data = tomllib.loads(configuration_text("torchtitan", LaunchConfig(launch, LLAMA8)))
         assert {section: set(keys) for section, keys in data.items() if not set(keys) <= JOB_CONFIG[section]} == {}
         parallelism = data["parallelism"]
         degrees = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel")
@@ -445,13 +450,13 @@ def test_every_module_is_on_one_stage_in_order(layers, stages):
 
 def test_a_model_that_torchtitan_does_not_have_is_refused():
     with pytest.raises(ValueError, match="torchtitan has no flavor of these sizes"):
-        configuration_text("torchtitan", Described(Launch(8, 64, 8), SMALL))
+        configuration_text("torchtitan", LaunchConfig(Launch(8, 64, 8), SMALL))
     with pytest.raises(ValueError, match="can't be 6 stages; expected 5 at most"):
         model_parts(3, 6)
 
 
 def test_yaml_of_nanotron_has_plain_sections():
-    data = yaml.safe_load(configuration_text("nanotron", Described(Launch(8, 64, 8, data=8), SMALL)))
+    data = yaml.safe_load(configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8, data=8), SMALL)))
     assert data["parallelism"]["dp"] == 8 and data["tokens"] == {
         "batch_accumulation_per_replica": 1,
         "micro_batch_size": 1,
@@ -470,7 +475,7 @@ def test_the_ranking_is_sorted_and_prices_each_row_as_alone(launcher):
     for fits in (True, False):
         assert (np.diff(p.tokens_per_second[p.fits == fits]) <= 1e-6).all()
     for i in np.linspace(0, len(ranked) - 1, 9).astype(int):
-        alone = prices_of(Columns.of([ranked.launch(i)]), LLAMA8, Site(), launcher)
+        alone = prices_of(TrainingRuns.of([ranked.launch(i)]), LLAMA8, Site(), launcher)
         assert alone.seconds[0] == pytest.approx(p.seconds[i], rel=1e-12) and alone.bytes[0] == pytest.approx(p.bytes[i], rel=1e-12)
     assert (p.mfu > 0).all() and (p.mfu < 1).all() and (p.bytes > 0).all()
     assert p.tokens_per_second[0] * 16 * p.seconds[0] == pytest.approx(64 * 2048)
@@ -488,7 +493,7 @@ class OnlyMap(Executor):
 
 @pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor, OnlyMap])
 def test_an_executor_changes_nothing(pool, monkeypatch):
-    monkeypatch.setattr(import_module("autoshard.launchers.ranking"), "CHUNK", 500)
+    monkeypatch.setattr(import_module("autoshard.launch.ranking"), "CHUNK", 500)
     fixed = Launch(16, 2048, 64)
     here = ranking(fixed, LLAMA8, Site(), "torchtitan")
     with pool(2) as executor:
@@ -506,7 +511,7 @@ def test_less_memory_never_makes_more_launches_fit():
 
 def test_experts_cost_memory_that_expert_parallelism_divides():
     fixed = Launch(64, 4096, 512, data=64, shard=64, zero=1)
-    rows = Columns.of([replace(fixed, expert=expert) for expert in (1, 2, 4, 8)])
+    rows = TrainingRuns.of([replace(fixed, expert=expert) for expert in (1, 2, 4, 8)])
     priced = prices_of(rows, MIXTRAL, Site(), "megatron")
     assert (np.diff(priced.bytes) < 0).all()
     dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)
@@ -529,7 +534,7 @@ def test_changes_are_legal_fit_and_gain(path):
     assert gains == sorted(gains, reverse=True) and all(gain > 0 for gain in gains)
     for change in checked.changes:
         assert why_illegal(change.to, checked.described.sizes, launcher) == ()
-        priced = prices_of(Columns.of([change.to]), checked.described.sizes, Site(), launcher)
+        priced = prices_of(TrainingRuns.of([change.to]), checked.described.sizes, Site(), launcher)
         assert priced.fits[0] and priced.tokens_per_second[0] == pytest.approx(change.tokens_per_second)
         same = ("devices", "seq", "global_batch", "precision")
         assert all(getattr(change.to, key) == getattr(checked.described.launch, key) for key in same)
@@ -539,9 +544,9 @@ def test_changes_are_legal_fit_and_gain(path):
 
 def test_what_has_no_price_is_refused():
     with pytest.raises(ValueError, match="matmuls in float32 have no prices; expected a run in bf16"):
-        prices_of(Columns.of([Launch(8, 64, 8, data=8, precision="fp32")]), SMALL, Site(), "nanotron")
+        prices_of(TrainingRuns.of([Launch(8, 64, 8, data=8, precision="fp32")]), SMALL, Site(), "nanotron")
     with pytest.raises(ValueError, match="no constants of device 'tpu'"):
-        prices_of(Columns.of([Launch(8, 64, 8, data=8)]), SMALL, Site("tpu"), "nanotron")
+        prices_of(TrainingRuns.of([Launch(8, 64, 8, data=8)]), SMALL, Site("tpu"), "nanotron")
     with pytest.raises(ValueError, match="there are 1000000 devices; expected 262144 at most"):
         Launch(1000000, 64, 8)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
-from autoshard.launchers import Known, ModelSizes, read_configuration
-from autoshard.launchers.texts import toml_text, yaml_text
+from autoshard.launch import ModelSizes, Overrides, read_configuration
+from autoshard.launch.texts import toml_text, yaml_text
 
 DATA = Path(__file__).parent / "data" / "launchers"
 LLAMA = DATA / "torchtitan" / "llama3_8b.toml"
 SIZES = ModelSizes(2, 64, 128, 4, 4, 256)
-KNOWN = Known(devices=8, sizes=SIZES, seq=64, microbatch=1)
+KNOWN = Overrides(devices=8, sizes=SIZES, seq=64, microbatch=1)
 
 
 def run(capsys, *argv):
@@ -125,7 +125,7 @@ def json_as(path, data):
 
 def test_a_misspelled_key_beside_the_right_one_stays():
     text = LLAMA.read_text().replace("[parallelism]", "[parallelism]\ntensor_parallel_degre = 2")
-    assert read_configuration("torchtitan", text, "a.toml", Known(devices=8)).launch.tensor == 1
+    assert read_configuration("torchtitan", text, "a.toml", Overrides(devices=8)).launch.tensor == 1
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def test_a_misspelled_key_beside_the_right_one_stays():
 )
 def test_modes_of_checkpointing_are_those_of_torchtitan(mode, recompute):
     text = LLAMA.read_text().replace('mode = "selective"', f'mode = "{mode}"')
-    assert read_configuration("torchtitan", text, "a.toml", Known(devices=8)).launch.recompute == recompute
+    assert read_configuration("torchtitan", text, "a.toml", Overrides(devices=8)).launch.recompute == recompute
 
 
 def test_a_misspelled_mode_of_checkpointing_is_refused():
     text = LLAMA.read_text().replace('mode = "selective"', 'mode = "selectiv"')
     with pytest.raises(ValueError, match="^a.toml: activation_checkpoint.mode is 'selectiv'; expected one of none, selective, full, mem"):
-        read_configuration("torchtitan", text, "a.toml", Known(devices=8))
+        read_configuration("torchtitan", text, "a.toml", Overrides(devices=8))
 
 
 # --- on the command line

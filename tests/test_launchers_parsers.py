@@ -1,7 +1,7 @@
 """Configurations that we write, read by the launchers' own code where it is installed (docs/launchers.md says how).
 
-    torchtitan       its parser, of a release that reads TOML: 0.2, with tyro
-    Megatron-LM      the config that megatron-core makes of arguments; their parser is in Megatron's repository only, in no package
+torchtitan       its parser, of a release that reads TOML: 0.2, with tyro
+Megatron-LM      the config that megatron-core makes of arguments; their parser is in Megatron's repository only, in no package
 """
 
 import re
@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from autoshard.launchers import Described, Launch, configuration_text, why_illegal
-from autoshard.launchers.space import launches, structures
-from autoshard.launchers.texts import arguments_of
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, LaunchConfig, configuration_text, why_illegal
+from autoshard.launch.launch_space import launches, structures
+from autoshard.launch.texts import arguments_of
+from autoshard.launch.torchtitan import FLAVORS
 
 FEW = 12
 
@@ -38,7 +38,7 @@ def manager():
 def test_torchtitans_own_parser_reads_what_is_written(tmp_path, model, flavor):
     sizes, reader, path = FLAVORS[model, flavor], manager(), tmp_path / "job.toml"
     for launch in sampled(sizes):
-        path.write_text(configuration_text("torchtitan", Described(launch, sizes)))
+        path.write_text(configuration_text("torchtitan", LaunchConfig(launch, sizes)))
         read = reader.parse_args(["--job.config-file", str(path)])
         of = read.parallelism
         sizes_of = (of.tensor_parallel_degree, of.context_parallel_degree, of.pipeline_parallel_degree, of.expert_parallel_degree)
@@ -53,7 +53,7 @@ def test_torchtitans_own_parser_reads_what_is_written(tmp_path, model, flavor):
 
 def test_torchtitans_own_parser_refuses_a_key_that_it_lacks(tmp_path, capsys):
     reader, path = manager(), tmp_path / "job.toml"
-    text = configuration_text("torchtitan", Described(sampled(FLAVORS["llama3", "8B"])[0], FLAVORS["llama3", "8B"]))
+    text = configuration_text("torchtitan", LaunchConfig(sampled(FLAVORS["llama3", "8B"])[0], FLAVORS["llama3", "8B"]))
     path.write_text(text.replace("tensor_parallel_degree", "tensor_degree"))
     with pytest.raises((SystemExit, ValueError, TypeError)):
         reader.parse_args(["--job.config-file", str(path)])
@@ -100,7 +100,7 @@ def value_of(words):
 def test_megatron_core_accepts_what_is_written(model, flavor):
     sizes = FLAVORS[model, flavor]
     for launch in sampled(sizes, "megatron"):
-        config = config_of(configuration_text("megatron", Described(launch, sizes)))
+        config = config_of(configuration_text("megatron", LaunchConfig(launch, sizes)))
         degrees = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
         assert degrees == (launch.tensor, launch.context, launch.pipeline)
         assert config.virtual_pipeline_model_parallel_size == (launch.virtual if launch.virtual > 1 else None)
@@ -117,7 +117,7 @@ def test_megatron_core_refuses_what_we_call_illegal(wrong):
     sizes = FLAVORS["llama3", "70B"]
     launch = Launch(64, 4096, 256, **wrong)
     assert why_illegal(launch, sizes, "megatron")
-    text = configuration_text("megatron", Described(launch, sizes))
+    text = configuration_text("megatron", LaunchConfig(launch, sizes))
     if "expert" in wrong:
         text = f"{text.rstrip()} --expert-model-parallel-size {launch.expert}"
     with pytest.raises((ValueError, AssertionError)):

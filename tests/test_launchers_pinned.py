@@ -7,12 +7,11 @@ import pytest
 
 import autoshard
 from autoshard.api import degrees
-from autoshard.api.launching import mesh_of, recompute_of, scheme_of
 from autoshard.capture import capture_deep
 from autoshard.cli.launchers import model_builder
-from autoshard.launchers import Launch
-from autoshard.launchers.prices import Site
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, Site
+from autoshard.launch.best_degrees import mesh_of, recompute_of, scheme_of
+from autoshard.launch.torchtitan import FLAVORS
 from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only

@@ -5,9 +5,9 @@ import tomllib
 import pytest
 
 from autoshard.cli import main
-from autoshard.launchers import Described, Launch, configuration_text, kept_settings, read_configuration
-from autoshard.launchers.texts import toml_text
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, LaunchConfig, configuration_text, kept_settings, read_configuration
+from autoshard.launch.texts import toml_text
+from autoshard.launch.torchtitan import FLAVORS
 
 OURS = """
 [job]
@@ -39,7 +39,7 @@ enable_fsdp_float8_all_gather = false
 
 def test_a_configuration_of_torchtitan_keeps_its_other_settings():
     launch = Launch(8, 8192, 8, data=8, shard=8, zero=3, recompute="full")
-    text = configuration_text("torchtitan", Described(launch, FLAVORS["llama3", "8B"]), kept_settings("torchtitan", OURS, "job.toml"))
+    text = configuration_text("torchtitan", LaunchConfig(launch, FLAVORS["llama3", "8B"]), kept_settings("torchtitan", OURS, "job.toml"))
     data, before = tomllib.loads(text), tomllib.loads(OURS)
     assert data["job"] == before["job"] and data["quantize"] == before["quantize"]
     assert data["training"]["steps"] == 1000 and data["model"]["hf_assets_path"] == "./assets/hf"
@@ -54,7 +54,7 @@ def test_other_configurations_are_written_anew(launcher, path):
 
 
 def test_toml_is_read_as_it_was_written():
-    data = {"a": [1, "x", [True]], "b c": {"d": {"e": {}}, "f": [{"g": 1.5, "h i": "\"\n"}]}, "j": {"k": {"l": False}}}
+    data = {"a": [1, "x", [True]], "b c": {"d": {"e": {}}, "f": [{"g": 1.5, "h i": '"\n'}]}, "j": {"k": {"l": False}}}
     assert tomllib.loads(toml_text(data)) == data
 
 

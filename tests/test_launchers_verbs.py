@@ -9,17 +9,18 @@ import pytest
 
 import autoshard
 from autoshard.api import degrees
-from autoshard.api.launching import mesh_of, scheme_of
 from autoshard.cli import kinds, main, table
-from autoshard.cost.devices import known_devices
-from autoshard.launchers import LAUNCHERS, Launch, ModelSizes, sizes_of_module
-from autoshard.launchers.configurations import ENDINGS
-from autoshard.launchers.prices import Site
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
+from autoshard.launch.best_degrees import mesh_of, scheme_of
+from autoshard.launch.configurations import ENDINGS
+from autoshard.launch.legality import LAUNCHERS
+from autoshard.launch.runs import PRECISIONS
+from autoshard.launch.torchtitan import FLAVORS
+from autoshard.mesh import known_devices
 from autoshard.planning.regret import regret
-from autoshard.recipes.columns import PRECISIONS
-from autoshard.report.launchers import _launches
-from autoshard.report.text import as_text
+from autoshard.report import as_text
+from autoshard.report.launchers import launches_table
+from autoshard.report.terminal import shown
 from models import llama
 
 ROOT = Path(__file__).parent.parent
@@ -217,5 +218,5 @@ def test_degrees_of_mixtures_take_seconds(model, devices, launcher):
 def test_a_row_of_the_ranking_fits_in_80_columns():
     widest = {"dp": 1024, "shard": 1024, "tp": 128, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
     row = {**widest, "recompute": "selective_layer", "tokens_per_second_per_device": 12345.0, "mfu": 0.4567, "memory_bytes": 79.9e9}
-    lines = as_text(_launches([{**row, "fits": fits} for fits in (True, False)]), 80).splitlines()
+    lines = as_text(shown(launches_table([{**row, "fits": fits} for fits in (True, False)])), 80).splitlines()
     assert len(lines) == 4 and [line.split()[-1] for line in lines[2:]] == ["yes", "no"]  # a title of two lines, and a line per row

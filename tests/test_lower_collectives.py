@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from autoshard.layout import P, R, S, has_partial, is_legal, text
-from autoshard.lower.collectives import Ask, check_step, exchange, run_step
+from autoshard.lower.collectives import CollectiveCall, check_step, exchange, run_step
 from autoshard.lower.program import Redistribute, Slot
-from autoshard.lower.run import World, check, run_together
+from autoshard.lower.run import SimulatedRanks, check, run_together
 from autoshard.lower.sharding import assemble, distance, gap, local_tensors, reduce_tensors
 from autoshard.routes import Routes, Step
 from tests.helpers_lower import mesh_of
@@ -36,7 +36,7 @@ def parts_of(whole, layout, mesh, reduce_op):
 def test_every_route_ends_with_the_target_cut(sizes, reduce_op):
     mesh, shape = mesh_of(*sizes), (12, 24) if 3 in sizes else (8, 16)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    routes, world = Routes(mesh), World(mesh)
+    routes, world = Routes(mesh), SimulatedRanks(mesh)
     placements = [S(0), S(1), R, P(reduce_op)]
     layouts = [layout for layout in itertools.product(placements, repeat=len(sizes)) if is_legal(shape, layout, mesh)]
     sources = layouts if reduce_op == "sum" else [layout for layout in layouts if has_partial(layout)]
@@ -63,7 +63,7 @@ def test_every_route_ends_with_the_target_cut(sizes, reduce_op):
 def test_other_dtypes_travel_too(dtype):
     mesh = mesh_of(2, 2)
     whole = (torch.arange(64).reshape(8, 8) % 3).to(dtype)
-    world = World(mesh)
+    world = SimulatedRanks(mesh)
     for source, target in itertools.permutations(itertools.product([S(0), S(1), R], repeat=2), 2):
         world.held["a"] = local_tensors(whole, source, mesh)
         moved = world.redistribute(move_between(whole, source, target, mesh))
@@ -96,19 +96,20 @@ def test_a_step_that_is_not_one_collective_is_refused(collective, before, after,
 def test_an_unknown_step_is_refused_when_it_runs():
     mesh = mesh_of(2)
     with pytest.raises(ValueError, match="expected split, all_gather"):
-        run_together([run_step(Step("broadcast", 0, (R,), (S(0),), 0.0, 0.0), rank, torch.ones(2)) for rank in World(mesh).ranks], [(0, 1)])
+        step = Step("broadcast", 0, (R,), (S(0),), 0.0, 0.0)
+        run_together([run_step(step, rank, torch.ones(2)) for rank in SimulatedRanks(mesh).ranks], [(0, 1)])
 
 
 def test_ranks_of_a_group_must_ask_for_the_same():
     with pytest.raises(ValueError, match="ask for different collectives"):
-        exchange([Ask("all_reduce", 0, torch.ones(2)), Ask("all_gather", 0, torch.ones(2))])
+        exchange([CollectiveCall("all_reduce", 0, torch.ones(2)), CollectiveCall("all_gather", 0, torch.ones(2))])
 
 
 def test_ranks_must_end_together():
     def program(n):
         x = torch.ones(1)
         for _ in range(n):
-            x = yield Ask("all_reduce", 0, x)
+            x = yield CollectiveCall("all_reduce", 0, x)
         return x
 
     with pytest.raises(ValueError, match="some ranks end"):

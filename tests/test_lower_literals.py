@@ -6,7 +6,7 @@ import torch
 from autoshard.graph import Op, Ref
 from autoshard.lower import lower, verify_program
 from autoshard.lower.literals import CONSTANTS, ROWS, Shapes, by_name, groups_of_convolution, out_strides, overload
-from autoshard.lower.run import World
+from autoshard.lower.run import SimulatedRanks
 from autoshard.solution import Placed
 from tests.helpers_lower import check_op, crossed, laid, mesh_of, one_op
 from tests.test_coverage_ops import CASES as MORE_CASES
@@ -87,7 +87,7 @@ def test_local_literals_give_the_whole_op(target, sizes):
 def test_random_factories_make_local_shapes(target):
     graph, values = one_op(target, [8, 4])
     program = lower(graph, laid(graph, [], ["S(0)"]), {"output:0": "S(0)"}, mesh_of(4))
-    world = World(mesh_of(4))
+    world = SimulatedRanks(mesh_of(4))
     world.do(program.records[0], values)
     assert tuple(world.held["op:0"][0].shape) == (2, 4)
 

@@ -10,7 +10,7 @@ from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_global, run_simulated, verify_program
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Redistribute, ReturnResult, RunOp
-from autoshard.lower.run import World
+from autoshard.lower.run import SimulatedRanks
 from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
@@ -155,7 +155,7 @@ def test_simulated_results_are_the_whole_ones_and_nothing_is_kept():
     assert list(results) == ["output:1", "output:0"] and set(expected) == set(results)
     for key in results:
         torch.testing.assert_close(results[key], expected[key])
-    world = World(mesh)
+    world = SimulatedRanks(mesh)
     for record in program.records:
         if not isinstance(record, ReturnResult):
             world.do(record, values)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -125,6 +127,19 @@ NO_MESH = [{}, {"axes": []}, {"axes": [{"name": "a"}], "device": {}}, {"axes": "
 def test_a_dict_that_is_no_mesh_is_one_sentence(data):
     with pytest.raises(ValueError, match="^not a mesh: "):
         Mesh.from_dict(data)
+
+
+def test_device_files_are_read_when_their_device_is_asked_for():
+    """The room of devices is loaded by every command; files are opened by those that name a device."""
+    code = """
+import sys, autoshard.reading
+opened = []
+sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" and str(args[0]).endswith(".json") else None)
+from autoshard.mesh import DEVICES, Mesh
+assert "h100" in list(DEVICES) and len(DEVICES) == len(set(DEVICES)) and "h1000" not in DEVICES and opened == []
+assert DEVICES["h100"] is Mesh.from_bandwidths((2,)).device and [path.rpartition("/")[2] for path in opened] == ["h100.json"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_wider_types_run_slower():

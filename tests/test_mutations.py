@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 import autoshard
 from autoshard.cli import main
 from autoshard.cost import curves
-from autoshard.lower.checkpoint_files import Writer, contents, why_broken
 from autoshard.reading import FORMATS
+from autoshard.runtime.checkpoint_files import Writer, contents, why_broken
 from tests.helpers_mutations import bad_bytes, bad_csv, bad_json
 from tests.test_schemas import MADE
 

@@ -12,9 +12,8 @@ from autoshard.planning.context import Context, instance_of
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import plan_graph
 from autoshard.planning.random_choice import random_choice
+from autoshard.report import as_text, plan_report, summary
 from autoshard.report.proof import proof, verdict
-from autoshard.report.summary import summary
-from autoshard.report.text import as_text, plan_report
 from autoshard.simulate.chains import longest_chain
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution

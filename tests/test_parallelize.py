@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
-from autoshard.lower.agreement import RankLost
 from autoshard.lower.fx_program import boxed
-from autoshard.lower.module import ParallelModule
 from autoshard.lower.unsharded import materialized
+from autoshard.runtime.agreement import RankLost
+from autoshard.runtime.module import ParallelModule
 from models import gpt2, mlp
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results, run_ranks

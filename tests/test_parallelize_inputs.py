@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard.layout import all_layouts, rank_bounds
-from autoshard.lower.call_inputs import batch_layouts
+from autoshard.runtime.call_inputs import batch_layouts
 from models import gpt2
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results

@@ -11,14 +11,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.capture import capture
 from autoshard.lower import lower
-from autoshard.lower.bucketing import bucket
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
-from autoshard.lower.overlap import described, overlap, room, scheduled
 from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.runtime.bucketing import bucket
+from autoshard.runtime.overlap import described, overlap, room, scheduled
 from models import gpt2
 from tests.helpers_lower import mesh_of
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import autoshard
-from autoshard.lower.agreement import RankLost
+from autoshard.runtime.agreement import RankLost
 from tests.test_parallelize import planned_mlp
 
 WAITED = 2.0  # seconds

@@ -8,13 +8,14 @@ import pytest
 from autoshard.capture import capture
 from autoshard.pipeline.choices import speed_ups
 from autoshard.pipeline.configurations import Configuration, equal_parts
-from autoshard.pipeline.interop import step_seconds
 from autoshard.pipeline.layers import layers_of
-from autoshard.pipeline.pipelines import Planners
 from autoshard.pipeline.schedule_times import run
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_bounds import StepWork
+from autoshard.pipeline.stage_division import step_seconds
+from autoshard.pipeline.stage_planner import StagePlanner
+from autoshard.pipeline.stage_plans import JobRunner
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster
@@ -115,7 +116,7 @@ CLUSTERS = [(devices, share, links) for devices in (4, 8) for share in (None, 1.
 @pytest.mark.parametrize(("devices", "share", "links"), CLUSTERS)
 def test_leaving_out_what_cannot_pay_changes_no_best(devices, share, links):
     """share: the limit, of all parameters with gradients and optimizer state."""
-    planners = Planners(None)
+    jobs = JobRunner(None)
     layers = {K: layers_of(capture(*mlp.tiny(layers=4, batch=16 // K), training=True)) for K in (1, 2, 4, 8)}
 
     def considered(everything: bool) -> list[Configuration]:
@@ -123,9 +124,10 @@ def test_leaving_out_what_cannot_pay_changes_no_best(devices, share, links):
         for K in (2, 1, 4, 8):
             larger = [t for t in reversed(tables) if K % t.K == 0]
             cluster = Cluster.of(devices, 4, **links)
-            table = StageTable(cluster, layers[K], K, optimizer="adamw", limit=None, recompute="auto", run=planners.run, larger=larger)
+            table = StageTable(cluster, layers[K], K, optimizer="adamw", limit=None, recompute="auto", larger=larger)
             tables.append(table if share is None else table.under(share * table.held_bytes))
-        return choices_of(tables, ("1f1b", "zb_h1", "interleaved_1f1b"), grid=True, everything=everything)
+        planners = [StagePlanner(table, jobs.run) for table in tables]
+        return choices_of(planners, ("1f1b", "zb_h1", "interleaved_1f1b"), grid=True, everything=everything)
 
     every, some = considered(True), considered(False)
     best = min((c.seconds for c in every if c.fits), default=None)
@@ -136,16 +138,16 @@ def test_leaving_out_what_cannot_pay_changes_no_best(devices, share, links):
 @pytest.mark.parametrize(("room", "fits"), [(0.5, False), (0.8, True), (2.0, True)])
 def test_a_model_is_said_not_to_fit_only_after_all_submeshes_were_tried(room, fits):
     """At 0.8 of its parameters, gradients and state, on two devices only two stages fit: whole sub-meshes of two don't."""
-    layers, planners = layers_of(capture(*mlp.tiny(layers=4, batch=4), training=True)), Planners(None)
+    layers, jobs = layers_of(capture(*mlp.tiny(layers=4, batch=4), training=True)), JobRunner(None)
 
-    def table(limit: float | None) -> StageTable:
-        return StageTable(Cluster.of(4), layers, 4, optimizer="adamw", limit=limit, recompute="never", run=planners.run)
+    def planner(limit: float | None) -> StagePlanner:
+        return StagePlanner(StageTable(Cluster.of(4), layers, 4, optimizer="adamw", limit=limit, recompute="never"), jobs.run)
 
-    free = table(None)
+    free = planner(None)
     best = min(choices_of([free], ("1f1b",), grid=False, everything=True), key=lambda c: c.seconds)
-    every, some = table(room * free.held_bytes), table(room * free.held_bytes)
+    every, some = planner(room * free.table.held_bytes), planner(room * free.table.held_bytes)
     every.plan()
     some.plan_on(1)
-    rows, found = (speed_ups(t.cluster, [t], best) for t in (every, some))
+    rows, found = (speed_ups(one.table.cluster, [one], best) for one in (every, some))
     assert [row["devices"] for row in found] == [1, 2, 4]
     assert [row["seconds"] is None for row in found] == [row["seconds"] is None for row in rows] == [room < 1, not fits, False]

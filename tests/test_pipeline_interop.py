@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.pipeline.interop import Nodes, Stage, SubMesh, Tiling, inter_op, least_bottleneck, seconds_of, step_seconds, submeshes
+from autoshard.pipeline.stage_division import Nodes, Stage, SubMesh, Tiling, inter_op, least_bottleneck, seconds_of, step_seconds, submeshes
 
 CLUSTERS = [
     (Nodes(1, 8),), (Nodes(2, 4),), (Nodes(1, 6),), (Nodes(2, 3),), (Nodes(4, 2),), (Nodes(1, 2), Nodes(1, 4)), (Nodes(1, 3), Nodes(2, 2)),

@@ -15,10 +15,10 @@ from rich.console import Console
 from autoshard.cli import main
 from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.pipeline.choices import place
-from autoshard.pipeline.interop import SubMesh
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.pipelines import pipeline
+from autoshard.pipeline.stage_division import SubMesh
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
 from autoshard.planning.options import Infeasible
@@ -161,7 +161,7 @@ def scaled(limit: float) -> Pipeline:
 def said(record: Pipeline) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(pipeline_report(record))
-    return console.export_text().partition("fewer devices")[2]
+    return console.export_text().partition("Fewer devices")[2]
 
 
 def in_a_line(text: str) -> str:
@@ -219,7 +219,7 @@ def test_the_halves_of_a_backward_pass_fill_the_bubble():
 
 def test_only_as_many_stages_as_are_asked_for():
     assert {row["pipeline"] for row in by_links(300e9).configurations} == {4}
-    with pytest.raises(ValueError, match="microbatches or stages has 0"):
+    with pytest.raises(ValueError, match="stages is 0; expected a whole number of 1 or more"):
         pipeline(*model(), Cluster.of(4), stages=0)
 
 

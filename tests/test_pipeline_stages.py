@@ -12,6 +12,7 @@ from autoshard.graph import Graph, Op, check, replace_refs
 from autoshard.lower.literals import overload, torch_constants
 from autoshard.pipeline.layers import clustered, layers_of
 from autoshard.pipeline.stage_programs import crossing_bytes, stage_program
+from autoshard.solution import RECEIVED, SENT
 from models import gpt2, llama, mlp, unet
 
 MODELS = {
@@ -55,6 +56,11 @@ def results_of(graph: Graph, env: dict) -> list:
     return [((r.kind, r.name), env[r.value]) for r in graph.results if r.value is not None]
 
 
+def crossing(graph: Graph, env: dict, prefix: str) -> dict[str, torch.Tensor]:
+    """Every value by the name that it has where it crosses between stages."""
+    return {f"{prefix}{graph.ops[i].name}" + (f".{k}" if k else ""): x for (i, k), x in env.items()}
+
+
 def far(x: torch.Tensor, y: torch.Tensor) -> float:
     """The largest difference, relative to the largest number (float32, sums in another order)."""
     return float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
@@ -74,11 +80,11 @@ def test_stages_run_one_after_the_other_are_the_whole_step(name, recomputed):
         for first, last in zip(cuts, cuts[1:]):
             stage = stage_program(layers, first, last)
             stage = stage.recomputed() if recomputed else stage
-            mine = run_graph(check(stage.graph), {**values, **{key: env[value] for key, value in stage.received}})
-            sent = dict(stage.sent)
+            mine = run_graph(check(stage.graph), {**values, **crossing(graph, env, RECEIVED)})
+            sent = crossing(graph, env, SENT)
             for (kind, key), x in results_of(stage.graph, mine):
                 if key in sent:
-                    assert far(x, env[sent[key]]) < 1e-5
+                    assert far(x, sent[key]) < 1e-5
                 else:  # a shared parameter's gradient is the sum over stages
                     found[kind, key] = found[kind, key] + x if (kind, key) in found else x
         assert found.keys() == expected.keys()
@@ -93,11 +99,10 @@ def test_a_stage_that_loses_an_input_is_noticed():
     values = random_values(graph)
     env = run_graph(graph, values)
     stage = stage_program(layers, 1, 3)
-    given = {**values, **{key: env[value] for key, value in stage.received}}
-    given[stage.received[0][0]] = given[stage.received[0][0]] + 1
-    mine = run_graph(stage.graph, given)
-    sent = dict(stage.sent)
-    assert any(not torch.allclose(x, env[sent[key]]) for (_, key), x in results_of(stage.graph, mine) if key in sent)
+    given, sent = {**values, **crossing(graph, env, RECEIVED)}, crossing(graph, env, SENT)
+    first = next(op.name for op in stage.graph.ops if op.name.startswith(RECEIVED))
+    mine = run_graph(stage.graph, {**given, first: given[first] + 1})
+    assert any(not torch.allclose(x, sent[key]) for (_, key), x in results_of(stage.graph, mine) if key in sent)
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("mlp", 4), ("gpt2", 3), pytest.param("llama", 3, marks=pytest.mark.slow)])
@@ -116,10 +121,10 @@ def test_equal_layers_have_equal_signatures():
 
 def test_one_activation_crosses_between_blocks_and_its_gradient_back():
     graph = graph_of("mlp", True)
-    crossing = crossing_bytes(layers_of(graph))
+    forward, backward = crossing_bytes(layers_of(graph))
     bytes_of_x = graph.ops[graph.index["input_0"]].output.bytes  # a block gives what it takes
-    assert set(crossing.forward[1:-1]) == set(crossing.backward[1:-1]) == {bytes_of_x}
-    assert crossing.forward[0] == crossing.forward[-1] == 0
+    assert set(forward[1:-1]) == set(backward[1:-1]) == {bytes_of_x}
+    assert forward[0] == forward[-1] == 0
 
 
 def test_a_tied_table_belongs_to_both_ends():

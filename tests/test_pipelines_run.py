@@ -11,7 +11,7 @@ from helpers_ranks import results, run_ranks
 
 import autoshard
 from autoshard.api.running import captured_pipeline
-from autoshard.lower.pipeline_verify import DrawsOfStages
+from autoshard.runtime.pipeline_verify import DrawsOfStages
 
 LOSSES = 1e-5  # relative
 

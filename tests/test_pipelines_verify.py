@@ -8,11 +8,12 @@ from helpers_pipelines import CLUSTER, MODELS, dropping, planned
 
 import autoshard
 from autoshard.layout import R, S
-from autoshard.lower import generator, pipeline_verify
+from autoshard.lower import generator
 from autoshard.lower.sharding import local_tensors
-from autoshard.lower.stages import sharded_further
-from autoshard.lower.transfers import Held, simulated, transfer
 from autoshard.mesh import Mesh
+from autoshard.runtime import pipeline_verify
+from autoshard.runtime.stages import sharded_further
+from autoshard.runtime.transfers import Held, simulated, transfer
 from models import unet
 
 

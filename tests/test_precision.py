@@ -25,7 +25,7 @@ from autoshard.lower.program import Redistribute, lower
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report.text import as_text, plan_report
+from autoshard.report import as_text, plan_report
 from autoshard.solution import replay
 from autoshard.strategies import candidates
 from models import gpt2, llama, mlp

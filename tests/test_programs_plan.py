@@ -14,8 +14,7 @@ from autoshard import Mesh, Program
 from autoshard.cli import main
 from autoshard.layout import all_layouts, rank_bounds, text
 from autoshard.planning.programs import sub_mesh
-from autoshard.report import as_text
-from autoshard.report.programs import programs_changes, programs_record, programs_report
+from autoshard.report import as_text, programs_changes, programs_record, programs_report
 from autoshard.routes import DeviceSet, Transfers
 from models import mlp
 

@@ -15,6 +15,7 @@ from autoshard.graph import random as random_ops
 from autoshard.lower import generator, verify_program
 from autoshard.lower.kernels import random
 from autoshard.lower.unsharded import materialized, run_unsharded
+from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.strategies.candidates import candidates
 from tests.helpers import fast_mesh
 from tests.helpers_lower import mesh_of, random_layouts
@@ -344,7 +345,7 @@ def test_ranks_that_draw_from_their_own_seeds_are_noticed(monkeypatch):
     """The negative control of the test above."""
     model = ON_RANKS["ops"]
     (expected,) = results(1, trained, model, None, None)
-    monkeypatch.setattr(generator.SharedGenerator, "agree", of_own_seeds)
+    monkeypatch.setattr(SharedGenerator, "agree", of_own_seeds)
     assert any(losses != pytest.approx(expected, rel=1e-5) for losses in results(4, trained, model, planned(model, (2, 2)), (2, 2)))
 
 

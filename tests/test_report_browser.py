@@ -12,6 +12,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.report import html
+from autoshard.report.page_of_plan import SECTIONS
 from autoshard.solution import load
 from tests.helpers_browser import Browser, Page, chromium
 from tests.helpers_report import HOSTILE, Elements, hostile_solution
@@ -73,7 +74,7 @@ CHECK = """((wanted, width) => {
 
 def looks(page: Page, width: int) -> list[str]:
     """Errors of the console, sections that are missing or empty, what is wider than the window."""
-    return page.errors + page.evaluate(f"{CHECK}({json.dumps([name for name, _ in html.SECTIONS])}, {width})")
+    return page.errors + page.evaluate(f"{CHECK}({json.dumps(list(SECTIONS))}, {width})")
 
 
 def problems(page: Page, width: int = 400) -> list[str]:

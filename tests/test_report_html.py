@@ -16,7 +16,9 @@ from autoshard import api
 from autoshard.cli import main
 from autoshard.layout import rank_bounds
 from autoshard.mesh import Mesh
-from autoshard.report import html, html_charts, html_frontier, html_layouts, html_tree
+from autoshard.report import charts, html, layout_pictures, module_tree, page_of_plan, plan_tables
+from autoshard.report import frontier as frontiers
+from autoshard.report.proof import plan_card
 from autoshard.solution import Placed, Solution, load
 from autoshard.solution.record import parsed
 from autoshard.units import size
@@ -44,7 +46,7 @@ def test_the_page_is_sound_html_with_every_section_headed_and_linked():
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert [name for name, count in Counter(ids).items() if count > 1] == []
     sections = {attributes["id"]: attributes["aria-labelledby"] for tag, attributes in page.tags if tag == "section"}
-    assert list(sections) == [name for name, _ in html.SECTIONS] and set(sections.values()) <= set(ids)
+    assert list(sections) == list(page_of_plan.SECTIONS) and set(sections.values()) <= set(ids)
     assert {a["href"] for tag, a in page.tags if tag == "a"} == {f"#{name}" for name in (*sections, "main")}
     assert {a["href"] for tag, a in page.tags if tag == "use"} <= {f"#{name}" for name in ids}
 
@@ -98,7 +100,7 @@ def test_what_was_not_understood_is_listed():
     ],
 )
 def test_the_proof_is_said_as_it_is(changes, mood, short):
-    found = html.html_parts.verdict(linear_solution(**changes))
+    found = plan_card(linear_solution(**changes))
     assert (found["mood"], found["short"]) == (mood, short)
 
 
@@ -109,9 +111,9 @@ def test_a_plan_that_fits_only_over_the_limit_is_not_called_a_gain():
         "other": {"cost_seconds": None, "peak_bytes": None, "status": "infeasible"},
     }
     solution = linear_solution(baselines=rows)
-    best = html.html_parts.best_usual(solution)
+    best = page_of_plan.content(solution, None, None)["best_usual"]
     assert best is not None and (best["name"], best["ratio"]) == ("megatron", pytest.approx(1.5))
-    assert [row["name"] for row in html.html_parts.usual(solution)] == ["this plan", "fsdp", "megatron", "other"]
+    assert [row.cells[0] for row in plan_tables.usual_table(solution).rows] == ["ours", "fsdp", "megatron", "other"]
     assert "over the memory limit" in Elements(html.html_report(solution)).text
 
 
@@ -129,7 +131,7 @@ def test_an_unjudged_plan_and_one_without_anything_have_a_page():
 def test_every_file_of_the_page_is_packaged():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["autoshard"]
     names = [path.name for path in TEMPLATES.iterdir()]
-    assert "report.html.j2" in names
+    assert "page.html.j2" in names
     assert [name for name in names if not any(fnmatch.fnmatch(name, pattern.removeprefix("**/")) for pattern in patterns)] == []
 
 
@@ -176,7 +178,7 @@ CASES = [
 def test_a_picture_shows_what_each_device_holds(mesh, layout, shape):
     """Against every element of the tensor: devices have one part exactly when they hold the same elements, of the area drawn."""
     solution = linear_solution(mesh=MESHES[mesh], layouts={}, results={}, parameters={"w": {"layout": layout, "shape": shape}})
-    ((picture,), of) = html_layouts.pictures(solution)
+    ((picture,), of) = layout_pictures.pictures(solution)
     assert of == {"w": 0} and len(picture.devices) == MESHES[mesh].num_devices
     elements = np.arange(math.prod(shape)).reshape(shape)
     held = []
@@ -198,7 +200,7 @@ def test_parameters_that_lie_alike_share_a_picture_and_uneven_ones_do_not():
     solution = solution_with(
         a=("R,S(1)", [8, 8]), b=("R,S(1)", [64, 16]), c=("R,S(0)", [8, 8]), d=("R,S(0)", [8]), e=("R,S(1)", [8, 7]), f=("R,S(1)", [8, 8, 8])
     )
-    found, of = html_layouts.pictures(solution)
+    found, of = layout_pictures.pictures(solution)
     assert of == {"a": 0, "b": 0, "c": 1, "d": 2, "e": 3, "f": 4} and [p.number for p in found] == [0, 1, 2, 3, 4]
     assert [p.kind for p in found] == ["matrices", "matrices", "vectors", "matrices", "tensors"]
     assert "unequal" in found[3].words and "unequal" not in found[0].words
@@ -208,14 +210,14 @@ def test_a_large_mesh_is_drawn_in_part_and_says_so():
     solution = linear_solution(
         mesh=Mesh.from_bandwidths((32, 32)), layouts={}, results={}, parameters={"w": {"layout": "S(0),S(1)", "shape": [1024, 1024]}}
     )
-    ((picture,), _) = html_layouts.pictures(solution)
+    ((picture,), _) = layout_pictures.pictures(solution)
     assert len(picture.devices) == 64 and picture.shown == "8 of 32 along axis0, 8 of 32 along axis1" and picture.parts == ()
     assert len(html.html_report(solution)) < 150_000
 
 
 def test_a_shape_that_is_missing_leaves_the_layout_in_words():
     solution = linear_solution(parameters={"w": {"layout": "R,S(1)"}})
-    assert html_layouts.pictures(solution) == ([], {})
+    assert layout_pictures.pictures(solution) == ([], {})
     assert "R,S(1)" in Elements(html.html_report(solution)).text
 
 
@@ -224,10 +226,10 @@ def test_a_shape_that_is_missing_leaves_the_layout_in_words():
 
 def test_the_tree_has_every_parameter_once_under_its_modules():
     solution = load(GPT2)
-    root = html_tree.tree(solution, html_layouts.pictures(solution)[1])
+    root = module_tree.tree(solution, layout_pictures.pictures(solution)[1])
     names = []
 
-    def walk(node: html_tree.Module) -> None:
+    def walk(node: module_tree.Module) -> None:
         names.extend(row["full"] for row in node.parameters)
         for child in node.modules.values():
             assert child.path.endswith(child.name)
@@ -244,7 +246,7 @@ def test_modules_that_hold_one_module_are_joined_and_tied_parameters_count_once(
     rows = {"model.layers.0.a.w": ("R,R", [4, 4]), "model.layers.1.a.w": ("R,R", [4, 4]), "head": ("R,R", [2])}
     solution = solution_with(**rows)
     tied = {**solution.parameters["head"], "tied_to": "head"}
-    root = html_tree.tree(replace(solution, parameters={**solution.parameters, "again": tied}), {})
+    root = module_tree.tree(replace(solution, parameters={**solution.parameters, "again": tied}), {})
     assert list(root.modules) == ["model"] and root.modules["model"].name == "model.layers"
     assert [child.name for child in root.modules["model"].modules.values()] == ["0.a", "1.a"]
     assert (root.elements, root.num_parameters) == (34, 4)
@@ -255,10 +257,10 @@ def test_ops_of_equal_blocks_are_listed_once():
     rows = [{**row, "name": f"{op}_{k}", "module": f"h.{k}.attn", "target": op} for k in range(4) for op in ("mm", "add")]
     rows += [{**row, "name": "loss", "module": "", "target": "loss"}]
     rows[5] = {**rows[5], "layout": "S(0),R"}  # in h.2
-    kept, same = html_tree.ops_once(rows)
+    kept, same = module_tree.ops_once(rows)
     assert same == {"h.1": "h.0", "h.3": "h.0"}
     assert [row["name"] for row in kept] == ["mm_0", "add_0", "mm_2", "add_2", "loss"]
-    root = html_tree.tree(solution_with(**{f"h.{k}.attn.w": ("R,R", [2]) for k in range(4)}), {}, rows)
+    root = module_tree.tree(solution_with(**{f"h.{k}.attn.w": ("R,R", [2]) for k in range(4)}), {}, rows)
     blocks = root.modules["h"].modules
     assert [block.same_ops_as for block in blocks.values()] == ["", "h.0", "", "h.0"] and root.num_ops == 5
 
@@ -275,7 +277,7 @@ def timeline():
 
 def test_the_time_line_draws_every_task_in_its_lane(timeline):
     _, line = timeline
-    chart = html_charts.timeline_chart(line)
+    chart = charts.timeline_chart(line)
     assert [row["name"] for row in chart["rows"]] == ["compute", "link axis0", "link axis1"]
     for stream, row in enumerate(chart["rows"]):
         mine = [task for task in line.tasks if task.stream == stream]
@@ -286,7 +288,7 @@ def test_the_time_line_draws_every_task_in_its_lane(timeline):
             boxes = [(int(a), int(w)) for a, w in re.findall(r"M(\d+) 0h(\d+)", path["path"])]
             drawn = sum(width for _, width in boxes)
             busy = math.fsum(task.seconds for task in mine if task.kind == path["kind"])
-            assert drawn == pytest.approx(html_charts.WIDTH * busy / line.seconds, rel=0.05, abs=2 * len(boxes) + 2)
+            assert drawn == pytest.approx(charts.WIDTH * busy / line.seconds, rel=0.05, abs=2 * len(boxes) + 2)
             assert all(a + w <= b for (a, w), (b, _) in zip(boxes, boxes[1:]))  # apart and in order
     assert [phase["name"] for phase in chart["phases"]] == ["forward", "backward", "update"]
     assert sum(phase["width"] for phase in chart["phases"]) == pytest.approx(100, abs=0.01)
@@ -294,21 +296,21 @@ def test_the_time_line_draws_every_task_in_its_lane(timeline):
 
 def test_memory_over_time_has_the_peak_and_what_is_in_it(timeline):
     solution, line = timeline
-    chart = html_charts.memory_chart(line, None)
+    chart = charts.memory_chart(line, None)
     assert chart is not None and chart["bytes"] == line.peak_bytes
     assert sum(part["bytes"] for part in chart["parts"]) == pytest.approx(line.peak_bytes)
     tops = [min(map(int, re.findall(r"[V ](\d+)", layer["path"]))) for layer in chart["layers"]]
-    assert tops == sorted(tops, reverse=True) and tops[-1] == round(html_charts.HEIGHT * (1 - 1 / 1.06))  # the peak, below the top
-    assert html_charts.memory_chart(line, 1.2 * line.peak_bytes)["limit"] == round(html_charts.HEIGHT * (1 - 1 / 1.06), 1)
-    assert html_charts.memory_chart(line, 80e9)["limit"] is None  # too far above to be drawn
+    assert tops == sorted(tops, reverse=True) and tops[-1] == round(charts.HEIGHT * (1 - 1 / 1.06))  # the peak, below the top
+    assert charts.memory_chart(line, 1.2 * line.peak_bytes)["limit"] == round(charts.HEIGHT * (1 - 1 / 1.06), 1)
+    assert charts.memory_chart(line, 80e9)["limit"] is None  # too far above to be drawn
     said = Elements(html.html_report(solution, line)).text
     assert "needs the model" not in said and "In that peak" in said and "critical path" in said
 
 
 def test_ticks_are_round_and_inside():
-    found = html_charts.ticks(0, 0.0402, str)
+    found = charts.ticks(0, 0.0402, str)
     assert [tick["text"] for tick in found] == ["0.0", "0.01", "0.02", "0.03", "0.04"] and all(0 <= tick["at"] <= 100 for tick in found)
-    assert html_charts.ticks(1, 1, str) == []
+    assert charts.ticks(1, 1, str) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -316,29 +318,29 @@ def test_no_column_of_the_memory_chart_loses_a_peak(seed):
     draw = np.random.default_rng(seed)
     times, total = np.sort(draw.uniform(0, 1, 5000)), draw.uniform(0, 1, 5000)
     times[0] = 0.0
-    chosen = html_charts._columns(times.tolist(), total.tolist(), 1.0)
+    chosen = charts._columns(times.tolist(), total.tolist(), 1.0)
     for k, column in enumerate(chosen):
-        low, high = k / html_charts.COLUMNS, (k + 1) / html_charts.COLUMNS
+        low, high = k / charts.COLUMNS, (k + 1) / charts.COLUMNS
         inside = [i for i in range(5000) if times[i] <= high and (i == 4999 or times[i + 1] > low)]
         assert total[column] >= max(total[i] for i in inside if times[i] < high) - 1e-12
     assert max(total[chosen]) == max(total)
 
 
-def test_a_band_goes_along_one_line_and_back_along_the_other():
-    columns = html_charts.COLUMNS
+def test_an_area_goes_along_its_line_and_back_along_the_floor():
+    columns = charts.COLUMNS
     above = [0.5 if k < columns // 2 else 1.0 for k in range(columns)]
-    assert html_charts._band([0.0] * columns, above) == "M0 500H3000V0H6000L6000 1000H0Z"
+    assert charts._area(above) == "M0 1000H0V500H3000V0H6000V1000Z"
 
 
 def test_a_frontier_is_drawn_with_this_plan_on_it():
     none = (0.5, None, None, "infeasible")
-    points = html_frontier.frontier_points(frontier((2.0, 3.0, 3.0, "optimal"), (1.0, 5.0, 4.0, "feasible"), none))
-    chart = html_charts.frontier_chart(points, (2.0, 3.0))
+    points = frontiers.frontier_points(frontier((2.0, 3.0, 3.0, "optimal"), (1.0, 5.0, 4.0, "feasible"), none))
+    chart = charts.frontier_chart(points, (2.0, 3.0))
     assert chart is not None and chart["dots"].count("M") == 2 and chart["bounds"].count("M") == 1
     assert chart["here"] == {"x": pytest.approx(100 - 6 / 1.12, abs=0.1), "y": pytest.approx(6 / 1.12, abs=0.1)}
-    assert html_charts.frontier_chart(points[1:], None) is None  # one point is no curve
+    assert charts.frontier_chart(points[1:], None) is None  # one point is no curve
     said = Elements(html.html_report(linear_solution(), frontier=frontier((2e9, 3.0, 3.0, "optimal"), none))).text
-    assert "0.5 B - - infeasible" in said and "2 GB 3 s 3 s optimal" in said
+    assert "0.5 B - - - - infeasible" in said and "2 GB 3 s - 3 s - optimal" in said
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,7 @@ def test_a_frontier_is_drawn_with_this_plan_on_it():
 )
 def test_a_file_that_is_no_frontier_is_refused(data, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        html_frontier.frontier_points(data)
+        frontiers.frontier_points(data)
 
 
 # --- the verb

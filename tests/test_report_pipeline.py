@@ -8,8 +8,8 @@ import pytest
 from autoshard.cli import main
 from autoshard.pipeline.pipeline_record import Pipeline, PipelineStage
 from autoshard.report import html
-from autoshard.report.html_charts import WIDTH
-from autoshard.report.html_pipeline import chart, time_line
+from autoshard.report.charts import WIDTH
+from autoshard.report.pipeline import chart, time_line
 from tests.helpers_report import HOSTILE, Elements
 
 STAGE = PipelineStage(0, 2, 0, (0, 1), "h100", (2,), 1.0, 2.0, 0.0, 0.0, 1e9, 2, False, {"a": "S(0)"})
@@ -38,11 +38,11 @@ def test_a_zero_bubble_schedule_has_weight_gradients():
 
 
 def test_a_pipeline_s_page_names_its_stages_and_says_where_its_seconds_are_others():
-    page = Elements(html.html_of_pipeline(PIPELINE))
+    page = Elements(html.html_report(PIPELINE))
     assert page.crossed == [] and page.open == []
-    assert "0 to 1" in page.text and "ranks 2 to 3" in page.text and "stages' own seconds" not in page.text
-    assert "which make 12 s" in Elements(html.html_of_pipeline(replace(PIPELINE, seconds=13.0))).text
-    hostile = html.html_of_pipeline(replace(PIPELINE, assumptions={"model": HOSTILE}))
+    assert "0-1 0 0-1 (h100)" in page.text and "2-3 1 2-3 (h100)" in page.text and "stages' own seconds" not in page.text
+    assert "which make 12 s" in Elements(html.html_report(replace(PIPELINE, seconds=13.0))).text
+    hostile = html.html_report(replace(PIPELINE, assumptions={"model": HOSTILE}))
     assert HOSTILE not in hostile and HOSTILE in Elements(hostile).text
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.report import html
-from autoshard.report.html_step import hidden_rows, saved_rows
+from autoshard.report.step_tables import hidden_rows, saved_rows
 from tests.helpers_report import Elements
 from tests.helpers_solutions import linear_solution
 

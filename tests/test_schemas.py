@@ -18,10 +18,10 @@ from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.rates import OpSample
 from autoshard.cli import main
 from autoshard.cost.curves import save_cluster
-from autoshard.lower.checkpoint_files import Writer
 from autoshard.mesh import Device
 from autoshard.problem import read_contest, write_choice
 from autoshard.reading import schemas
+from autoshard.runtime.checkpoint_files import Writer
 from autoshard.solvers import solve
 from models import mlp
 

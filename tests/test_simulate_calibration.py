@@ -1,22 +1,18 @@
 """Rates fitted to some real runs predict the others."""
 
-import csv
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from autoshard.calibrate.mlp_runs import Runs, calibrate, held_out
+from benchmarks.mlp_runs import Runs, calibrate, held_out, read
 
 PATH = Path(__file__).parent / "data" / "distir" / "real_vs_simulated_mlp.csv"
 
 
 def real_runs():
-    with PATH.open() as file:
-        rows = list(csv.DictReader(file))
-    columns = [np.array([float(row[key]) for row in rows]) for key in ("world_size", "# layers", "batch size", "hidden dim", "real")]
-    return Runs(*columns[:4]), columns[4] / 1e3
+    return read(PATH)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from autoshard.problem import Edge, Problem
 from autoshard.solvers import loops, settle, solve
+from autoshard.solvers import narrow as narrow_module
 from autoshard.solvers.dual_ascent import Messages, ascend
 from autoshard.solvers.elimination import eliminate, elimination
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.interning import eliminate_link, worst_loss
-from autoshard.solvers.settle import Work, narrow
+from autoshard.solvers.narrow import Work, narrow
 from tests.helpers_problems import random_problem
 
 PLENTY = 10**9
@@ -45,7 +46,7 @@ def test_narrow_finds_what_enumeration_finds_however_small_its_tables_are(larges
     problem = replace(random_problem(seed), usages=(), usage_limit=None)
     reference = solve(problem, solver="exhaustive")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settle, "LARGEST_TABLE", largest)
+        patch.setattr(narrow_module, "LARGEST_TABLE", largest)
         messages, incumbent = stopped_ascent(problem, sweeps)
         assert narrow(messages, incumbent, Work(PLENTY))
     assert incumbent.proven
@@ -59,7 +60,7 @@ def test_narrow_finds_what_enumeration_finds_however_small_its_tables_are(larges
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("work", [0, 10**6, 3 * 10**6])
 def test_where_the_work_is_not_enough_the_bound_holds_and_nothing_is_claimed(seed, work, monkeypatch):
-    monkeypatch.setattr(settle, "LARGEST_TABLE", 12)
+    monkeypatch.setattr(narrow_module, "LARGEST_TABLE", 12)
     problem = frustrated(seed)
     reference = solve(problem, solver="exhaustive")
     messages, incumbent = stopped_ascent(problem, 5)
@@ -81,11 +82,11 @@ def test_auto_closes_the_gap_of_dual_ascent_without_branch_and_bound(monkeypatch
     expected = [solve(problem, solver="ilp").cost for problem in problems]
     monkeypatch.setattr(settle, "prove", called)
     for largest in (300, 10**7):
-        monkeypatch.setattr(settle, "LARGEST_TABLE", largest)
+        monkeypatch.setattr(narrow_module, "LARGEST_TABLE", largest)
         for problem, cost in zip(problems, expected, strict=True):
             answer = solve(problem)
             assert answer.status == "optimal" and answer.cost == pytest.approx(cost, rel=1e-9)
-    monkeypatch.setattr(settle, "THOROUGH", 0)
+    monkeypatch.setattr(settle.Settling, "THOROUGH", 0)
     with pytest.raises(AssertionError, match="HiGHS was asked"):  # nothing else would have closed it
         for problem in problems:
             solve(problem)
@@ -169,10 +170,10 @@ def test_a_problem_that_is_far_too_wide_is_not_ordered_for_each_node_of_its_wide
             raise TooOften
         return elimination(*args)
 
-    monkeypatch.setattr(settle, "elimination", counted)
+    monkeypatch.setattr(narrow_module, "elimination", counted)
     problem = frustrated(0, 36)
-    assert not narrow(*stopped_ascent(problem, 5), Work(settle.THOROUGH))
+    assert not narrow(*stopped_ascent(problem, 5), Work(settle.Settling.THOROUGH))
     assert len(orders) < 10
-    monkeypatch.setattr(settle, "ORDERED", 0)  # as it was
+    monkeypatch.setattr(narrow_module, "ORDERED", 0)  # as it was
     with pytest.raises(TooOften):
-        narrow(*stopped_ascent(problem, 5), Work(settle.THOROUGH))
+        narrow(*stopped_ascent(problem, 5), Work(settle.Settling.THOROUGH))

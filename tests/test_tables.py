@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.mesh import Mesh
 from autoshard.tables import Option, Table, plan_tables
-from autoshard.tables.arrays import Devices, arrays_of
+from autoshard.tables.arrays import Devices, instance_of
 from autoshard.tables.bound import Bound, dual_feasible
 from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
 from tests.helpers_tables import enumerated, loads, random_tables
@@ -106,7 +106,7 @@ def test_the_bound_counts_what_averages_do_not():
     """Three shards of 0.6 T can't lie on two devices, though their sum could."""
     options = [[Option("x", (0.6,), (0.0,))]] * 3
     devices = Devices(2, np.zeros(2, dtype=int), np.full(2, 1.0), np.full(1, np.inf))
-    bound = Bound(arrays_of(options, devices), devices)
+    bound = Bound(instance_of(options, devices))
     assert not bound.refutes(1.0, packing=False) and bound.refutes(1.0) and bound.refutes(1.199) and not bound.refutes(1.201)
 
 

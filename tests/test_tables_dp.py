@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.tables import dp_proposals, dp_proposals_2d
-from tests.helpers_tables import published, published_2d, random_lists
+from autoshard.tables import dp_proposals
+from tests.helpers_tables import published, random_lists
 
 DATA = Path(__file__).parent / "data" / "tables" / "dp_proposals.json"
 
@@ -23,15 +23,6 @@ def test_the_same_as_state_by_state():
         bins = rng.choice([1, 5, 30])
         memory, perf = random_lists(rng, rng.randint(1, 7), bins)
         assert dp_proposals(memory, perf, bins) == published(memory, perf, bins)
-
-
-def test_the_same_as_state_by_state_in_two_dimensions():
-    rng = random.Random(1)
-    for _ in range(150):
-        bins, host_bins = rng.choice([1, 4, 12]), rng.choice([1, 3, 10])
-        memory, perf = random_lists(rng, rng.randint(1, 5), bins)
-        host = [[rng.choice([0.0, rng.uniform(0, host_bins / 2)]) for _ in row] for row in memory]
-        assert dp_proposals_2d(memory, host, perf, bins, host_bins) == published_2d(memory, host, perf, bins, host_bins)
 
 
 def test_the_reference_tells_a_wrong_tie_rule():

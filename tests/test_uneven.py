@@ -16,13 +16,13 @@ from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, ran
 from autoshard.lower import lower, plant_fault, run_local_tensor, run_simulated, verify_program
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import Redistribute, slot_of
-from autoshard.lower.run import World
+from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report.text import as_text, plan_report
+from autoshard.report import as_text, plan_report
 from autoshard.routes import Routes
 from autoshard.strategies import Candidate, candidates, register_rule
 from autoshard.strategies.rows import EVEN_ONLY, RULES
@@ -76,7 +76,7 @@ def test_parts_are_those_of_dtensor(sizes):
 def test_every_route_ends_with_the_target_cut(sizes, shape):
     """Partial sums included; the steps are those that run on process groups too."""
     mesh, whole, moved = mesh_of(*sizes), f(*shape), 0
-    routes, world = Routes(mesh), World(mesh)
+    routes, world = Routes(mesh), SimulatedRanks(mesh)
     layouts = [x for x in itertools.product([S(0), S(1), R, P()], repeat=len(sizes)) if is_legal(shape, x, mesh)]
     for source, target in itertools.product(layouts, layouts):
         route = routes.route(shape, 4, source, target)

@@ -10,7 +10,7 @@ import autoshard
 from autoshard.capture import capture
 from autoshard.lower import verify_program
 from autoshard.lower.rounding import difference, in_float64, noise_of
-from autoshard.lower.run import World
+from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.unsharded import run_unsharded
 from tests.helpers import fast_mesh
 
@@ -77,7 +77,7 @@ def test_one_wrong_choice_on_one_rank_is_found(end, monkeypatch):
     solution, graph, values, reference = verified(end)
     assert outcome(solution, graph, values, reference).ok
     target = {"==": "aten.eq.Tensor", "where": "aten.gt.Tensor", "argmax of differences": "aten.argmax.default"}[end]
-    run = World.run
+    run = SimulatedRanks.run
 
     def wrong(self, record, *args):
         outputs = run(self, record, *args)
@@ -87,7 +87,7 @@ def test_one_wrong_choice_on_one_rank_is_found(end, monkeypatch):
             outputs = [*outputs[:-1], (y, *outputs[-1][1:])]
         return outputs
 
-    monkeypatch.setattr(World, "run", wrong)
+    monkeypatch.setattr(SimulatedRanks, "run", wrong)
     found = outcome(solution, graph, values, reference)
     assert [graph.ops[graph.index[m.op]].target for m in found.placement_mismatches] == [target]
 
@@ -95,7 +95,7 @@ def test_one_wrong_choice_on_one_rank_is_found(end, monkeypatch):
 def test_a_wrong_input_is_not_taken_for_rounding(monkeypatch):
     """Both sides of a comparison reach one rank negated, which its op can't know."""
     solution, graph, values, reference = verified("where")
-    run = World.run
+    run = SimulatedRanks.run
 
     def wrong(self, record, *args):
         if record.target == "aten.gt.Tensor":
@@ -103,7 +103,7 @@ def test_a_wrong_input_is_not_taken_for_rounding(monkeypatch):
                 self.held[slot.name] = [*self.held[slot.name][:-1], -self.held[slot.name][-1]]
         return run(self, record, *args)
 
-    monkeypatch.setattr(World, "run", wrong)
+    monkeypatch.setattr(SimulatedRanks, "run", wrong)
     assert not outcome(solution, graph, values, reference).ok
 
 
@@ -117,13 +117,13 @@ def test_a_wrong_reference_is_found_beside_rounding(end):
 def test_what_nothing_reads_is_not_compared(monkeypatch):
     model = Network(lambda y, z: y.topk(3).values.mean())
     solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False)
-    run = World.run
+    run = SimulatedRanks.run
 
     def wrong(self, record, *args):
         outputs = run(self, record, *args)
         return [(y[0], y[1] + 1) for y in outputs] if record.target == "aten.topk.default" else outputs
 
-    monkeypatch.setattr(World, "run", wrong)
+    monkeypatch.setattr(SimulatedRanks, "run", wrong)
     assert autoshard.verify(model, X, solution)["ok"]
     read = Network(lambda y, z: torch.gather(z, 1, y.topk(3).indices).mean())
     assert not autoshard.verify(read, X, autoshard.plan(read, X, fast_mesh((2, 2)), training=False, baselines=False))["ok"]

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from autoshard.api.checking import dry_run as dry_run
     from autoshard.api.checking import verify as verify
     from autoshard.api.compiling import backend as backend
-    from autoshard.api.launching import CheckedLaunch as CheckedLaunch
-    from autoshard.api.launching import Degrees as Degrees
-    from autoshard.api.launching import check_launch as check_launch
-    from autoshard.api.launching import degrees as degrees
     from autoshard.api.passes import PassOptions as PassOptions
     from autoshard.api.passes import autosharding_pass as autosharding_pass
     from autoshard.api.reporting import html_report as html_report
@@ -37,10 +33,10 @@ if TYPE_CHECKING:
     from autoshard.exports import NotHeld as NotHeld
     from autoshard.exports import as_plain as as_plain
     from autoshard.exports import export as export
-    from autoshard.lower.agreement import RankLost as RankLost
-    from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
-    from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
-    from autoshard.lower.parallelize import device_mesh as device_mesh
+    from autoshard.launch.best_degrees import Degrees as Degrees
+    from autoshard.launch.best_degrees import degrees as degrees
+    from autoshard.launch.checked_launch import CheckedLaunch as CheckedLaunch
+    from autoshard.launch.checked_launch import check_launch as check_launch
     from autoshard.pipeline.pipelines import pipeline as pipeline
     from autoshard.planning.extrapolate import extrapolate as extrapolate
     from autoshard.planning.frontier import Frontier as Frontier
@@ -56,6 +52,10 @@ if TYPE_CHECKING:
     from autoshard.planning.plan import plan as plan
     from autoshard.planning.programs import Program as Program
     from autoshard.planning.programs import plan_programs as plan_programs
+    from autoshard.runtime.agreement import RankLost as RankLost
+    from autoshard.runtime.checkpoints import load_checkpoint as load_checkpoint
+    from autoshard.runtime.checkpoints import save_checkpoint as save_checkpoint
+    from autoshard.runtime.parallelize import device_mesh as device_mesh
     from autoshard.solution import ProgramsSolution as ProgramsSolution
     from autoshard.solution import Solution as Solution
     from autoshard.solution import load as load
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "dry_run verify",
     "api.compiling": "backend",
-    "api.launching": "CheckedLaunch Degrees check_launch degrees",
     "api.passes": "PassOptions autosharding_pass",
     "api.reporting": "html_report",
     "api.running": "load_pipeline parallelize verify_pipeline",
@@ -77,9 +76,11 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "explain.staleness": "check",
     "explain.why": "explain",
     "exports": "NotHeld as_plain export",
-    "lower.agreement": "RankLost",
-    "lower.checkpoints": "load_checkpoint save_checkpoint",
-    "lower.parallelize": "device_mesh",
+    "launch.best_degrees": "Degrees degrees",
+    "launch.checked_launch": "CheckedLaunch check_launch",
+    "runtime.agreement": "RankLost",
+    "runtime.checkpoints": "load_checkpoint save_checkpoint",
+    "runtime.parallelize": "device_mesh",
     "pipeline.pipelines": "pipeline",
     "planning.extrapolate": "extrapolate",
     "planning.frontier": "Frontier FrontierPoint frontier",

@@ -24,7 +24,6 @@ from autoshard.lower import (
     Verification,
     draws,
     lower,
-    op_of,
     out_of_step,
     run_local_tensor,
     run_unsharded,
@@ -145,7 +144,7 @@ def dry_run(
 def _out_of_order(program: RankProgram, graph: Graph) -> Iterator[CannotRun]:
     """Collectives that ranks of a group would issue in different orders, and then wait for each other."""
     for one in out_of_step(program):
-        op = graph.ops[op_of(program, one.record)]
+        op = graph.ops[one.record(program).op]
         yield CannotRun(op.name, op.module, op.target, ", but ".join(one.said(program)))
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.lower import device_mesh, parallelize
 from autoshard.mesh import Mesh
 from autoshard.planning import Options, checked_options, plan
+from autoshard.runtime import device_mesh, parallelize
 
 log = logging.getLogger("autoshard")
 

@@ -31,12 +31,10 @@ def html_report(
     "points": [{"memory_bytes", "seconds", "bound_seconds", "status"}]}. ValueError where the plan is of another model, or the
     frontier is none.
     """
-    if isinstance(solution, Pipeline):
-        return html.html_of_pipeline(solution)
-    if isinstance(solution, ProgramsSolution):
-        if model is not None or frontier is not None:
-            raise ValueError(f"the plan is of several programs; for a time line or a frontier pass one of them: {', '.join(solution)}")
-        return html.html_programs(solution)
+    if isinstance(solution, ProgramsSolution) and (model is not None or frontier is not None):
+        raise ValueError(f"the plan is of several programs; for a time line or a frontier pass one of them: {', '.join(solution)}")
+    if isinstance(solution, ProgramsSolution | Pipeline):
+        return html.html_report(solution)
     report = progress or (lambda message, fraction: None)
     timeline = None if model is None else simulate(model, example_inputs, solution, progress=lambda message, f: report(message, 0.8 * f))
     report("writing the page", 0.9)

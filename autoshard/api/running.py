@@ -1,4 +1,4 @@
-"""Plans that run on torch.distributed: of one program or several (lower.parallelize), and pipelines."""
+"""Plans that run on torch.distributed: of one program or several (runtime.parallelize), and pipelines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.api.checking import ran_on
 from autoshard.capture import capture_module, constants, deep_enough, in_turn, input_names
-from autoshard.lower import CapturedPipeline, constants_of, parallel_pipeline, verify_stages
-from autoshard.lower import parallelize as parallelize_plan
 from autoshard.lower import plant_fault as put_fault
 from autoshard.pipeline import SCHEDULES, Pipeline, microbatch, to_run, with_schedule
+from autoshard.runtime import CapturedPipeline, constants_of, parallel_pipeline, verify_stages
+from autoshard.runtime import parallelize as parallelize_plan
 from autoshard.solution import ProgramsSolution, Solution
 
 log = logging.getLogger("autoshard")

@@ -13,70 +13,66 @@ Parameters are sharded over all axes and gathered at each use, as in fsdp.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from dataclasses import dataclass
 
-from autoshard.baselines.classes import dim_classes, number_slots
-from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import FIRST, Pin, settle
-from autoshard.baselines.schemes import (
-    AxisSharding,
-    Baseline,
-    Batch,
-    most_sharded,
-    reduced_before,
-    shard_batch,
-    used_axes,
-    wanted_priorities,
-)
-from autoshard.graph import Graph
+from autoshard.baselines.pins import FIRST, Pin
+from autoshard.baselines.setting import AxisSharding, Baseline, Setting, once
 from autoshard.layout import Layout, R, S
 from autoshard.mesh import Mesh
-from autoshard.strategies import BACKWARD, FORWARD, Candidates, is_long
+from autoshard.strategies import BACKWARD, FORWARD, is_long
 
 CONTEXT_PARALLEL = ("context_parallel_gather", "context_parallel_ring", "context_parallel_ulysses")
 SEQUENCE, HEADS = 2, 1
 
 
-def context_parallel(graph: Graph, mesh: Mesh, candidates: Candidates, names: tuple[str, ...] = CONTEXT_PARALLEL) -> tuple[Baseline, ...]:
-    """The schemes, or some of them; none where no attention is long, or no axis is left for its sequence."""
+@dataclass(frozen=True)
+class RingPins:
+    """What the schemes have in common: the pins of a ring, and where it runs."""
+
+    pins: dict[str, Pin]
+    words: str
+    attention: list[int]  # ops
+    axes: tuple[int, ...]
+
+
+def context_parallel(s: Setting, name: str) -> Baseline | None:
+    """None where no attention is long, or no axis is left for its sequence."""
+    ring = ring_of(s)
+    return None if ring is None else Baseline(name, {**ring.pins, **_attention(s, ring, name)}, ring.words)
+
+
+@once
+def ring_of(s: Setting) -> RingPins | None:
+    graph, mesh = s.graph, s.mesh
     attention = [i for i, op in enumerate(graph.ops) if op.target in (FORWARD, BACKWARD) and is_long(op, graph.input_tensors(i))]
-    if not attention or not used_axes(mesh):
-        return ()
-    slots = number_slots(graph, candidates)
-    classes = dim_classes(slots)
-    sharding, words = shard_batch(mesh, used_axes(mesh), Batch.of(graph, slots, classes))
-    axes = tuple(k for k in used_axes(mesh) if k not in sharding)
-    first = attention[0]
-    queries = graph.ops[first].inputs[int(graph.ops[first].target == BACKWARD)]
-    if not axes or graph.tensor(queries).shape[SEQUENCE] % math.prod(mesh.shape[k] for k in axes):
-        return ()
-    root = classes.of(queries, SEQUENCE)
-    sharding |= {k: AxisSharding(classes, {root: FIRST}) for k in axes}
-    shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
-    fixed = {**shards, **{cast: shards[i] for cast, i in reduced_before(graph).items()}}
-    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    ring = settle(graph, candidates, wanted_priorities(graph, mesh, sharding), fixed, views)
+    sharding, words = s.data_parallel
+    axes = tuple(k for k in s.axes if k not in sharding)
+    if not attention or not axes:
+        return None
+    queries = graph.ops[attention[0]].inputs[int(graph.ops[attention[0]].target == BACKWARD)]
+    if graph.tensor(queries).shape[SEQUENCE] % math.prod(mesh.shape[k] for k in axes):
+        return None
+    root = s.classes.of(queries, SEQUENCE)
+    pins = s.pins(s.wanted({**sharding, **{k: AxisSharding(s.classes, {root: FIRST}) for k in axes}}), s.with_casts(s.shards), s.views)
     words = f"{words}; sequence sharded over {'axis' if len(axes) == 1 else 'axes'} {','.join(map(str, axes))}"
-    return tuple(Baseline(name, {**ring, **_attention(graph, mesh, candidates, attention, ring, axes, name)}, words) for name in names)
+    return RingPins(pins, words, attention, axes)
 
 
-def _attention(
-    graph: Graph, mesh: Mesh, candidates: Candidates, attention: list[int], ring: Mapping[str, Pin], axes: tuple[int, ...], name: str
-) -> dict[str, Pin]:
+def _attention(s: Setting, ring: RingPins, name: str) -> dict[str, Pin]:
     """The pins of attention; those of a ring where the scheme has no candidate."""
     pins: dict[str, Pin] = {}
     known: dict[tuple[int, int], Pin] = {}
-    for i in attention:
-        op, pin = graph.ops[i], ring[graph.ops[i].name]
-        if (id(candidates.of[i]), id(pin)) not in known:
+    for i in ring.attention:
+        op, options, pin = s.graph.ops[i], s.candidates.of[i], ring.pins[s.graph.ops[i].name]
+        if (id(options), id(pin)) not in known:
             first = int(op.target == BACKWARD)
             assert pin.inputs is not None
             q, k = (layout for layout in pin.inputs[first : first + 2])
-            heads = graph.input_tensors(i)[first + 1].shape[HEADS]
-            wanted = _layouts(mesh, q, k, axes, heads, name)
-            fitting = [c for c in candidates.of[i] if wanted == c.inputs[first : first + 2]]
-            known[id(candidates.of[i]), id(pin)] = Pin(fitting[0].outputs, fitting[0].inputs) if fitting else pin
-        pins[op.name] = known[id(candidates.of[i]), id(pin)]
+            heads = s.graph.input_tensors(i)[first + 1].shape[HEADS]
+            wanted = _layouts(s.mesh, q, k, ring.axes, heads, name)
+            fitting = [c for c in options if wanted == c.inputs[first : first + 2]]
+            known[id(options), id(pin)] = Pin(fitting[0].outputs, fitting[0].inputs) if fitting else pin
+        pins[op.name] = known[id(options), id(pin)]
     return pins
 
 

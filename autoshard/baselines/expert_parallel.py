@@ -10,43 +10,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autoshard.baselines.classes import dim_classes, number_slots
-from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import settle
-from autoshard.baselines.schemes import Baseline, Batch, most_sharded, reduced_before, shard_batch, used_axes, wanted_priorities
+from autoshard.baselines.setting import Baseline, Setting
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.strategies import Candidate, Candidates, is_experts
+from autoshard.strategies import Candidate, is_experts
 
 
-def expert_parallel(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
-    """The baseline, none where the graph has no experts (captured as one op) or the batch isn't sharded."""
+def expert_parallel(s: Setting) -> Baseline | None:
+    """None where the graph has no experts (captured as one op) or the batch isn't sharded."""
+    graph, mesh, options = s.graph, s.mesh, s.candidates.of
     of_experts = [i for i, op in enumerate(graph.ops) if is_experts(op)]
-    slots = number_slots(graph, candidates) if of_experts else None
-    if slots is None:
-        return ()
-    sharding, words = shard_batch(mesh, used_axes(mesh), Batch.of(graph, slots, dim_classes(slots)))
-    choices = {i: _most_sent(graph.ops[i], candidates.of[i], tuple(sharding), mesh) for i in of_experts}
-    over = {i: _expert_axes(graph.ops[i], candidates.of[i][k]) for i, k in choices.items()}
-    if not all(over.values()):
-        return ()
-    parameters = _parameters(graph, of_experts)
-    fixed: dict[int, Layout] = {}
-    for i in graph.parameters.values():
-        expert_axes = next((over[reader] for reader in parameters.get(i, ())), None)
-        layouts = candidates.of[i] if expert_axes is None else _with_experts_over(candidates.of[i], expert_axes)
-        fixed[i] = most_sharded(layouts, mesh, range(len(mesh.axes)))
+    sharding, words = s.data_parallel
+    choices = {i: _most_sent(graph.ops[i], options[i], tuple(sharding), mesh) for i in of_experts}
+    over = {i: _expert_axes(graph.ops[i], options[i][k]) for i, k in choices.items()}
+    if not of_experts or not all(over.values()):
+        return None
+    fixed: dict[int, Layout] = dict(s.shards)
+    for i, readers in _parameters(graph, of_experts).items():
+        if i in fixed:
+            fixed[i] = s.most_sharded(_with_experts_over(options[i], over[readers[0]]))
     by_name = {graph.ops[i].name: layout for i, layout in fixed.items()}
     for i, op in enumerate(graph.ops):
         if op.kind == KEPT:
             fixed[i] = by_name[op.name.removesuffix(f".{KEPT}")]
-    fixed |= {cast: fixed[i] for cast, i in reduced_before(graph).items()}
-    carried = _carried(graph, set(of_experts)) - set(fixed)
-    pins = settle(graph, candidates, wanted_priorities(graph, mesh, sharding), fixed, frozenset(carried), choices)
+    fixed = s.with_casts(fixed)
+    pins = s.pins(s.by_batch, fixed, frozenset(_carried(s, set(of_experts)) - set(fixed)), choices=choices)
     axes = sorted(set().union(*over.values()))
     words = f"{words}; experts sharded over {', '.join(mesh.axes[k].name for k in axes)}, tokens sent by all_to_all"
-    return (Baseline("expert_parallel", pins, words),)
+    return Baseline("expert_parallel", pins, words)
 
 
 def _tokens_and_experts(op: Op, candidate: Candidate) -> tuple[Layout, Layout]:
@@ -90,14 +82,14 @@ def _parameters(graph: Graph, of_experts: list[int]) -> Mapping[int, list[int]]:
     return readers
 
 
-def _carried(graph: Graph, of_experts: set[int]) -> set[int]:
+def _carried(s: Setting, of_experts: set[int]) -> set[int]:
     """Ops that keep the layout of their only input: views of parameters, and of gradients of experts."""
-    carried = {i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1}
-    for i, op in enumerate(graph.ops):
+    carried = set(s.views)
+    for i, op in enumerate(s.graph.ops):
         if len(op.inputs) == 1 and not op.is_placeholder:
             a, k = op.inputs[0]
             from_experts = a in of_experts and k >= 2
-            follows = a in carried and graph.ops[i].backward
+            follows = a in carried and op.backward
             if from_experts or (follows and (op.alias is not None or op.kind == ACCUMULATED or op.kind != "compute")):
                 carried.add(i)
     return carried

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.baselines.classes import dim_classes
-from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import FIRST, Priorities, settle
-from autoshard.baselines.schemes import AxisSharding, Baseline, Batch, fully_sharded, shard_batch, used_axes, wanted_priorities
+from autoshard.baselines.pins import FIRST, Priorities
+from autoshard.baselines.schemes import fully_sharded
+from autoshard.baselines.setting import AxisSharding, Baseline, Setting
 from autoshard.baselines.uses import Use, Uses
 from autoshard.graph import Graph, Value
 from autoshard.mesh import Mesh
@@ -20,21 +19,14 @@ from autoshard.strategies import Candidates
 
 
 def launched(
-    graph: Graph,
-    mesh: Mesh,
-    candidates: Candidates,
-    axis: int,
-    uses: Uses,
-    roots: Sequence[int],
-    lone: Sequence[tuple[Use, int]],
-    *,
-    fully_shard: bool,
-) -> Baseline:
+    graph: Graph, mesh: Mesh, candidates: Candidates, axis: int, uses: Uses, roots: Sequence[int], lone: Sequence[tuple[Use, int]],
+    *, fully_shard: bool,
+) -> Baseline:  # fmt: skip
     """roots: classes of the sharded groups. lone: weights without a group, as (use, the parameter's sharded dim)."""
-    batch = Batch.of(graph, uses.slots, dim_classes(uses.slots))
-    sharding, words = shard_batch(mesh, [k for k in used_axes(mesh) if k != axis], batch)
+    setting = Setting(graph, mesh, candidates, uses.slots)
+    sharding, words = setting.shard_batch([k for k in setting.axes if k != axis])
     sharding[axis] = AxisSharding(uses.classes, dict.fromkeys(roots, FIRST))
-    of_classes, lone_dims = wanted_priorities(graph, mesh, sharding), dict(_lone_dims(graph, lone))
+    of_classes, lone_dims = setting.wanted(sharding), dict(_lone_dims(graph, lone))
 
     def wanted(value: Value) -> Priorities:
         rows = of_classes(value)
@@ -42,16 +34,12 @@ def launched(
             return rows
         return tuple(tuple(FIRST if k == axis and d == lone_dims[value] else p for d, p in enumerate(row)) for k, row in enumerate(rows))
 
+    pins = setting.pins(wanted, {})
     if not fully_shard:
-        return Baseline("modules", settle(graph, candidates, wanted, {}, frozenset()), words)
-    pins = settle(graph, candidates, wanted, {}, frozenset())
-    fixed = {}
-    for i in graph.parameters.values():
-        pinned = pins[graph.ops[i].name].outputs
-        assert pinned is not None and pinned[0] is not None
-        fixed[i] = fully_sharded(candidates, i, axis, pinned[0])
-    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1 and graph.ops[i].kind == "compute")
-    return Baseline("modules", settle(graph, candidates, wanted, fixed, views), f"{words}; parameters sharded over the other axes")
+        return Baseline("modules", pins, words)
+    fixed = fully_sharded(setting, pins, axis)
+    views = frozenset(i for i in setting.views if graph.ops[i].kind == "compute")
+    return Baseline("modules", setting.pins(wanted, fixed, views), f"{words}; parameters sharded over the other axes")
 
 
 def _lone_dims(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Value, int]]:

@@ -60,13 +60,9 @@ def _matching(pin: Pin, candidates: Candidates, i: int) -> np.ndarray:
 
 
 def settle(
-    graph: Graph,
-    candidates: Candidates,
-    wanted: Callable[[Value], Priorities],
-    fixed: Mapping[int, Layout],
-    carried: frozenset[int],
+    graph: Graph, candidates: Candidates, wanted: Callable[[Value], Priorities], fixed: Mapping[int, Layout], carried: frozenset[int],
     choices: Mapping[int, int] | None = None,
-) -> dict[str, Pin]:
+) -> dict[str, Pin]:  # fmt: skip
     """A pin for every op. fixed: ops whose output layout is known; carried: ops that keep the layout of their only input; choices: ops
     whose candidate is known, with its number."""
     readers = _count_readers(graph)

@@ -26,131 +26,92 @@ microbatch has neither copies nor sums: its zero1 and zero2 are the same, a para
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
-from autoshard.baselines.megatron import Recognised, from_parameters, recognise, sequence_class, token_tables
-from autoshard.baselines.pins import FIRST, SECOND, Pin, Priorities, settle
-from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Op, Value
-from autoshard.layout import Layout, replicated, shards_of
-from autoshard.mesh import Mesh
-from autoshard.strategies import Candidate, Candidates, is_experts
+from autoshard.baselines.classes import dim_classes
+from autoshard.baselines.megatron import Recognised, recognise, sequence_class, token_tables
+from autoshard.baselines.pins import FIRST, SECOND, Pin
+from autoshard.baselines.setting import AxisSharding, AxisShardings, Baseline, Setting, Wanted, num_shards, once
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
+from autoshard.layout import Layout, replicated
+from autoshard.strategies import is_experts
 
-NOTHING: frozenset[int] = frozenset()
-SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
-SHARDED_MEGATRON = "megatron_fsdp"
-MEGATRON_EXPERTS = "megatron_experts"  # megatron with the experts over the last axis too
+SHARDED_MEGATRON = "megatron_fsdp"  # megatron_sp with parameters that are sharded over the other axes too, as torchtitan does
+MEGATRON_EXPERTS = "megatron_experts"  # megatron with the experts over the last axis too, as engines serve them
 MEGATRON_EXPERT_PARALLEL = "megatron_expert_parallel"  # over all axes: tokens are sent by all_to_all over those that shard the batch
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A scheme as pins by op name; `matched` says in words what was recognised in the graph."""
-
-    name: str
-    pins: dict[str, Pin]
-    matched: str
-    hubs: Mapping[Value, Layout] = field(default_factory=dict)  # in which several readers read a value; those not named are free
+def data_parallel(s: Setting) -> Baseline:
+    copies = {i: replicated(len(s.mesh.axes)) for i in s.graph.parameters.values()}
+    return Baseline("data_parallel", s.pins(s.by_batch, s.with_casts(copies)), s.data_parallel[1])
 
 
-@dataclass(frozen=True, eq=False)
-class AxisSharding:
-    """The classes that one mesh axis shards, with their priorities."""
-
-    classes: DimClasses
-    priority: Mapping[int, int]
-
-
-AxisShardings = Mapping[int, AxisSharding]  # by axis; an axis that is left out shards nothing
+def fsdp(s: Setting) -> Baseline:
+    words = f"{s.data_parallel[1]}; {sharded_in_words(s, s.shards)}"
+    return Baseline("fsdp", s.pins(s.by_batch, s.with_casts(s.shards), s.views), words)
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """The class of the batch dim, None where there is none, and the number that every dim of it is a multiple of."""
+class TensorParallel:
+    """What tensor parallelism over the last axis shards: nothing on one device."""
 
-    classes: DimClasses
-    root: int | None
-    size: int
-
-    @staticmethod
-    def of(graph: Graph, slots: Slots, classes: DimClasses) -> Batch:
-        root = _batch_class(graph, classes)
-        return Batch(classes, root, math.gcd(*(n for n, of in zip(slots.sizes, classes.roots, strict=True) if of == root)))
+    sharding: AxisShardings  # the batch over the other axes, classes of heads, features and vocabulary over the last one
+    by_class: Wanted
+    by_sequence: Wanted | None  # the same and the residual stream's sequence; None where it can't be sharded
+    words: str
 
 
-def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
-    """data_parallel, fsdp, megatron and megatron_sp; each pin is a candidate of its op. `zero_stages` has the others."""
-    schemes = _schemes(graph, mesh, candidates)
-    return tuple(schemes[name]() for name in SCHEMES)
-
-
-def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Baseline:
-    """One of the baselines; megatron_fsdp: megatron_sp with parameters that are sharded over the other axes too, as torchtitan does; or
-    megatron_experts, megatron_expert_parallel: megatron with sharded experts, as engines serve them.
-
-    ValueError for another name.
-    """
-    schemes = _schemes(graph, mesh, candidates)
-    if name not in schemes:
-        raise ValueError(f"there is no scheme {name!r} on this mesh; expected one of {', '.join(schemes)}")
-    return schemes[name]()
-
-
-def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Callable[[], Baseline]]:
-    """By name, each settled when it is called: that takes seconds on a graph of 30,000 ops."""
-    slots = number_slots(graph, candidates)
-    classes = dim_classes(slots)
-    batch = Batch.of(graph, slots, classes)
-
-    def scheme(name: str, words: str, sharding: AxisShardings, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING) -> Baseline:
-        fixed = {**fixed, **{cast: fixed[i] for cast, i in reduced_before(graph).items() if i in fixed}}
-        return Baseline(name, settle(graph, candidates, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
-
-    axes = used_axes(mesh)
-    sharding, words = shard_batch(mesh, axes, batch)
-    copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
-    shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
-    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    data = partial(scheme, "data_parallel", words, sharding, copies)
-    fsdp = partial(scheme, "fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
-    if not axes:
-        names = (*SCHEMES[2:], MEGATRON_EXPERTS, MEGATRON_EXPERT_PARALLEL)
-        return {"data_parallel": data, "fsdp": fsdp, **{name: partial(scheme, name, "one device", {}, {}) for name in names}}
-
-    of_batch_alone, last, size = sharding, axes[-1], mesh.axes[axes[-1]].size
-    sharding, words = shard_batch(mesh, axes[:-1], batch)
-    narrow = dim_classes(slots, size)
-    of_batch = frozenset(narrow.roots[slot] for slot, of in enumerate(classes.roots) if of == batch.root)
-    recognised = recognise(graph, narrow, slots.sizes, size, of_batch)
-    undivided = recognise(graph, classes, slots.sizes, 1, frozenset([batch.root] if batch.root is not None else []))
-    words = f"{_recognised_in_words(graph, recognised, undivided, last, size)}; {words}"
+@once
+def tensor_parallel(s: Setting) -> TensorParallel:
+    if not s.axes:
+        return TensorParallel({}, s.wanted({}), None, "one device")
+    last, size = s.axes[-1], s.mesh.axes[s.axes[-1]].size
+    sharding, words = s.shard_batch(s.axes[:-1])
+    narrow = dim_classes(s.slots, size)
+    of_batch = frozenset(narrow.roots[slot] for slot, of in enumerate(s.classes.roots) if of == s.batch)
+    recognised = recognise(s.graph, narrow, s.slots.sizes, size, of_batch)
+    undivided = recognise(s.graph, s.classes, s.slots.sizes, 1, frozenset([s.batch] if s.batch is not None else []))
     tensor = {c: FIRST for c in recognised.classes}
-    megatron = cache(partial(scheme, "megatron", words, {**sharding, last: AxisSharding(narrow, tensor)}, {}))
-    by_tensor = {**sharding, last: AxisSharding(narrow, tensor)}
-    over_all = of_batch_alone if mesh.shape[-1] == 1 else by_tensor  # whose tensor axis is the last one, of one device perhaps
-    served = {
-        MEGATRON_EXPERTS: partial(scheme, MEGATRON_EXPERTS, words, _with_experts(graph, by_tensor, (last,)), {}),
-        MEGATRON_EXPERT_PARALLEL: partial(scheme, MEGATRON_EXPERT_PARALLEL, words, _with_experts(graph, over_all, axes), {}),
-    }
-    sequence = sequence_class(graph, classes, narrow, recognised, batch.root, size)
-    if sequence is None:
-        note = f"{words}; no sequence dim that divides by {size} in the residual stream: as megatron"
-        return {**_named(data, fsdp, megatron, lambda: Baseline("megatron_sp", megatron().pins, note)), **served}
-    both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
-    words = f"{words}; residual sequence sharded over axis {last}"
-    with_sequence = cache(partial(scheme, "megatron_sp", words, both, {}))
+    by_class = {**sharding, last: AxisSharding(narrow, tensor)}
+    sequence = sequence_class(s.graph, s.classes, narrow, recognised, s.batch, size)
+    both = None if sequence is None else s.wanted({**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})})
+    words = f"{_recognised_in_words(s.graph, recognised, undivided, last, size)}; {words}"
+    return TensorParallel(by_class, s.wanted(by_class), both, words)
 
-    def sharded() -> Baseline:
-        pinned = {i: with_sequence().pins[graph.ops[i].name].outputs for i in graph.parameters.values()}
-        fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
-        return scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
 
-    return {**_named(data, fsdp, megatron, with_sequence), SHARDED_MEGATRON: sharded, **served}
+@once
+def megatron(s: Setting) -> Baseline:
+    tensor = tensor_parallel(s)
+    return Baseline("megatron", s.pins(tensor.by_class, {}), tensor.words)
+
+
+@once
+def megatron_sp(s: Setting) -> Baseline:
+    tensor = tensor_parallel(s)
+    if (wanted := tensor.by_sequence) is not None:
+        words = f"{tensor.words}; residual sequence sharded over axis {s.axes[-1]}"
+        return Baseline("megatron_sp", s.pins(wanted, {}), words)
+    note = f"; no sequence dim that divides by {s.mesh.axes[s.axes[-1]].size} in the residual stream: as megatron" if s.axes else ""
+    return Baseline("megatron_sp", megatron(s).pins, tensor.words + note)
+
+
+def sharded_megatron(s: Setting) -> Baseline | None:
+    """None where nothing of the sequence can be sharded."""
+    if (wanted := tensor_parallel(s).by_sequence) is None:
+        return None
+    same = megatron_sp(s)
+    fixed = s.with_casts(fully_sharded(s, same.pins, s.axes[-1]))
+    return Baseline(SHARDED_MEGATRON, s.pins(wanted, fixed, s.views), f"{same.matched}; parameters sharded over the other axes")
+
+
+def megatron_experts(s: Setting, name: str) -> Baseline:
+    """The experts over the last axis too, or over all axes."""
+    tensor, axes = tensor_parallel(s), s.axes if name == MEGATRON_EXPERT_PARALLEL else s.axes[-1:]
+    # over all axes where the last one has one device: tensor parallelism is over the mesh's last axis then, and shards nothing
+    sharding = s.data_parallel[0] if name == MEGATRON_EXPERT_PARALLEL and s.mesh.shape[-1] == 1 else tensor.sharding
+    return Baseline(name, s.pins(s.wanted(_with_experts(s.graph, sharding, axes)), {}), tensor.words)
 
 
 def _with_experts(graph: Graph, sharding: AxisShardings, axes: Sequence[int]) -> AxisShardings:
@@ -164,60 +125,41 @@ def _with_experts(graph: Graph, sharding: AxisShardings, axes: Sequence[int]) ->
     return {axis: of(axis, one) for axis, one in sharding.items()}
 
 
-def _named(*schemes: Callable[[], Baseline]) -> dict[str, Callable[[], Baseline]]:
-    """In the order of SCHEMES."""
-    return dict(zip(SCHEMES, schemes, strict=True))
+def fully_sharded(s: Setting, pins: Mapping[str, Pin], axis: int) -> dict[int, Layout]:
+    """The layouts of parameters under fully_shard: as pinned on `axis`, and sharded on dim 0 over the other axes where that divides."""
 
-
-def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
-    """The layout under fully_shard: unchanged on `axis`, and sharded on dim 0 over the other axes where that divides."""
-    options = [c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None and c.outputs[0][axis] == layout[axis]]
-
-    def order(option: Layout) -> tuple:
-        first = [p.is_shard() and p.dim == 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
-        odd = [p.is_shard() and p.dim != 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
+    def order(layout: Layout) -> tuple:
+        first = [p.is_shard(0) for k, p in enumerate(layout) if k != axis]
+        odd = [p.is_shard() and not p.is_shard(0) for k, p in enumerate(layout) if k != axis]
         return (-sum(odd), sum(first))
 
-    return max(options, key=order)
+    def best(i: int) -> Layout:
+        pinned, layouts = _pinned_layout(pins[s.graph.ops[i].name]), [c.outputs[0] for c in s.candidates.of[i]]
+        return max((layout for layout in layouts if layout is not None and layout[axis] == pinned[axis]), key=order)
+
+    return {i: best(i) for i in s.graph.parameters.values()}
 
 
-def zero_stages(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequence[str] = ZERO) -> tuple[Baseline, ...]:
-    """zero1, zero2, zero3 and hsdp, or some of them; the last one only where the mesh has several axes."""
-    slots = number_slots(graph, candidates)
-    axes = used_axes(mesh)
-    sharding, words = shard_batch(mesh, axes, Batch.of(graph, slots, dim_classes(slots)))
-    wanted = wanted_priorities(graph, mesh, sharding)
-    return tuple(
-        _zero_stage(name, graph, mesh, candidates, wanted, words)
-        for name in names
-        if name != "hsdp" or len(axes) > 1
-    )
-
-
-def _zero_stage(
-    name: str,
-    graph: Graph,
-    mesh: Mesh,
-    candidates: Candidates,
-    wanted: Callable[[Value], Priorities],
-    words: str,
-) -> Baseline:
-    axes, gathered_at_use = used_axes(mesh), name in ("zero3", "hsdp")
-    shards = {i: most_sharded(candidates.of[i], mesh, axes[-1:] if name == "hsdp" else axes) for i in graph.parameters.values()}
-    fixed, copy = dict(shards), replicated(len(mesh.axes))
+def zero_stage(s: Setting, name: str) -> Baseline | None:
+    """None where the mesh has not the several axes that hsdp needs."""
+    if name == "hsdp" and len(s.axes) < 2:
+        return None
+    graph, axes, gathered_at_use = s.graph, s.axes, name in ("zero3", "hsdp")
+    over = axes[-1:] if name == "hsdp" else axes
+    shards = {i: s.most_sharded(s.candidates.of[i], over) for i in graph.parameters.values()}
+    fixed, copy = dict(shards), replicated(len(s.mesh.axes))
     for i, op in enumerate(graph.ops):
         if op.kind == KEPT and not gathered_at_use:
             fixed[i] = copy
         if op.kind == ACCUMULATED and name in ("zero2", "zero3"):
             fixed[i] = shards[_parameter_of(graph, op)]
-    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    pins = settle(graph, candidates, wanted, fixed, views if gathered_at_use else NOTHING)
+    pins = s.pins(s.by_batch, fixed, s.views if gathered_at_use else frozenset())
     if name == "hsdp":
         pins |= _summed_within_groups(graph, pins, shards, axes[-1])
-    stored = (*shards, *views) if gathered_at_use else (*shards, *(i for i, op in enumerate(graph.ops) if op.kind == KEPT))
+    stored = (*shards, *s.views) if gathered_at_use else (*shards, *(i for i, op in enumerate(graph.ops) if op.kind == KEPT))
     hubs = {(i, 0): _pinned_layout(pins[graph.ops[i].name]) if gathered_at_use else copy for i in stored}
-    over = "the last axis" if name == "hsdp" else "all axes"
-    return Baseline(name, pins, f"{words}; {_sharded_in_words(mesh, shards, over)}", hubs)
+    words = sharded_in_words(s, shards, "the last axis" if name == "hsdp" else "all axes")
+    return Baseline(name, pins, f"{s.data_parallel[1]}; {words}", hubs)
 
 
 def _summed_within_groups(graph: Graph, pins: Mapping[str, Pin], shards: Mapping[int, Layout], last: int) -> dict[str, Pin]:
@@ -242,82 +184,9 @@ def _pinned_layout(pin: Pin) -> Layout:
     return pin.outputs[0]
 
 
-def reduced_before(graph: Graph) -> dict[int, int]:
-    """By gradient cast that wants a reduced gradient, the parameter: it is reduced to the parameter's layout."""
-    pairs = [(r.value[0], graph.parameters[r.name]) for r in graph.results if r.value is not None and r.name in graph.parameters]
-    return {i: parameter for i, parameter in pairs if graph.ops[i].kind == REDUCE_THEN_CAST}
-
-
-def used_axes(mesh: Mesh) -> list[int]:
-    return [k for k, axis in enumerate(mesh.axes) if axis.size > 1]
-
-
-def _batch_class(graph: Graph, classes: DimClasses) -> int | None:
-    """The class of most inputs' dim 0 (the larger class among equals) that no parameter's dim is in; None when there is none."""
-    of_parameters = {classes.of((i, 0), d) for i in graph.parameters.values() for d in range(len(graph.tensor((i, 0)).shape))}
-    votes: dict[int, int] = {}
-    for i, op in enumerate(graph.ops):
-        if op.kind == "input" and graph.tensor((i, 0)).shape[:1] > (1,):
-            c = classes.of((i, 0), 0)
-            votes[c] = votes.get(c, 0) + 1
-    return max(votes.keys() - of_parameters, key=lambda c: (votes[c], classes.roots.count(c), -c), default=None)
-
-
-def shard_batch(mesh: Mesh, axes: list[int], batch: Batch) -> tuple[dict[int, AxisSharding], str]:
-    """The batch sharded over those of `axes` that divide it into the most shards (the fastest among equals), and that in words."""
-    if not axes or batch.root is None:
-        return {}, "batch replicated" if batch.root is not None else "no batch dim found"
-
-    def devices(subset: tuple[int, ...]) -> int:
-        return math.prod(mesh.axes[k].size for k in subset)
-
-    subsets = [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
-    chosen = max((s for s in subsets if not batch.size % devices(s)), key=lambda s: (devices(s), s))
-    words = f"batch sharded over {_axes_in_words(chosen)}" if chosen else "batch replicated"
-    if left := [k for k in axes if k not in chosen]:
-        words += f" ({batch.size} does not divide{' further' if chosen else ''}: compute is repeated over {_axes_in_words(left)})"
-    return {k: AxisSharding(batch.classes, {batch.root: FIRST}) for k in chosen}, words
-
-
-def wanted_priorities(graph: Graph, mesh: Mesh, sharding: AxisShardings) -> Callable[[Value], Priorities]:
-    """value -> for every axis and dim the priority of sharding it; a placeholder has no priority below FIRST."""
-    known: dict[Value, Priorities] = {}
-
-    def of_axis(k: int, value: Value, rank: int) -> tuple[int, ...]:
-        return sharding[k].classes.priorities(value, rank, sharding[k].priority) if k in sharding else (0,) * rank
-
-    def wanted(value: Value) -> Priorities:
-        if value not in known:
-            rank, least = len(graph.tensor(value).shape), FIRST if graph.ops[value[0]].is_placeholder else SECOND
-            rows = [of_axis(k, value, rank) for k in range(len(mesh.axes))]
-            known[value] = tuple(tuple(p if p >= least else 0 for p in row) for row in rows)
-        return known[value]
-
-    return wanted
-
-
-def most_sharded(options: Sequence[Candidate], mesh: Mesh, axes: Sequence[int]) -> Layout:
-    """The layout, among a parameter's, with the most shards over these axes, along as few dims as possible, the first dims first."""
-
-    def order(layout: Layout) -> tuple:
-        dims = [p.dim for p in layout if p.is_shard()]  # type: ignore[attr-defined]
-        return (_num_shards(layout, mesh), -len(set(dims)), [-d for d in dims])
-
-    layouts = (c.outputs[0] for c in options if c.outputs[0] is not None)
-    return max((layout for layout in layouts if all(k in axes or p.is_replicate() for k, p in enumerate(layout))), key=order)
-
-
-def _num_shards(layout: Layout, mesh: Mesh) -> int:
-    return math.prod(shards_of(layout, mesh, d) for d in {p.dim for p in layout if p.is_shard()})  # type: ignore[attr-defined]
-
-
-def _axes_in_words(axes: tuple[int, ...] | list[int]) -> str:
-    return ("axis " if len(axes) == 1 else "axes ") + ",".join(map(str, axes))
-
-
-def _sharded_in_words(mesh: Mesh, shards: Mapping[int, Layout], over: str = "all axes") -> str:
-    most = mesh.num_devices if over == "all axes" else mesh.axes[used_axes(mesh)[-1]].size
-    few = sum(_num_shards(layout, mesh) < most for layout in shards.values())
+def sharded_in_words(s: Setting, shards: Mapping[int, Layout], over: str = "all axes") -> str:
+    most = s.mesh.num_devices if over == "all axes" else s.mesh.axes[s.axes[-1]].size
+    few = sum(num_shards(layout, s.mesh) < most for layout in shards.values())
     return f"{len(shards) - few} of {len(shards)} parameters sharded over {over}" + (" (the others' dims do not divide)" if few else "")
 
 

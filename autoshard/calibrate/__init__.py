@@ -1,7 +1,6 @@
 """Calibration of prices: measure a live cluster, read logs of other tools, fit curves of collectives and rates of kernels.
 
-Two modules reproduce published predictors and stay for comparison: sigmoid.py (ml_perf_model's sigmoid of collective times) and
-mlp_runs.py (the training steps of an MLP that DistIR published).
+sigmoid.py reproduces a published predictor and stays for comparison: ml_perf_model's sigmoid of collective times.
 """
 
 from autoshard.calibrate.cluster import cluster as cluster
@@ -20,7 +19,5 @@ from autoshard.calibrate.measure import measure_this_cluster as measure_this_clu
 from autoshard.calibrate.rates import OpSample as OpSample
 from autoshard.calibrate.rates import Rates as Rates
 from autoshard.calibrate.rates import fit_rates as fit_rates
-from autoshard.calibrate.sigmoid import all_to_allv_bytes as all_to_allv_bytes
-from autoshard.calibrate.sigmoid import best_size_rule as best_size_rule
 from autoshard.calibrate.sigmoid import turning_points as turning_points
 from autoshard.calibrate.sigmoid import turning_sizes as turning_sizes

@@ -123,14 +123,10 @@ def cluster(
     """The record of a file. alone: without it, no two groups share a link. ValueError where `mesh_of` has too few measurements."""
     roofline = fit_roofline(samples)
     mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend, alone=alone)
-    raw = [
-        {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
-        for (k, c), t in times.items()
-    ]
-    single = [
-        {"axis": mesh.axes[k].name, "collective": "all_gather", "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
-        for k, t in (alone or {}).items()
-    ]
+
+    def raw(axis: int, collective: str, t: Mapping[float, float]) -> dict:
+        return {"axis": mesh.axes[axis].name, "collective": collective, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
+
     rows = [
         {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
         for (op, dtype), e in roofline.errors.items()
@@ -142,6 +138,10 @@ def cluster(
         "mesh": mesh.to_dict(),
         **({} if file is None else {"device_file": file}),
         "roofline": {"memory_bytes_per_second": roofline.memory, "launch_seconds": roofline.launch, "ops": rows},
-        "measured": {"collectives": raw, "alone": single, "device": [vars(s) for s in samples]},
+        "measured": {
+            "collectives": [raw(*key, t) for key, t in times.items()],
+            "alone": [raw(axis, "all_gather", t) for axis, t in (alone or {}).items()],
+            "device": [vars(s) for s in samples],
+        },
         "assumptions": dict(assumptions),
     }

@@ -40,14 +40,6 @@ def summary(predicted: np.ndarray, measured: np.ndarray) -> Errors:
     return Errors(float(np.exp(np.log(e + FLOOR).mean())), float(e.mean()), float(e.std()), e.size)
 
 
-def together(pairs: Iterable[Pairs]) -> Errors:
-    """The summary over the pairs of many curves."""
-    kept = list(pairs)
-    if not kept:
-        return summary(np.empty(0), np.empty(0))
-    return summary(np.concatenate([p for p, _ in kept]), np.concatenate([r for _, r in kept]))
-
-
 def pooled(errors: Iterable[Errors]) -> Errors:
     """The exact summary over all points of several summaries; summaries without points are ignored."""
     kept = [e for e in errors if e.num]

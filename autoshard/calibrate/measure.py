@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.calibrate.device_rates import OpTime, measure_device, median_seconds
-from autoshard.lower import Ask, Groups
+from autoshard.lower import CollectiveCall, Groups
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SMALLEST = 2**10  # bytes
@@ -74,7 +74,7 @@ def measure(
         axis, collective = key
         n = device_mesh.shape[axis]
         size = max(1, round(size / (4 * n))) * 4.0 * n  # whole floats on every rank
-        ask = Ask(collective, axis, buffer_of(collective, int(size) // 4, n, device))
+        ask = CollectiveCall(collective, axis, buffer_of(collective, int(size) // 4, n, device))
         measured.collectives[key][size] = median_seconds(lambda: groups.answer(ask), device, clock, agree)
         return f"{collective} on axis {axis}: {size:.0f} bytes"
 
@@ -82,7 +82,7 @@ def measure(
         n, where = device_mesh.shape[axis], device_mesh.get_coordinate()
         assert where is not None, "every rank is in the mesh"
         is_first = not any(c for k, c in enumerate(where) if k != axis)
-        ask = Ask("all_gather", axis, buffer_of("all_gather", int(size) // 4, n, device))
+        ask = CollectiveCall("all_gather", axis, buffer_of("all_gather", int(size) // 4, n, device))
         seconds = median_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
         measured.alone.setdefault(axis, {})[size] = seconds
         return f"all_gather on axis {axis}, one group alone: {size:.0f} bytes"

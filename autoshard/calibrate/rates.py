@@ -9,13 +9,13 @@ non-negative least squares. A kind that explains no time gets c_j = 0. FLOPs and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
 
-from autoshard.calibrate.errors import Errors, Pairs, summary
+from autoshard.calibrate.errors import Errors, summary
 
 REWEIGHTED = 30  # times; the weights converge much earlier
 
@@ -47,22 +47,6 @@ def fit_rates(work: Mapping[str, np.ndarray], seconds: np.ndarray) -> Rates:
         c = nnls(A / scale * weight[:, None], t * weight)[0] / scale
         weight = 1 / t / np.sqrt(np.maximum(np.abs(A @ c / t - 1), 1e-3))
     return Rates(dict(zip(work, c.tolist())))
-
-
-def folds_of(num: int, folds: int, seed: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(the indices of a fold, all others) for each fold of `num` runs, in order or shuffled by a seed."""
-    order = np.arange(num) if seed is None else np.random.default_rng(seed).permutation(num)
-    for fold in range(folds):
-        yield order[fold::folds], np.setdiff1d(order, order[fold::folds])
-
-
-def held_out_runs(work: Mapping[str, np.ndarray], seconds: np.ndarray, *, folds: int = 3, seed: int | None = None) -> Pairs:
-    """Each run predicted by rates fitted to the runs of the other folds; the folds are in order, or shuffled by a seed."""
-    t = np.asarray(seconds, dtype=float)
-    predicted = np.empty(len(t))
-    for out, rest in folds_of(len(t), folds, seed):
-        predicted[out] = fit_rates({k: w[rest] for k, w in work.items()}, t[rest]).seconds({k: w[out] for k, w in work.items()})
-    return predicted, t
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ Learning Training on Multi-GPU Platforms".
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import OptimizeWarning, curve_fit
 
-from autoshard.calibrate.errors import summary
-from autoshard.cost import Curve, Sigmoid, sigmoid
+from autoshard.cost import Sigmoid, sigmoid
 
 EPSILON = 4e-4  # GB/s that the published reader of PARAM logs adds to both bandwidths: small ones are printed as 0.000
 
@@ -75,32 +74,3 @@ def fit_published(size: np.ndarray, latency: np.ndarray, bus_bw: np.ndarray, fac
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"the published sigmoid can't be fitted to these {inside.sum()} samples: {error}") from error
     return Sigmoid(float(ln_p), float(sats_p), float(bus_bw.max()), float(latency[max(ln - 1, 0)]), (L, x0, k, b), factor)
-
-
-# -- all_to_allv of embedding tables, unevenly distributed -------------------------------------------------------------------
-
-# The size (in tables) from which the time of the all_to_allv is predicted; t_i tables on device i.
-SIZE_RULES = {
-    "sum": lambda t: sum(t),
-    "max_of_max": lambda t: max(max(sum(t) - ti, ti * (len(t) - 1)) for ti in t),
-    "max_of_sum": lambda t: max(sum(t) - ti + ti * (len(t) - 1) for ti in t),
-}
-
-
-def all_to_allv_bytes(batch: int, dim: int, tables: Sequence[int], rule: str) -> float:
-    """B/n * T * D * 4: bytes of an all_to_allv of `tables[i]` tables on device i, D = `dim` floats wide, batch B."""
-    if rule not in SIZE_RULES:
-        raise ValueError(f"unknown size rule {rule!r}; known are {', '.join(SIZE_RULES)}")
-    return batch / len(tables) * SIZE_RULES[rule](list(tables)) * dim * 4
-
-
-Case = tuple[int, int, Sequence[int]]  # batch, dim, tables per device
-
-
-def best_size_rule(cases: Sequence[Case], seconds: Sequence[float], curve: Curve) -> tuple[str, Mapping[str, float]]:
-    """The rule whose sizes predict the measured seconds of the cases best, and every rule's GMAE."""
-    measured = np.asarray(seconds, dtype=float)
-    gmae = {
-        rule: summary(curve.seconds(np.array([all_to_allv_bytes(*case, rule) for case in cases])), measured).gmae for rule in SIZE_RULES
-    }
-    return min(gmae, key=lambda rule: gmae[rule]), gmae

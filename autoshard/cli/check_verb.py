@@ -107,7 +107,7 @@ def _check_launch(
     room = load_launchers()
     sizes = None if model is None else sizes_of(model, settings)
     text = text_of(path, "launch")
-    described = room.read_configuration(launcher, text, path, room.Known(**known, sizes=sizes))
+    described = room.read_configuration(launcher, text, path, room.Overrides(**known, sizes=sizes))
     output.progress("pricing launches", 0.2)
     checked = load_api().check_launch(described, launcher, site)
     if out is not None:

@@ -60,7 +60,7 @@ def degrees(
             output.note(f"no regret: {answer.why_not}")
         best = answer.ranked.launch(0)
         if out is not None:
-            write_atomically(room.configuration_text(launcher, room.Described(best, sizes)), out)
+            write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out)
             output.note(f"wrote {out}")
         if plot is not None:
             _report().draw(answer, plot)

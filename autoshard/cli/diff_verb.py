@@ -22,7 +22,7 @@ def diff(a: str, b: str, exit_code: bool = False, mesh: str | None = None, as_js
         of_programs = [hasattr(plan, "programs") for plan in plans]
         if all(of_programs):
             record = programs_changes(*plans)
-            output.answer(record, lambda: programs_changes_report(record, changes_tables))
+            output.answer(record, lambda: programs_changes_report(record))
         elif any(of_programs):
             raise ValueError(f"{(a, b)[of_programs.index(True)]} is a plan of several programs; name one of them, as FILE#NAME")
         else:

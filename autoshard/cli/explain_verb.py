@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from rich.console import Group, RenderableType
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
-from autoshard.cli.loading import load_any_plan, load_api, model_of
+from autoshard.cli.loading import load_any_plan, load_api, load_report, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
-
-
-def _report() -> ModuleType:
-    from autoshard.report import robustness  # here: as in loading
-
-    return robustness
 
 
 @app.command()
@@ -71,11 +64,11 @@ def explain(
         if name is not None:
             explained = load_api().explain(module, example_inputs, loaded, name, why_not=why_not, most=alternatives, **options).to_dict()
             record["explained"] = explained
-            shown.append(lambda: _explained(explained))
+            shown.append(lambda: load_report().explained(explained))
         if robust:
             ranges = load_api().robustness(module, example_inputs, loaded, slack=within, **options)
             record["robust"] = ranges
-            shown.append(lambda: _report().robustness_table(ranges))
+            shown.append(lambda: load_report().robustness_table(ranges))
         output.answer(record, lambda: Group(*(part() for part in shown)))
     return OK
 
@@ -84,14 +77,13 @@ def _programs(output: Output, plan: Any) -> int:
     """What sharing costs each of several programs, and the parts of each one's cost."""
     from rich.text import Text
 
-    from autoshard.report import programs_record, programs_report  # here: as in loading
-
+    report = load_report()
     prices: dict[str, dict] = {}
-    parts: list[Callable[[], RenderableType]] = [partial(programs_report, plan)]
+    parts: list[Callable[[], RenderableType]] = [partial(report.programs_report, plan)]
     for name, one in plan.programs.items():
         parts.append(partial(Text, f"\nprogram {name}", style="bold"))
         _prices(one, prices.setdefault(name, {}), parts)
-    output.answer({**programs_record(plan), "prices": prices}, lambda: Group(*(part() for part in parts)))
+    output.answer({**report.programs_record(plan), "prices": prices}, lambda: Group(*(part() for part in parts)))
     return OK
 
 
@@ -102,17 +94,9 @@ def _check_words(name: str | None, why_not: str | None) -> None:
         raise ValueError(f"--why-not {why_not!r} asks about nothing; name a parameter, op or block before it")
 
 
-def _explained(record: dict) -> RenderableType:
-    from autoshard.report import explained  # here: as in loading
-
-    return explained(record)
-
-
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:
     """The parts of the cost, with the errors of their prices."""
-    from autoshard.report import price_parts, prices_table
-
     record["interval_seconds"] = None if loaded.interval is None else list(loaded.interval)
     record["fingerprint"] = loaded.fingerprint.get("prices")
-    record["prices"] = price_parts(loaded)
-    shown.append(lambda: prices_table(loaded))
+    record["prices"] = load_report().price_parts(loaded)
+    shown.append(lambda: load_report().prices_report(loaded))

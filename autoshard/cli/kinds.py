@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.cli.arguments import check_out, check_picture, parse_settings
 from autoshard.cli.model_source import config_folder, may_have
 from autoshard.mesh import DEVICES, parse_shape
-from autoshard.options import SIZE, ValueKind, check_layout, one_of
+from autoshard.options import SIZE, ValueKind, check_layout
 from autoshard.reading import content_of, data_of, parsed, refuse_other
 
 SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
@@ -152,12 +152,6 @@ DEVICE_OR_FILE = ValueKind(lambda name, value: (CLUSTER if value.endswith(".json
 # -- numbers and words ---------------------------------------------------------------------------------------------------------------
 
 
-def _numbers(name: str, value: str) -> None:
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name} is {value!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
-
-
 def _workers(name: str, value: int) -> None:
     if not 1 <= value <= MOST_WORKERS:
         raise ValueError(f"{name} is {value}; expected a number of processes, 1 to {MOST_WORKERS}")
@@ -186,18 +180,7 @@ def _switches(name: str, value: str) -> None:
         raise ValueError(f"{name} is {value!r}; expected how often per unit, 0 or more, or none")
 
 
-def several_of(known: tuple[str, ...]) -> ValueKind:
-    """Words of these with commas between them."""
-    one = one_of(known)
-
-    def check(name: str, value: str) -> None:
-        for word in value.split(","):
-            one.check(name, word.strip())
-
-    return ValueKind(check)
-
-
-NUMBERS, SHARE, PERCENT, SWITCHES = ValueKind(_numbers), ValueKind(_share), ValueKind(_percent), ValueKind(_switches)
-WORKERS = ValueKind(_workers, typed=int, least=1)
+SHARE, PERCENT, SWITCHES = ValueKind(_share), ValueKind(_percent), ValueKind(_switches)
+WORKERS = ValueKind(_workers, typed=int)
 LAYOUT = ValueKind(lambda name, value: check_layout(name, value, any_placement=False))
 SIZE_OR_NONE = ValueKind(lambda name, value: value.strip() in ("0", "0GB") or SIZE.read(name, value))

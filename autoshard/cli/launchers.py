@@ -14,9 +14,9 @@ from autoshard.reading import data_of
 
 
 def load_launchers() -> ModuleType:
-    from autoshard import launchers  # here: torch takes seconds to import
+    from autoshard import launch  # here: torch takes seconds to import
 
-    return launchers
+    return launch
 
 
 def site_of(device: str, per_node: int, memory: str | None, inter_node_bandwidth: str, intra_node_bandwidth: str | None = None) -> Any:

@@ -30,15 +30,8 @@ def pipeline(
     seq: int | None = None,
     dtype: str | None = None,
     memory: list[str] = [],  # noqa: B006
-    microbatches: str | None = None,
-    schedules: str = "1f1b,gpipe,interleaved_1f1b,zb_h1",
-    layers: int | None = None,
-    stages: int | None = None,
     inference: bool = False,
     training: bool = False,
-    recompute: str = "auto",
-    no_grid: bool = False,
-    optimizer: str = "adamw",
     intra_node_bandwidth: str = INTRA,
     inter_node_bandwidth: str = INTER,
     device: str = DEVICE,
@@ -51,6 +44,7 @@ def pipeline(
     plot: str | None = None,
     as_json: bool = False,
     quiet: bool = False,
+    **planning: Any,
 ) -> int:
     """Split MODEL into pipeline stages for a cluster: data x tensor x pipeline x microbatches and schedules, searched together.
 
@@ -63,21 +57,11 @@ def pipeline(
         raise ValueError("--train and --inference exclude each other; give one")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     cluster = _cluster(devices, nodes, device, devices_per_node, tf32, links)
-    limits = [parse_bytes(written) for written in memory]
+    limits = [parse_bytes(written, "--memory") for written in memory]
     keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
-    options: dict[str, Any] = {
-        "training": not inference,
-        "memory_limit": limits[0] if limits else None,
-        "budgets": tuple(limits[1:]),
-        "microbatches": None if microbatches is None else tuple(map(int, microbatches.split(","))),
-        "schedules": tuple(name.strip() for name in schedules.split(",")),
-        "layers": layers,
-        "stages": stages,
-        "recompute": recompute,
-        "grid": not no_grid,
-        "optimizer": optimizer,
-        "assumptions": {"model": model, "set": keywords},
-    }
+    options = {**planning, "training": not inference, "assumptions": {"model": model, "set": keywords}}
+    if limits:
+        options |= {"memory_limit": limits[0], "budgets": tuple(limits[1:])}
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=not inference)

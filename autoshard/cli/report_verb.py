@@ -42,7 +42,7 @@ def report(
     autoshard report rl.json
     autoshard report pipeline.json
     """
-    from autoshard.report import html, html_frontier, html_of_programs, html_pipeline  # here: as in loading
+    from autoshard.report import html  # here: as in loading
 
     if no_model and (model is not None or settings):
         raise ValueError(f"--no-model and {model or '--set'} contradict each other; leave one out")
@@ -51,19 +51,19 @@ def report(
         if _is_pipeline(solution):
             if not alone or mesh is not None:
                 raise ValueError(f"{solution} is a pipeline, whose page needs nothing else; leave the other words out")
-            page = load_api().html_report(load_api().load_pipeline(solution))
-            return _written(output, page, out, {"sections": {name: True for name, _ in html_pipeline.SECTIONS}, "no_model": None})
+            planned = load_api().load_pipeline(solution)
+            return _written(output, load_api().html_report(planned), out, {"sections": html.shown_sections(planned), "no_model": None})
         loaded = load_any_plan(solution, mesh)
         if hasattr(loaded, "programs"):
             if not alone:
                 raise ValueError(f"{solution} is a plan of several programs; name one of them: {solution}#{loaded.home}")
-            shown = {name: True for name, _ in html_of_programs.SECTIONS}
-            return _written(output, load_api().html_report(loaded), out, {"sections": shown, "no_model": None})
-        points = None if frontier is None else html_frontier.load_frontier(frontier)
+            return _written(output, load_api().html_report(loaded), out, {"sections": html.shown_sections(loaded), "no_model": None})
+        points = None if frontier is None else html.load_frontier(frontier)
         text, why = _page(loaded, model, parse_settings(settings), solution, trust, no_model, points, output)
         if why and not no_model:
             output.note(f"without a time line: {why}")
-        return _written(output, text, out, {"sections": html.shown_sections(not why, points is not None), "no_model": why or None})
+        shown = html.shown_sections(loaded, has_timeline=not why, has_frontier=points is not None)
+        return _written(output, text, out, {"sections": shown, "no_model": why or None})
 
 
 def _is_pipeline(path: str) -> bool:

@@ -21,7 +21,6 @@ from autoshard.cli.kinds import (
     MODEL,
     MODEL_OR_PLAN,
     NODES,
-    NUMBERS,
     OUT,
     PERCENT,
     PICTURE,
@@ -37,16 +36,18 @@ from autoshard.cli.kinds import (
     each,
     file,
     plan,
-    several_of,
 )
 from autoshard.options import (
-    OPTIMIZERS,
+    COUNTS,
+    SCHEDULES,
     SIZE,
+    SIZES,
     SOLVERS,
     SWITCH,
     TEXT,
     Declaration,
     Options,
+    PipelineOptions,
     ValueKind,
     count,
     number,
@@ -58,7 +59,6 @@ from autoshard.options import (
 EXPORTS = (
     "sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module", "checkpoint_policy",
 )  # fmt: skip
-SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
@@ -118,7 +118,7 @@ SITE = {  # of a launch
     "global_batch": opt("Sequences per step.", count()),
     "out": opt("Write a configuration here, as the launcher reads it.", OUT),
 }
-PLANNING = options_of(Options)
+RECORDS: dict[str, type] = {"pipeline": PipelineOptions}  # by verb; of the other verbs Options
 OWN: dict[str, dict[str, Declaration]] = {
     "plan": {
         "mesh": opt("Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", MESH_OR_AUTO),
@@ -155,16 +155,9 @@ OWN: dict[str, dict[str, Declaration]] = {
     "pipeline": {
         "devices": opt("How many devices, in equal nodes.", count()),
         "nodes": opt("Instead: N nodes of M devices, 2x8:h100; repeatable.", each(NODES), metavar="NxM:DEVICE"),
-        "memory": opt("Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", each(SIZE)),
-        "microbatches": opt("Numbers to try: 4,8,16. Default: powers of two that divide the batch.", NUMBERS),
-        "schedules": opt("Schedules to try.", several_of(SCHEDULES)),
-        "layers": opt("Into how many layers the model is clustered.", count()),
-        "stages": opt("Groups of devices in a row. Default: the best.", count()),
+        "memory": opt("Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", SIZES),
         "inference": opt("The forward pass alone.", SWITCH),
         "training": opt("A training step (this is the default).", SWITCH, "--train"),
-        "recompute": opt("Compute activations again in the backward pass: auto, never, always.", one_of(("auto", "never", "always"))),
-        "no_grid": opt("Leave out data x tensor x pipeline with fixed layouts.", SWITCH),
-        "optimizer": opt("Whose state memory holds.", one_of(tuple(OPTIMIZERS))),
         "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu.", DEVICE),
         "devices_per_node": opt("With --devices.", count()),
         "workers": opt("Processes that plan stages; 1: this one.", WORKERS),
@@ -179,10 +172,10 @@ OWN: dict[str, dict[str, Declaration]] = {
             MODEL_OR_PLAN, "SOLUTION|MODEL",
         ),
         "model": THE_MODEL,
-        "data": opt(f"Data-parallel degree. {NUMBERS_HELP}", NUMBERS),
-        "tensor": opt("Tensor-parallel degree (Megatron).", NUMBERS),
-        "pipeline": opt("Pipeline stages.", NUMBERS),
-        "microbatches": opt("Microbatches per step; they divide the batch.", NUMBERS),
+        "data": opt(f"Data-parallel degree. {NUMBERS_HELP}", COUNTS),
+        "tensor": opt("Tensor-parallel degree (Megatron).", COUNTS),
+        "pipeline": opt("Pipeline stages.", COUNTS),
+        "microbatches": opt("Microbatches per step; they divide the batch.", COUNTS),
         "schedule": opt("sequential, gpipe, 1f1b, interleaved_1f1b or zb_h1.", one_of(SCHEDULES)),
         "chunks": opt("Parts of the model per stage, for interleaved_1f1b.", count()),
         "scheme": opt("Layouts within a stage: auto, data_parallel, fsdp, megatron, megatron_sp, or planned by the solver.", SCHEME),
@@ -337,9 +330,14 @@ OWN: dict[str, dict[str, Declaration]] = {
 
 def option_of(verb: str, name: str) -> Declaration:
     """The declaration of one argument of a verb."""
-    return OWN.get(verb, {}).get(name) or PLANNING.get(name) or SHARED[name]
+    return OWN.get(verb, {}).get(name) or options_of(record_of(verb)).get(name) or SHARED[name]
+
+
+def record_of(verb: str) -> type:
+    """The record of options of planning of which a verb has some."""
+    return RECORDS.get(verb, Options)
 
 
 def options_of_verb(verb: str) -> tuple[str, ...]:
     """The options of planning that a verb has, in the order of their declaration."""
-    return tuple(name for name, option in PLANNING.items() if verb in option.verbs)
+    return tuple(name for name, option in options_of(record_of(verb)).items() if verb in option.verbs)

@@ -17,8 +17,8 @@ import typer
 from typer.core import TyperCommand
 
 from autoshard.cli.combinations import check_combinations, check_files, check_repeated, check_together
-from autoshard.cli.table import Argument, option_of, options_of_verb
-from autoshard.options import Options, defaults_of
+from autoshard.cli.table import Argument, option_of, options_of_verb, record_of
+from autoshard.options import Declaration, defaults_of
 
 EMPTY = inspect.Parameter.empty
 
@@ -63,7 +63,7 @@ def spread(verb: str, function: Callable[..., int]) -> Callable[..., int]:
     own = {p.name: p for p in inspect.signature(function, eval_str=True).parameters.values()}
     spreads = [name for name, p in own.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
     planning = [name for name in options_of_verb(verb) if name not in own] if spreads else []
-    usual = defaults_of(Options)
+    usual = defaults_of(record_of(verb))
 
     @wraps(function)
     def run(context: typer.Context, **values: Any) -> int:
@@ -72,17 +72,17 @@ def spread(verb: str, function: Callable[..., int]) -> Callable[..., int]:
 
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     parameters += [_declared(verb, name, p.annotation, p.default) for name, p in own.items() if name not in spreads]
-    parameters += [_declared(verb, name, *_typed(name, usual[name])) for name in planning]
+    parameters += [_declared(verb, name, *_typed(option_of(verb, name), usual[name])) for name in planning]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     del run.__wrapped__  # type: ignore[attr-defined]  # else typer would read the types of the function itself
     return run
 
 
-def _typed(name: str, default: Any) -> tuple[Any, Any]:
+def _typed(option: Declaration, default: Any) -> tuple[Any, Any]:
     """The type of what is typed for an option of planning, and its default there: of lists [], of switches off."""
-    option = option_of("", name)
     kind = option.kind.typed
+    default = ",".join(default) if isinstance(default, tuple) else default
     if kind is bool or kind == list[str]:
         return kind, kind()
     return (kind | None, None) if default is None or "Default:" in option.help else (kind, kind(default))
@@ -90,7 +90,7 @@ def _typed(name: str, default: Any) -> tuple[Any, Any]:
 
 def _declared(verb: str, name: str, annotation: Any, default: Any) -> inspect.Parameter:
     option = option_of(verb, name)
-    facts: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "min": option.kind.least}
+    facts: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     facts["show_default"] = default is not EMPTY and default not in (None, [])
     info = typer.Argument(**facts) if isinstance(option, Argument) else typer.Option(*option.typed_as(name), **facts)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[annotation, info], default=default)

@@ -23,18 +23,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autoshard.cost.chunked_loss import loss_kernels
-from autoshard.cost.experts import Kernel, expert_kernels
+from autoshard.cost.kernels import attention_rate, half_rate_at, p_norm
+from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.graph import ITEMSIZE
 from autoshard.mesh import Device, Kernels
-
-Shape = tuple[int, ...]
-Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
 EFFICIENCY = 0.7
-HOST_NORM = 3.0  # as in recipes.step: of kernels beside their launches
+HOST_NORM = 3.0  # as in launch.step_time: of kernels beside their launches
 ATTENTION = ("attention", "attention_backward")
 
 
@@ -62,26 +59,25 @@ def op_seconds(
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     flops = share * op_flops(target, inputs, outputs)
-    moved = _bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed) + _bytes_of_scores(name, inputs, computed)
-    traffic = moved / device.memory_rate
+    traffic = _bytes_moved(name, inputs, computed) / device.memory_rate
     if device.kernels is None:
         return max(flops / (peak * EFFICIENCY), traffic) + device.launch
-    shapes = [shape for shape, _ in inputs]
-    busy, host = max(flops / _rate(_kind(name), shapes, itemsize, peak, device.kernels), traffic), device.kernels.host
+    rate = _rate(_kind(name), [shape for shape, _ in inputs], itemsize, peak, device.kernels)
+    busy, host = max(flops / rate, traffic), device.kernels.host
     longest = max(busy, host)
-    return longest * ((busy / longest) ** HOST_NORM + (host / longest) ** HOST_NORM) ** (1 / HOST_NORM) if longest else 0.0
+    return p_norm(busy, host, longest, HOST_NORM) if longest else 0.0
 
 
 def _rate(kind: str, inputs: list[Shape], itemsize: int, peak: float, kernels: Kernels) -> float:
     """FLOP/s that an op with inputs of these shapes reaches."""
     if kind in ATTENTION and itemsize == 2:
         queries, keys = (inputs[1], inputs[2]) if kind == "attention_backward" else (inputs[0], inputs[1])
-        return peak * kernels.attention * (queries[-1] / 128) ** kernels.narrow / (1 + kernels.short / max(keys[-2], 1))
+        return attention_rate(peak, queries[-1], kernels) / half_rate_at(kernels.short, max(keys[-2], 1))
     if kind not in MATMULS:
         return peak * EFFICIENCY
     large = {1: kernels.flops8, 2: peak * kernels.matmul}.get(itemsize, peak * EFFICIENCY)
     a, b = MATMULS[kind](inputs)
-    return large / (1 + kernels.small / max(min(a[-2] if len(a) > 1 else a[-1], a[-1], b[-1]), 1))
+    return large / half_rate_at(kernels.small, max(min(a[-2] if len(a) > 1 else a[-1], a[-1], b[-1]), 1))
 
 
 def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
@@ -149,11 +145,9 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     # x (t, n, i), weights (g h, i) and (g h, h): every step multiplies both; backward twice that, and the forward once more
     "mkldnn_rnn_layer": lambda i, o: 2 * i[0][0] * i[0][1] * (math.prod(i[1]) + math.prod(i[2])),
     "mkldnn_rnn_layer_backward": lambda i, o: 6 * i[0][0] * i[0][1] * (math.prod(i[1]) + math.prod(i[2])),
-    "attention": lambda i, o: _attention(i[0], i[1], i[2], 1, 1),  # scores; output
+    **dict.fromkeys(("attention", "dropout_attention"), lambda i, o: _attention(i[0], i[1], i[2], 1, 1)),  # scores; output
     # grad y, q, k, v: 2.5 times the forward. scores again, grad q, grad k; grad scores, grad v
-    "attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
-    "dropout_attention": lambda i, o: _attention(i[0], i[1], i[2], 1, 1),
-    "dropout_attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
+    **dict.fromkeys(("attention_backward", "dropout_attention_backward"), lambda i, o: _attention(i[1], i[2], i[3], 3, 2)),
 }
 
 # How often an op reads or writes scores of four bytes that it holds while it runs, and which tensor has their shape, input or output:
@@ -179,32 +173,23 @@ MATMULS: dict[str, Callable[[list[Shape]], tuple[Shape, Shape]]] = {
 
 # The elements of input 0 that an op reads, for ops that read only the elements that their indices select.
 SELECTED: dict[str, Callable[[list[Shape], list[Shape]], int]] = {
-    "embedding": lambda i, o: math.prod(o[0]),
+    **dict.fromkeys(("embedding", "index", "index_select", "gather"), lambda i, o: math.prod(o[0])),
     "_embedding_bag": lambda i, o: math.prod(i[1]) * i[0][-1],
-    "index": lambda i, o: math.prod(o[0]),
-    "index_select": lambda i, o: math.prod(o[0]),
-    "gather": lambda i, o: math.prod(o[0]),
     "nll_loss_forward": lambda i, o: math.prod(i[1]),
 }
 
 
-def _bytes_read(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> int:
-    if name not in SELECTED:
-        return sum(_bytes(i) for i in inputs)
-    elements = SELECTED[name]([shape for shape, _ in inputs], [shape for shape, _ in outputs])
-    return elements * ITEMSIZE[inputs[0][1]] + sum(_bytes(i) for i in inputs[1:])
-
-
-def _bytes_of_scores(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> int:
-    if name not in HELD_SCORES:
-        return 0
-    times, shape_of = HELD_SCORES[name]
-    return times * 4 * math.prod(shape_of([shape for shape, _ in inputs], [shape for shape, _ in outputs]))
-
-
-def _bytes(tensor: Described) -> int:
-    shape, dtype = tensor
-    return math.prod(shape) * ITEMSIZE[dtype]
+def _bytes_moved(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> int:
+    """Of inputs that are read, outputs that are written, and scores that the op holds."""
+    moved = sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in [*inputs, *outputs])
+    if name in SELECTED or name in HELD_SCORES:
+        i, o = [shape for shape, _ in inputs], [shape for shape, _ in outputs]
+        if name in SELECTED:
+            moved += (SELECTED[name](i, o) - math.prod(i[0])) * ITEMSIZE[inputs[0][1]]
+        else:
+            times, shape_of = HELD_SCORES[name]
+            moved += times * 4 * math.prod(shape_of(i, o))
+    return moved
 
 
 def _kind(name: str) -> str:

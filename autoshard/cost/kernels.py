@@ -13,19 +13,38 @@ and decrease with rates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from autoshard.mesh import Kernels
 
 from .devices import DeviceConstants, StackConstants
 
 # Bus bandwidth of all_reduce relative to all_gather and reduce_scatter over 4 to 16 nodes: 1.35, 1.44, 1.54 (nanotron ultrascale playbook).
 TREE = 1.45
 Numbers = np.ndarray  # one entry per run
+Amount = Any  # a number, or an array of them: the formulas that plans, which price one op at a time, share with runs
+
+
+def half_rate_at(half: Amount, size: Amount) -> Amount:
+    """How much longer work of this size takes than at the full rate, of which half is reached at size `half`."""
+    return 1 + half / size
+
+
+def attention_rate(peak16: Amount, head_dim: Amount, device: DeviceConstants | Kernels) -> Amount:
+    """FLOP/s of fused attention in 16 bits over long sequences."""
+    return peak16 * device.attention * (head_dim / 128) ** device.narrow
+
+
+def p_norm(a: Amount, b: Amount, largest: Amount, p: float) -> Amount:
+    """(a^p + b^p)^(1/p) of numbers or arrays. largest: of a and b, above 0; in front, so that nothing overflows."""
+    return largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
 
 
 def matmul_seconds(m: Numbers, k: Numbers, n: Numbers, rate: Numbers, small: Numbers) -> Numbers:
     """rate: FLOP/s of a large matmul; small: the smallest dim at which half of it is reached."""
-    return 2 * m * k * n / rate * (1 + small / np.minimum(np.minimum(m, k), n))
+    return 2 * m * k * n / rate * half_rate_at(small, np.minimum(np.minimum(m, k), n))
 
 
 def matmul_rate(itemsize: np.ndarray, device: DeviceConstants) -> np.ndarray:
@@ -36,8 +55,7 @@ def matmul_rate(itemsize: np.ndarray, device: DeviceConstants) -> np.ndarray:
 
 def attention_seconds(flops: Numbers, head_dim: Numbers, seq: Numbers, device: DeviceConstants) -> Numbers:
     """Fused (flash) attention in 16 bits, forward; flops without the masked half."""
-    rate = device.peak16 * device.attention * (head_dim / 128) ** device.narrow
-    return flops / rate * (1 + device.short / seq)
+    return flops / attention_rate(device.peak16, head_dim, device) * half_rate_at(device.short, seq)
 
 
 def elementwise_seconds(bytes: Numbers, compiled: Numbers | float, device: DeviceConstants, stack: StackConstants) -> Numbers:
@@ -47,8 +65,7 @@ def elementwise_seconds(bytes: Numbers, compiled: Numbers | float, device: Devic
 
 def overlapped(a: Numbers, b: Numbers, p: float) -> Numbers:
     """Seconds of two streams side by side, between max(a, b) and a + b."""
-    largest = np.maximum(np.maximum(a, b), 1e-12)
-    return largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
+    return p_norm(a, b, np.maximum(np.maximum(a, b), 1e-12), p)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@
     ring        r (n - 1) (latency + B / (n bandwidth)), r = 2 for all_reduce, else 1                      (`ring_seconds`)
     bucket      10 latency n bandwidth, within 64 kB and 25 MB: the latency is then less than a tenth of the seconds of the
                 collective                                                                                 (`bucket_limit`)
+    host        B / bandwidth of one direction between a device and its host's memory; both can run at the same time
+                                                                                                           (`host_seconds`)
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from autoshard.cost.collectives import collective_seconds
 from autoshard.layout import Layout
-from autoshard.mesh import Axis, Mesh
+from autoshard.mesh import Axis, Device, Mesh, device_file, known_devices
 
 Amount = TypeVar("Amount", float, np.ndarray)
 SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes
@@ -115,3 +117,30 @@ def gather_seconds(shape: tuple[int, ...], itemsize: int, layout: Layout | None,
             held *= axis.size
             seconds += float(collective_seconds("all_gather", axis, float(held)))
     return seconds
+
+
+def host_bandwidth(device: Device) -> float | None:
+    """Bytes per second and direction: the device's own figure, else that of its kind (cost/devices); None where neither is known."""
+    if device.host_bandwidth is not None or device.name not in known_devices():
+        return device.host_bandwidth
+    link = device_file(device.name).get("host_link")
+    return None if link is None else float(link["bandwidth"])
+
+
+def host_seconds(size: float, device: Device) -> float:
+    """Seconds to copy `size` bytes one way. ValueError where the device has no host link."""
+    bandwidth = host_bandwidth(device)
+    if bandwidth is None:
+        raise ValueError(f"device {device.name} has no host_bandwidth, so nothing can be offloaded; give a Device with one")
+    return size / bandwidth
+
+
+def offload_seconds(size: float, exposed: float, device: Device) -> float:
+    """Seconds that a copy to the host or back adds to a step: the part of it that no computation hides, and the device's own reading or
+    writing of `size` bytes.
+
+        t = exposed * bytes / host link + bytes / memory_bandwidth + launch
+
+    exposed: share of the copy that is not hidden, 0 to 1. ValueError where the device has no host link.
+    """
+    return exposed * host_seconds(size, device) + size / device.memory_bandwidth + device.launch

@@ -5,8 +5,9 @@ Costs are in seconds and sizes in bytes per device. The cost of what is impossib
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoshard.explain.differences import CostDifference, CostTerm
 from autoshard.solution import plain
@@ -19,20 +20,20 @@ class Alternative:
     label: str  # a layout; of a block also a scheme
     pins: Mapping[str, str]  # the pins with which `plan` finds it; empty for a scheme, which pins candidates instead
     reason: str  # why it is impossible, or why that is unknown; "" where it is possible
-    cost: float  # with all other layouts planned anew
-    bound: float  # no plan with this layout costs less
-    proven: bool
-    extra: float  # cost - that of the plan
-    peak_bytes: float
-    local_extra: float  # with all other layouts as planned
-    local_reason: str  # why that is impossible; "" where it is possible
-    dearer: tuple[CostDifference, ...]  # the ops and edges that cost more then, the largest increase first; at most 10
-    dearer_seconds: float  # all of it together
-    cheaper: tuple[CostDifference, ...]
-    cheaper_seconds: float  # negative
-    local_dearer: tuple[CostDifference, ...]
-    changed: Mapping[str, tuple[str, str]]  # other parameters, buffers and inputs whose layouts change: before, after
-    changed_ops: tuple[str, ...]  # the other ops whose layouts change
+    cost: float = math.inf  # with all other layouts planned anew
+    bound: float = math.inf  # no plan with this layout costs less
+    proven: bool = True
+    extra: float = math.inf  # cost - that of the plan
+    peak_bytes: float = math.inf
+    local_extra: float = math.inf  # with all other layouts as planned
+    local_reason: str = ""  # why that is impossible; "" where it is possible
+    dearer: tuple[CostDifference, ...] = ()  # the ops and edges that cost more then, the largest increase first; at most 10
+    dearer_seconds: float = 0.0  # all of it together
+    cheaper: tuple[CostDifference, ...] = ()
+    cheaper_seconds: float = 0.0  # negative
+    local_dearer: tuple[CostDifference, ...] = ()
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # other parameters, buffers, inputs: before, after
+    changed_ops: tuple[str, ...] = ()  # the other ops whose layouts change
 
     def to_dict(self) -> dict:
         """Plain containers; None in place of inf."""

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from autoshard.capture import in_turn
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
-from autoshard.explain.staleness import ROUNDING, Changes, Checked, changes_since, check_numbers, too_expensive
+from autoshard.explain.staleness import Changes, Checked, Inspection, changes_since
 from autoshard.formulate import Joined, Piece, join
 from autoshard.mesh import Mesh
 from autoshard.planning import Progress, Stopwatch, sub_mesh
-from autoshard.problem import evaluate
 from autoshard.solution import ProgramsSolution
 from autoshard.solvers import certified
 from autoshard.solvers import solve as solved
-from autoshard.units import size
 
 
 @in_turn
@@ -45,81 +42,44 @@ def check_programs(
 
     models: model and example inputs by program; each shape of a program has its own entry, "train[0]". ValueError where one is missing.
     """
-    check_numbers(within, time_limit)
+    watch, memory_limit = Stopwatch(progress), options_of(plan[plan.home]).memory_limit
+    inspection = Inspection(plan, within, solve, same_graph, time_limit, memory_limit, watch)
     if missing := [name for name in plan if name not in models]:
         raise ValueError(f"there is no model for program {missing[0]!r}; expected one for each of {', '.join(plan)}")
-    watch, options = Stopwatch(progress), options_of(plan[plan.home])
-    now = _Now(models, plan, mesh or plan.mesh, watch)
-
-    def answer(*more: str, cost: float = math.inf, best: float = math.inf, bound: float = 0.0, peak: float = math.inf) -> Checked:
-        forgiven = not same_graph or now.constants_only(peak)
-        reasons = (*now.said("misfits"), *(() if forgiven else now.said("graph")), *more)
-        notes = (*(now.said("graph") if forgiven else ()), *now.said("around"))
-        return Checked(reasons, notes, cost, plan.cost, best, bound, within, peak, options.memory_limit)
-
-    try:
-        joined, choice = now.joined(options.memory_limit)
-    except _Misfit as misfit:
-        return answer(*misfit.args)
-    judged = evaluate(joined.problem, choice)
-    if not math.isfinite(judged.cost):
-        return answer("its layouts, or its own pins, are no longer possible under today's rules")
-    if not judged.fits:
-        over = f"it takes {size(judged.peak)} per device, over the limit of {size(options.memory_limit)} that it was made under"
-        return answer(over, cost=judged.cost, peak=judged.peak)
-    with watch.phase("solve", "planning anew" if solve else "looking for a bound", 0.5):
-        best, bound = _best(joined, choice, solve, options.gap, time_limit)
-    checked = answer(cost=judged.cost, best=best, bound=bound, peak=judged.peak)
-    if judged.cost <= (1 + within) * bound * (1 + ROUNDING):
-        return checked
-    return answer(too_expensive(checked, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
-
-
-class _Misfit(Exception):
-    """The plan doesn't fit its programs any more; says why, or nothing where the changes do."""
-
-
-@dataclass(eq=False)
-class _Now:
-    """The programs of a plan as they are now."""
-
-    models: Mapping[str, tuple[nn.Module, Any]]
-    plan: ProgramsSolution
-    cluster: Mesh
-    watch: Stopwatch
-    changes: dict[str, Changes] = field(default_factory=dict)
-
-    def said(self, kind: str) -> tuple[str, ...]:
-        """The changes of a kind: misfits, graph, around."""
-        return tuple(f"{name}: {line}" for name, of_one in self.changes.items() for line in getattr(of_one, kind))
-
-    def constants_only(self, peak: float) -> bool:
-        return all(one.constants_only for one in self.changes.values()) and math.isclose(peak, self.plan.peak_bytes, rel_tol=ROUNDING)
-
-    def joined(self, memory_limit: float | None) -> tuple[Joined, Choice]:
-        """Today's problem of all programs, and the plan's choice in it. _Misfit where that can't be."""
-        plans = {name: self._reopened(name, k / len(self.models)) for k, name in enumerate(self.plan)}
-        with self.watch.phase("formulate", "joining the programs", 0.4):
-            try:
-                joined = join([_piece(name, self.plan, one) for name, one in plans.items()], self.cluster, memory_limit)
-            except ValueError as error:
-                raise _Misfit(str(error)) from None
-        choice = joined.joined_choice({name: one.choice for name, one in plans.items()})
-        if apart := [name for name, one in plans.items() if joined.choice_of(name, choice) != tuple(one.choice)]:
-            raise _Misfit(f"{apart[0]} has other layouts of the parameters that it shares than {self.plan.home}")
-        return joined, choice
-
-    def _reopened(self, name: str, done: float) -> Reopened:
-        today = _mesh_of(name, self.plan, self.cluster)
-        with self.watch.phase("capture", f"capturing {name}", 0.4 * done):
-            now = captured(*self.models[name], self.plan[name], today)
-            self.changes[name] = changes_since(now, today)
-        if self.changes[name].misfits:
-            raise _Misfit
+    cluster = mesh or plan.mesh
+    changes: dict[str, Changes] = {}
+    plans: dict[str, Reopened] = {}
+    for k, name in enumerate(plan):
+        today = _mesh_of(name, plan, cluster)
+        with watch.phase("capture", f"capturing {name}", 0.4 * k / len(models)):
+            now = captured(*models[name], plan[name], today)
+            changes[name] = changes_since(now, today)
+        if changes[name].misfits:
+            return inspection.answer(_together(changes))
         try:
-            return reopened(now.graph, self.plan[name], today)
+            plans[name] = reopened(now.graph, plan[name], today)
         except ValueError as error:  # a layout or a pin that is not possible any more
-            raise _Misfit(f"{name}: {error}") from None
+            return inspection.answer(_together(changes), f"{name}: {error}")
+    with watch.phase("formulate", "joining the programs", 0.4):
+        try:
+            joined = join([_piece(name, plan, one) for name, one in plans.items()], cluster, memory_limit)
+        except ValueError as error:
+            return inspection.answer(_together(changes), str(error))
+    choice = joined.joined_choice({name: one.choice for name, one in plans.items()})
+    if apart := [name for name, one in plans.items() if joined.choice_of(name, choice) != tuple(one.choice)]:
+        others = f"{apart[0]} has other layouts of the parameters that it shares than {plan.home}"
+        return inspection.answer(_together(changes), others)
+    gap = options_of(plan[plan.home]).gap
+    return inspection.judge(_together(changes), joined.problem, choice, lambda: _best(joined, choice, solve, gap, time_limit))
+
+
+def _together(changes: Mapping[str, Changes]) -> Changes:
+    """The changes of all programs, each with the name of its program."""
+
+    def told(kind: str) -> tuple[str, ...]:
+        return tuple(f"{name}: {line}" for name, of_one in changes.items() for line in getattr(of_one, kind))
+
+    return Changes(told("misfits"), told("graph"), all(one.constants_only for one in changes.values()), told("around"))
 
 
 def _mesh_of(name: str, plan: ProgramsSolution, cluster: Mesh) -> Mesh:

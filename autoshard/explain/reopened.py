@@ -25,7 +25,8 @@ from autoshard.capture import capture_deep
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning import Options, allowed_by_pins, choice_of, formulate_for, solve_tied
+from autoshard.options import Options, having
+from autoshard.planning import allowed_by_pins, choice_of, formulate_for, solve_tied
 from autoshard.problem import Evaluation, Problem, evaluate, without_limit
 from autoshard.solution import Replay, Solution, replay
 from autoshard.solvers import Answer, Messages, converged, solve
@@ -33,8 +34,6 @@ from autoshard.strategies import candidates
 
 Choice = tuple[int, ...]
 Kept = Mapping[int, np.ndarray]  # node -> which of its choices are allowed
-# options of a plan that are set here instead
-NOT_OPTIONS = {"time_limit", "baselines", "gap", "recompute", "sequence_order", "chunked_loss"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,7 @@ class Way:
 
 def options_of(solution: Solution) -> Options:
     """The options that a plan was made with, to be solved to the optimum on a graph in which recomputed blocks are ops already."""
-    noted = solution.noted(*(name for name in Options.__dataclass_fields__ if name not in NOT_OPTIONS))
+    noted = solution.noted(*having(Options, "reopened"))
     return Options(**{**noted, "training": solution.training}, baselines=False)
 
 

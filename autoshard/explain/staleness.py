@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +24,12 @@ import torch
 from torch import nn
 
 from autoshard.capture import in_turn
-from autoshard.explain.reopened import Reopened, captured, options_of, reopened
+from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning import Context, Infeasible, Progress, Stopwatch, fingerprint, plan_captured
-from autoshard.problem import evaluate
-from autoshard.solution import VERSION, Replay, Solution, differences, plain
+from autoshard.problem import Problem, evaluate
+from autoshard.solution import VERSION, ProgramsSolution, Replay, Solution, differences, plain
 from autoshard.solvers import certified
 from autoshard.units import seconds, size
 
@@ -74,6 +75,59 @@ class Checked:
         return plain({**kept, **costs}, "check")
 
 
+@dataclass(frozen=True)
+class Inspection:
+    """What is asked of a plan, and how the answer follows from its problem of today."""
+
+    plan: Solution | ProgramsSolution
+    within: float
+    solve: bool
+    same_graph: bool
+    time_limit: float
+    memory_limit: float | None
+    watch: Stopwatch
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.within) and self.within >= 0) or not self.time_limit > 0:
+            asked = f"within is {self.within} and time_limit is {self.time_limit}"
+            raise ValueError(f"{asked}; expected 0 or more (0.05 is five percent), and more than 0 s")
+
+    def answer(
+        self, changes: Changes, *more: str, cost: float = math.inf, best: float = math.inf, bound: float = 0.0, peak: float = math.inf
+    ) -> Checked:
+        """The answer with the reasons that the changes are, and more."""
+        same_peak = math.isclose(peak, self.plan.peak_bytes, rel_tol=ROUNDING)
+        forgiven = not self.same_graph or (changes.constants_only and same_peak)
+        reasons = (*changes.misfits, *(() if forgiven else changes.graph), *more)
+        notes = (*(changes.graph if forgiven else ()), *changes.around)
+        return Checked(reasons, notes, cost, self.plan.cost, best, bound, self.within, peak, self.memory_limit)
+
+    def judge(self, changes: Changes, problem: Problem, choice: Choice, best_now: Callable[[], tuple[float, float]]) -> Checked:
+        """The answer where the plan fits the graph. best_now: the cost of the best plan now and a lower bound on it."""
+        judged = evaluate(problem, choice)
+        if not math.isfinite(judged.cost):
+            return self.answer(changes, "its layouts, or its own pins, are no longer possible under today's rules")
+        if not judged.fits:
+            over = f"it takes {size(judged.peak)} per device, over the limit of {size(self.memory_limit)} that it was made under"
+            return self.answer(changes, over, cost=judged.cost, peak=judged.peak)
+        with self.watch.phase("solve", "planning anew" if self.solve else "looking for a bound", 0.5):
+            best, bound = best_now()
+        checked = self.answer(changes, cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+        if judged.cost <= (1 + self.within) * bound * (1 + ROUNDING):
+            return checked
+        return replace(checked, reasons=(*checked.reasons, self._too_expensive(checked)))
+
+    def _too_expensive(self, checked: Checked) -> str:
+        """Why the cost is not shown to be within what was asked for."""
+        if checked.cost > (1 + self.within) * checked.best:
+            over = _percent(checked.cost / checked.best - 1)
+            return f"it costs {seconds(checked.cost)}, {over} more than a plan that there is now ({seconds(checked.best)})"
+        longer = f"nothing better was found in {self.time_limit:g} s, so raise the time limit"
+        advice = longer if self.solve else "look for the best plan to know"
+        far = "nobody knows how far from the best" if math.isinf(checked.excess) else f"at most {_percent(checked.excess)} above the best"
+        return f"it costs {seconds(checked.cost)}, {far}, which is not shown to be within {_percent(self.within)}: {advice}"
+
+
 @in_turn
 def check(
     model: nn.Module,
@@ -93,49 +147,24 @@ def check(
     with a bound that is found faster and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts
     fit it (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
     """
-    check_numbers(within, time_limit)
     watch = Stopwatch(progress)
+    inspection = Inspection(solution, within, solve, same_graph, time_limit, options_of(solution).memory_limit, watch)
     with watch.phase("capture", "capturing the model", 0.0):
         today = mesh or solution.mesh
         now = captured(model, example_inputs, solution, today)
-    limit = options_of(solution).memory_limit
     changes = changes_since(now, today)
-
-    def answer(*more: str, cost: float = math.inf, best: float = math.inf, bound: float = 0.0, peak: float = math.inf) -> Checked:
-        forgiven = not same_graph or (changes.constants_only and math.isclose(peak, solution.peak_bytes, rel_tol=ROUNDING))
-        reasons = (*changes.misfits, *(() if forgiven else changes.graph), *more)
-        notes = (*(changes.graph if forgiven else ()), *changes.around)
-        return Checked(reasons, notes, cost, solution.cost, best, bound, within, peak, limit)
-
     if changes.misfits and changes.traced and solve:  # the same model, in the ops of another torch: a plan with the same pins
         with watch.phase("solve", "planning anew", 0.5):
             again, *reason = _anew(now.graph, solution, today, time_limit)
-        return answer(*reason, best=again)
+        return inspection.answer(changes, *reason, best=again)
     if changes.misfits:
-        return answer()
+        return inspection.answer(changes)
     with watch.phase("formulate", "pricing layouts", 0.3):
         try:
             plan = reopened(now.graph, solution, today)
         except ValueError as error:  # a layout or a pin that is not possible any more
-            return answer(str(error))
-    judged = evaluate(plan.problem, plan.choice)
-    if not math.isfinite(judged.cost):
-        return answer("its layouts, or its own pins, are no longer possible under today's rules")
-    if not judged.fits:
-        said = f"it takes {size(judged.peak)} per device, over the limit of {size(limit)} that it was made under"
-        return answer(said, cost=judged.cost, peak=judged.peak)
-    with watch.phase("solve", "planning anew" if solve else "looking for a bound", 0.5):
-        best, bound = _best(plan, solve, time_limit)
-    checked = answer(cost=judged.cost, best=best, bound=bound, peak=judged.peak)
-    if judged.cost <= (1 + within) * bound * (1 + ROUNDING):
-        return checked
-    return answer(too_expensive(checked, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
-
-
-def check_numbers(within: float, time_limit: float) -> None:
-    """ValueError where they are no share and no time."""
-    if not (math.isfinite(within) and within >= 0) or not time_limit > 0:
-        raise ValueError(f"within is {within} and time_limit is {time_limit}; expected 0 or more (0.05 is five percent), and more than 0 s")
+            return inspection.answer(changes, str(error))
+    return inspection.judge(changes, plan.problem, plan.choice, lambda: _best(plan, solve, time_limit))
 
 
 @dataclass(frozen=True)
@@ -198,16 +227,6 @@ def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]
         return math.inf, certified(plan.problem, plan.choice, messages=plan.messages, time_limit=time_limit).bound
     answer = plan.best(plan.problem, starts=[plan.choice], time_limit=time_limit)
     return answer.cost, answer.cost if plan.options.tie_blocks else answer.bound
-
-
-def too_expensive(checked: Checked, solve: bool, time_limit: float) -> str:
-    """Why the cost is not shown to be within what was asked for."""
-    if checked.cost > (1 + checked.within) * checked.best:
-        over = _percent(checked.cost / checked.best - 1)
-        return f"it costs {seconds(checked.cost)}, {over} more than a plan that there is now ({seconds(checked.best)})"
-    advice = f"nothing better was found in {time_limit:g} s, so raise the time limit" if solve else "look for the best plan to know"
-    known = f"at most {_percent(checked.excess)} above the best" if math.isfinite(checked.excess) else "nobody knows how far from the best"
-    return f"it costs {seconds(checked.cost)}, {known}, which is not shown to be within {_percent(checked.within)}: {advice}"
 
 
 def _percent(share: float) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture import in_turn
-from autoshard.explain.differences import cost_differences, edge_term, held_at_once, op_term, touching
+from autoshard.explain.differences import CostDifference, cost_differences, edge_term, held_at_once, op_term, touching
 from autoshard.explain.explanations import Alternative, Explanation
 from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
@@ -142,17 +142,17 @@ def _floor(plan: Reopened, about: Subject, way: Way) -> float:
 def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *, explained: bool = False) -> Alternative:
     """One alternative, solved globally and locally. explained: where there is no plan, also find what conflicts, which takes a while."""
     if way.reason:
-        return _impossible(way, way.reason)
+        return Alternative(way.label, way.pins, way.reason, local_reason=way.reason)
     problem = plan.narrowed(way)
     local = plan.best_beside(problem, about.nodes)
     answer = plan.best(problem, starts=[] if local is None else [local], time_limit=time_limit)
     beside = _local(plan, problem, way, local)
     if answer.choice is None:
-        return _impossible(way, _why_none(plan, problem, way, answer, time_limit, explained=explained), answer.bound, **beside)
+        why = _why_none(plan, problem, way, answer, time_limit, explained=explained)
+        return Alternative(way.label, way.pins, why, bound=answer.bound, proven=answer.bound == math.inf, **beside)
     choice = answer.choice if plan.options.tie_blocks else nearest(problem, answer.choice, plan.choice, about.nodes)
-    judged, differing = evaluate(problem, choice), cost_differences(plan.formulated, plan.choice, choice)
-    dearer = [one for one in differing if one.extra_seconds > 0]
-    cheaper = [one for one in reversed(differing) if one.extra_seconds < 0]
+    judged = evaluate(problem, choice)
+    dearer, cheaper = _differences(plan, choice)
     return Alternative(
         label=way.label,
         pins=way.pins,
@@ -162,35 +162,32 @@ def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *,
         proven=answer.status is Status.OPTIMAL,
         extra=judged.cost - plan.judged.cost,
         peak_bytes=judged.peak,
-        dearer=tuple(dearer[:LISTED]),
+        dearer=dearer[:LISTED],
         dearer_seconds=math.fsum(one.extra_seconds for one in dearer),
-        cheaper=tuple(cheaper[:LISTED]),
+        cheaper=cheaper[:LISTED],
         cheaper_seconds=math.fsum(one.extra_seconds for one in cheaper),
         **beside,
         **_elsewhere(plan, about, choice),
     )
 
 
-def _impossible(way: Way, reason: str, bound: float = math.inf, **local: Any) -> Alternative:
-    nothing: dict[str, Any] = {"local_extra": math.inf, "local_reason": reason, "local_dearer": ()}
-    return Alternative(
-        label=way.label, pins=way.pins, reason=reason, cost=math.inf, bound=bound, proven=bound == math.inf, extra=math.inf,
-        peak_bytes=math.inf, dearer=(), dearer_seconds=0.0, cheaper=(), cheaper_seconds=0.0, changed={}, changed_ops=(),
-        **{**nothing, **local},
-    )  # fmt: skip
+def _differences(plan: Reopened, choice: Choice) -> tuple[tuple[CostDifference, ...], tuple[CostDifference, ...]]:
+    """The ops and edges that cost more in this choice, and those that cost less; the largest differences first."""
+    differing = cost_differences(plan.formulated, plan.choice, choice)
+    dearer = tuple(one for one in differing if one.extra_seconds > 0)
+    return dearer, tuple(one for one in reversed(differing) if one.extra_seconds < 0)
 
 
 def _local(plan: Reopened, problem: Problem, way: Way, choice: Choice | None) -> dict[str, Any]:
     """What the alternative costs with all other layouts as planned."""
     if choice is None:
-        return {"local_extra": math.inf, "local_reason": _forbidden(plan, problem, way), "local_dearer": ()}
-    judged = evaluate(problem, choice)
-    dearer = tuple(one for one in cost_differences(plan.formulated, plan.choice, choice) if one.extra_seconds > 0)[:LISTED]
-    if not judged.fits:
-        limit = bytes_text(problem.usage_limit or 0.0)
-        reason = f"over memory: {bytes_text(judged.peak, up=True)} per device at the peak, the limit is {limit}"
-        return {"local_extra": math.inf, "local_reason": reason, "local_dearer": dearer}
-    return {"local_extra": judged.cost - plan.judged.cost, "local_reason": "", "local_dearer": dearer}
+        return {"local_reason": _forbidden(plan, problem, way)}
+    judged, (dearer, _) = evaluate(problem, choice), _differences(plan, choice)
+    if judged.fits:
+        return {"local_extra": judged.cost - plan.judged.cost, "local_dearer": dearer[:LISTED]}
+    limit = bytes_text(problem.usage_limit or 0.0)
+    reason = f"over memory: {bytes_text(judged.peak, up=True)} per device at the peak, the limit is {limit}"
+    return {"local_reason": reason, "local_dearer": dearer[:LISTED]}
 
 
 def _forbidden(plan: Reopened, problem: Problem, way: Way) -> str:

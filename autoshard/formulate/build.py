@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -19,6 +20,7 @@ from autoshard.cost import (
     priced,
     timed,
 )
+from autoshard.formulate.op_choices import OpChoices
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
@@ -26,15 +28,7 @@ from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Gr
 from autoshard.layout import Layout, all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
-from autoshard.strategies import (
-    Candidate,
-    Candidates,
-    internal_bytes,
-    internal_collectives,
-    internal_stages,
-    share_of_flops,
-    worked_shapes,
-)
+from autoshard.strategies import Candidate, Candidates, internal_collectives, internal_stages, share_of_flops, worked_shapes
 
 
 def formulate(
@@ -57,8 +51,7 @@ class _Builder:
                  tables: Tables, more_hubs: Mapping[Value, Layout]):  # fmt: skip
         self.graph, self.candidates, self.mesh, self.training, self.memory_limit = graph, candidates, mesh, training, memory_limit
         self.microbatches = 1 if training is None else training.microbatches
-        self.tables, self.routes, self.more_hubs = tables, tables.routes, more_hubs
-        self.lists = [tables.number(options) for options in candidates.of]
+        self.tables, self.more_hubs, self.choices = tables, more_hubs, OpChoices(graph, candidates, tables)
         self.trained = self._trained()
         self.pending = pending(graph)
         self.names: list[str] = []
@@ -71,44 +64,29 @@ class _Builder:
         self.result_layouts: dict[int, Layouts] = {}
 
     def build(self) -> Formulation:
-        self._signatures()
-        costs: dict[int, np.ndarray] = {}
+        costs: dict[tuple[int, bool], np.ndarray] = {}
         for i, op in enumerate(self.graph.ops):
-            if self.first[i] not in costs:
-                costs[self.first[i]] = self._known_costs(i)
-            self._node(op.name, costs[self.first[i]])
+            key = self.choices.first[i], i in self.trained  # a parameter that is trained has other costs than one that isn't
+            if key not in costs:
+                costs[key] = self._known_costs(i)
+            self._node(op.name, costs[key])
         waiting = self._add_hubs()
-        self.usages = Usages(
-            self.graph, self.tables, self.training, self.trained, self.hubs, self.output_layouts, self.input_layouts,
-            self.output_bytes, self.internal_bytes,
-        )  # fmt: skip
+        self.usages = Usages(self.choices, self.training, self.trained, self.hubs)
         for value, edge, move in waiting:
             self.usages.add_hub(value, edge, move)
         for i, op in enumerate(self.graph.ops):
             for a, value in enumerate(op.inputs):
                 source, layouts = self._source(value)
-                self.usages.add_input(i, a, *self._edge(value, source, i, layouts, self.input_layouts(i, a)))
+                self.usages.add_input(i, a, *self._edge(value, source, i, layouts, self.choices.inputs(i, a)))
             self.usages.add_op(i)
         for k, result in enumerate(self.graph.results):
             if result.value is not None:
                 self._add_result(k, result.value)
-        problem = Problem(
-            tuple(self.names), tuple(self.node_costs), tuple(self.edges), tuple(self.usages.usages), self.memory_limit
-        )  # fmt: skip
+        problem = Problem(tuple(self.names), tuple(self.node_costs), tuple(self.edges), tuple(self.usages.usages), self.memory_limit)
         return Formulation(
             problem, self.graph, self.mesh, self.candidates, self.hubs, self.hub_layouts, self.results, self.result_layouts,
-            tuple(self.tensor_edges), tuple(self.usages.held), self.routes, self.microbatches,
+            tuple(self.tensor_edges), tuple(self.usages.held), self.tables.routes, self.microbatches,
         )  # fmt: skip
-
-    def _signatures(self) -> None:
-        """The first op of each signature; the layouts and bytes of a signature's candidates are computed once and kept."""
-        seen: dict[tuple, int] = {}
-        self.first = [
-            seen.setdefault((self.graph.signature(i), i in self.trained), i) for i in range(len(self.graph.ops))
-        ]  # a parameter that is trained has other costs than one that isn't
-        self._zero_costs: dict[int, np.ndarray] = {}
-        self._internal_bytes: dict[int, np.ndarray | None] = {}
-        self._output_bytes: dict[int, np.ndarray] = {}
 
     def _trained(self) -> dict[int, int]:
         """Parameters that get a gradient, with the time at which it is complete."""
@@ -120,39 +98,13 @@ class _Builder:
             if r.kind == "gradient" and r.value is not None and r.name in self.graph.parameters
         }
 
-    def output_layouts(self, value: Value) -> Layouts:
-        i, k = value
-        options = self.candidates.of[i]
-        return self.tables.once(("outputs", self.lists[i], k), lambda: tuple(c.outputs[k] for c in options))  # type: ignore[misc]
-
-    def input_layouts(self, i: int, a: int) -> Layouts:
-        options = self.candidates.of[i]
-        return self.tables.once(("inputs", self.lists[i], a), lambda: tuple(c.inputs[a] for c in options))
-
-    def output_bytes(self, i: int) -> np.ndarray:
-        """Bytes of the outputs of op i, per choice."""
-        first = self.first[i]
-        if first not in self._output_bytes:
-            outputs = [(k, t) for k, t in enumerate(self.graph.ops[i].outputs) if t is not None]
-            self._output_bytes[first] = np.sum([self.tables.bytes(t, self.output_layouts((i, k))) for k, t in outputs], axis=0)
-        return self._output_bytes[first]
-
-    def internal_bytes(self, i: int) -> np.ndarray | None:
-        """Bytes that the local program of op i holds besides its inputs and outputs, per choice; None where all of them are 0."""
-        first = self.first[i]
-        if first not in self._internal_bytes:
-            op, inputs = self.graph.ops[i], self.graph.input_tensors(i)
-            sizes = [internal_bytes(op, inputs, c.inputs, self.mesh) for c in self.candidates.of[i]]
-            self._internal_bytes[first] = np.array(sizes, dtype=float) if any(sizes) else None
-        return self._internal_bytes[first]
-
     def _node(self, name: str, costs: np.ndarray) -> int:
         self.names.append(name)
         self.node_costs.append(costs)
         return len(self.names) - 1
 
     def _known_costs(self, i: int) -> np.ndarray:
-        key = ("costs", self.lists[i], self.graph.signature(i), self.training if i in self.trained else None, self.microbatches)
+        key = ("costs", self.choices.lists[i], self.graph.signature(i), self.training if i in self.trained else None, self.microbatches)
         return self.tables.once(key, lambda: self._op_costs(i))
 
     def _op_costs(self, i: int) -> np.ndarray:
@@ -160,17 +112,17 @@ class _Builder:
         if op.kind == "parameter" and i in self.trained:
             tensor, training = self.graph.tensor((i, 0)), self.training
             assert training is not None
-            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
+            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.choices.outputs((i, 0))]
             master = training.master_weights
             return np.array([optimizer_step_seconds(n, tensor.itemsize, training.optimizer, device, master_weights=master) for n in sizes])
         if op.is_placeholder or op.kind in (KEPT, SELECTED):
             return np.zeros(len(self.candidates.of[i]))
         if op.kind == ACCUMULATED:
             tensor, itemsize = op.output, inputs[0].itemsize
-            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
+            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.choices.outputs((i, 0))]
             return self.microbatches * np.array([accumulation_seconds(n, itemsize, tensor.itemsize, device) for n in sizes])
         if op.kind in (OFFLOADED, RELOADED):
-            moved = self.tables.bytes(op.output, self.output_layouts((i, 0)))
+            moved = self.tables.bytes(op.output, self.choices.outputs((i, 0)))
             exposed = float(dict(op.literals[1])["exposed"])
             return self.microbatches * np.array([offload_seconds(n, exposed, device) for n in moved])
         seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
@@ -185,28 +137,24 @@ class _Builder:
         edges = []
         for value in sorted(v for v, count in readers.items() if count > 1 and self.graph.ops[v[0]].kind != SELECTED):
             layouts = self._layouts_of_hub(value)
-            node = self._node(f"{self.graph.ops[value[0]].name}.{value[1]} (hub)", self._zeros(len(layouts)))
+            costs = self.tables.once(("zeros", len(layouts)), partial(np.zeros, len(layouts)))
+            node = self._node(f"{self.graph.ops[value[0]].name}.{value[1]} (hub)", costs)
             self.hubs[value], self.hub_layouts[value] = node, layouts
-            edges.append((value, *self._edge(value, value[0], node, self.output_layouts(value), layouts)))
+            edges.append((value, *self._edge(value, value[0], node, self.choices.outputs(value), layouts)))
         return edges
 
     def _layouts_of_hub(self, value: Value) -> Layouts:
         """The output layouts of its producer that hold no Partial, and the input layouts of its readers; computed once per signature."""
         readers = self.graph.users.get(value, ())
-        distinct = {(self.lists[i], a): (i, a) for i, a in readers}  # a table that all layers read has hundreds of readers
+        distinct = {(self.choices.lists[i], a): (i, a) for i, a in readers}  # a table that all layers read has hundreds of readers
 
         def layouts() -> Layouts:
-            wanted = [layout for i, a in distinct.values() for layout in self.input_layouts(i, a)]
-            completed = [layout for layout in self.output_layouts(value) if not has_partial(layout)]
+            wanted = [layout for i, a in distinct.values() for layout in self.choices.inputs(i, a)]
+            completed = [layout for layout in self.choices.outputs(value) if not has_partial(layout)]
             return tuple(dict.fromkeys([*completed, *wanted, *more]))
 
         more = (self.more_hubs[value],) if value in self.more_hubs else ()
-        return self.tables.once(("hub", self.lists[value[0]], value[1], *distinct, *more), layouts)
-
-    def _zeros(self, count: int) -> np.ndarray:
-        if count not in self._zero_costs:
-            self._zero_costs[count] = np.zeros(count)
-        return self._zero_costs[count]
+        return self.tables.once(("hub", self.choices.lists[value[0]], value[1], *distinct, *more), layouts)
 
     def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
@@ -224,14 +172,14 @@ class _Builder:
         return 1 if once else self.microbatches
 
     def _source(self, value: Value) -> tuple[int, Layouts]:
-        return (self.hubs[value], self.hub_layouts[value]) if value in self.hubs else (value[0], self.output_layouts(value))
+        return (self.hubs[value], self.hub_layouts[value]) if value in self.hubs else (value[0], self.choices.outputs(value))
 
     def _add_result(self, k: int, value: Value) -> None:
         """Adds an edge to the parameter or buffer that the result updates, or to a new node with all layouts but Partial as choices."""
         result, tensor = self.graph.results[k], self.graph.tensor(value)
         if result.kind in ("gradient", "buffer") and result.name in self.graph.index:
             node = self.graph.index[result.name]
-            layouts = self.output_layouts((node, 0))
+            layouts = self.choices.outputs((node, 0))
         else:
             layouts = all_layouts(tensor.shape, self.mesh)
             node = self._node(f"{result.kind}:{result.name}", np.zeros(len(layouts)))

@@ -24,11 +24,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from autoshard.formulate.records import Formulation, Layouts
-from autoshard.formulate.tables import Tables
+from autoshard.formulate.tables import Tables, differing
 from autoshard.graph import Tensor
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem, Usage
@@ -159,40 +160,32 @@ class _Joiner:
 
     def build(self) -> Joined:
         self.home = home_of(self.pieces)
+        ordered = sorted(self.pieces, key=lambda p: (p is not self.home, p.family != self.home.family))  # home, its family, then the others
         self.tables = {p.name: Tables(p.formulated.mesh, p.formulated.routes) for p in self.pieces}
         self.first: dict[str, Piece] = {}  # of each family
-        for piece in self.ordered():
+        for piece in ordered:
             self.first.setdefault(piece.family, piece)
             self._add_nodes(piece)
-        begins = dict(self._times())
-        edges = {}
-        for piece in self.ordered():
-            edges[piece.name] = len(self.edges)
+        begins: dict[str, int] = {}
+        edges, end = {}, 0
+        for piece in ordered:
+            begins[piece.name], edges[piece.name] = end, len(self.edges)
+            end += piece.end + (0 if piece.family == self.home.family else len(piece.owned()))  # a time per copy
             self._add_program(piece, begins[piece.name])
         self._add_copies()
-        for piece in self.ordered():
+        for piece in ordered:
             self._add_residents(piece, begins[piece.name])
         problem = Problem(tuple(self.names), tuple(self.costs), tuple(self.edges), tuple(self.usages), self.memory_limit)
         return Joined(
-            problem, self.cluster, tuple(self.ordered()), self.home, self.nodes, edges, tuple(self.copies), begins, tuple(self.held),
+            problem, self.cluster, tuple(ordered), self.home, self.nodes, edges, tuple(self.copies), begins, tuple(self.held),
             tuple(self.preference), tuple(self.homes),
         )  # fmt: skip
-
-    def ordered(self) -> list[Piece]:
-        """Home, its family, then the others."""
-        return sorted(self.pieces, key=lambda p: (p is not self.home, p.family != self.home.family))
-
-    def _times(self) -> Iterator[tuple[str, int]]:
-        begin = 0
-        for piece in self.ordered():
-            yield piece.name, begin
-            begin += piece.end + (0 if piece.family == self.home.family else len(piece.owned()))
 
     # -- nodes
 
     def _add_nodes(self, piece: Piece) -> None:
         shared = {i: node for node, i in self._shared(piece)}
-        layers, places, scaled = self._layers(piece), [], _Scaled(piece.weight)
+        layers, places, scaled = self._layers(piece), [], partial(_scaled, piece.weight, {})
         for i, (name, cost) in enumerate(zip(piece.problem.names, piece.problem.node_costs, strict=True)):
             cost = scaled(cost)
             if i in shared:
@@ -252,7 +245,7 @@ class _Joiner:
 
     def _add_program(self, piece: Piece, begin: int) -> None:
         nodes, first = self.nodes[piece.name], len(self.edges)
-        scaled = _Scaled(piece.weight)
+        scaled = partial(_scaled, piece.weight, {})
         self.edges += [Edge(nodes[e.a], nodes[e.b], scaled(e.table)) for e in piece.problem.edges]
         for kind, u in zip(piece.formulated.held, piece.problem.usages, strict=True):
             edge = None if u.edge is None else u.edge + first
@@ -283,13 +276,13 @@ class _Joiner:
         if transfers.same_mesh:
             move = self.tables[self.home.name].move(tensor, sources, targets)
             seconds, buffers = move.seconds, move.buffers
-            differ = np.array([[s != t for t in targets] for s in sources])
+            differ = differing(sources, targets)
         else:
             seconds = transfers.table(tensor.shape, tensor.itemsize, sources, targets)
             differ, buffers = np.ones(seconds.shape, dtype=bool), np.zeros(seconds.shape)
         sizes = self.tables[piece.name].bytes(tensor, targets)
         self.copies.append(ParameterCopy(name, piece.family, a, b, number, seconds, differ, buffers, sizes, j, i))
-        self.edges.append(Edge(a, b, _Scaled(piece.switches or 0.0)(seconds)))
+        self.edges.append(Edge(a, b, _scaled(piece.switches or 0.0, {}, seconds)))
 
     # -- what stays in memory while another program runs
 
@@ -349,16 +342,10 @@ class _Joiner:
                     self._hold("inputs", piece, Usage((self.nodes[other.name][i],), begin, last, sizes))
 
 
-class _Scaled:
-    """Arrays times a number, equal ones once; 0 * inf is inf: what is forbidden stays forbidden."""
-
-    def __init__(self, times: float):
-        self.times = times
-        self.known: dict[int, np.ndarray] = {}
-
-    def __call__(self, array: np.ndarray) -> np.ndarray:
-        if self.times == 1:
-            return array
-        if id(array) not in self.known:
-            self.known[id(array)] = np.where(np.isinf(array), math.inf, self.times * np.where(np.isinf(array), 0.0, array))
-        return self.known[id(array)]
+def _scaled(times: float, known: dict[int, np.ndarray], array: np.ndarray) -> np.ndarray:
+    """The array times a number, equal ones once; 0 * inf is inf: what is forbidden stays forbidden."""
+    if times == 1:
+        return array
+    if id(array) not in known:
+        known[id(array)] = np.where(np.isinf(array), math.inf, times * np.where(np.isinf(array), 0.0, array))
+    return known[id(array)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,17 +86,20 @@ class Formulation:
     @cached_property
     def preference(self) -> tuple[np.ndarray, ...]:
         """A fixed order among choices of equal cost, the same on every machine: sharded before replicated, lower dims first."""
-        weights: dict[int, np.ndarray] = {}  # by id of candidates or layouts: equal ops share their candidates, equal hubs their layouts
-        for cs in self.candidates.of:
-            if id(cs) not in weights:
-                weights[id(cs)] = _preferences([c.outputs[0] for c in cs])
-        first_result = len(self.graph.ops) + len(self.hubs)
-        layouts = [self.hub_layouts[value] for value in self.hubs]
-        layouts += [self.result_layouts[k] for k, node in self.results.items() if node >= first_result]
-        for of in layouts:
-            if id(of) not in weights:
-                weights[id(of)] = _preferences(of)
-        return (*(weights[id(cs)] for cs in self.candidates.of), *(weights[id(of)] for of in layouts))
+        return preferred_layouts(self)
+
+
+def preferred_layouts(formulation: Formulation) -> tuple[np.ndarray, ...]:
+    """Per node the preference of each of its layouts; equal ops share their candidates, equal hubs their layouts, and so these arrays."""
+    graph, hubs, results = formulation.graph, formulation.hubs, formulation.results
+    layouts = [formulation.hub_layouts[value] for value in hubs]
+    layouts += [formulation.result_layouts[k] for k, node in results.items() if node >= len(graph.ops) + len(hubs)]
+    nodes: list[Sequence[Any]] = [*formulation.candidates.of, *layouts]
+    weights: dict[int, np.ndarray] = {}
+    for of in nodes:
+        if id(of) not in weights:
+            weights[id(of)] = _preferences([one.outputs[0] if isinstance(one, Candidate) else one for one in of])
+    return tuple(weights[id(of)] for of in nodes)
 
 
 def _preferences(layouts: Sequence[Layout | None]) -> np.ndarray:

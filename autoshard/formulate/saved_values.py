@@ -27,17 +27,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from autoshard.cost import host_bandwidth, host_seconds
-from autoshard.formulate.records import Formulation, Layouts
+from autoshard.formulate.records import Formulation, Layouts, TensorEdge, preferred_layouts
+from autoshard.formulate.tables import bytes_of, differing
 from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, repeated_blocks
 from autoshard.layout import local_numel
-from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem, Usage
 
 KEPT_MODE, RECOMPUTED_MODE, OFFLOADED_MODE = "kept", "recomputed", "offloaded"
@@ -45,47 +45,60 @@ SMALLEST_SHARE = 1 / 64  # of the largest saved value: smaller ones are not offl
 LEAD = 2.0  # a value is copied back so many times its transfer's seconds before it is read
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class LabelledChoices:
+    """What a node chooses from: each of its layouts in each mode, mode by mode, and to be absent, which comes last."""
+
+    layouts: int  # how many
+    modes: tuple[str, ...] = ("",)  # of an op of kind SELECTED; other nodes have one without a name
+    optional: bool = False  # whether it may be absent
+
+    def label(self, k: int) -> tuple[str, int] | None:
+        """(mode, number of the layout) of choice k; None: absent."""
+        return (self.modes[k // self.layouts], k % self.layouts) if k < self.layouts * len(self.modes) else None
+
+    def number(self, label: tuple[str, int] | None) -> int:
+        """The inverse of `label`."""
+        return self.layouts * len(self.modes) if label is None else self.modes.index(label[0]) * self.layouts + label[1]
+
+    def spread(self, of_mode: Mapping[str, np.ndarray], axis: int, absent: float | np.ndarray = 0.0) -> np.ndarray:
+        """An array over the choices from one over the layouts per mode; `absent`: what it holds where the node is absent."""
+        blocks = [of_mode[mode] for mode in self.modes]
+        if self.optional:
+            blocks.append(np.broadcast_to(absent, [1 if d == axis else n for d, n in enumerate(blocks[0].shape)]))
+        return np.concatenate(blocks, axis=axis)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SavedValues(Formulation):
     """A Formulation whose problem has the choices of saved values, too."""
 
-    alternatives: Alternatives | None = None
-    exposed: float = 0.0
-    modes: Mapping[int, tuple[str, ...]] | None = None  # of each op of kind SELECTED
-    base: tuple[int, ...] = ()  # per node the number of layouts
-    before: Mapping[int, str] | None = None  # of each op of kind SELECTED: the op before which its value is copied back
+    alternatives: Alternatives
+    exposed: float
+    choices: tuple[LabelledChoices, ...]  # of each node
+    before: Mapping[int, str]  # of each op of kind SELECTED: the op before which its value is copied back
 
     def mode(self, i: int, choice: Sequence[int]) -> str | None:
         """How the value that op i selects is got; None where it isn't needed."""
-        assert self.modes is not None
-        k = choice[i] // self.base[i]
-        return self.modes[i][k] if k < len(self.modes[i]) else None
+        label = self.choices[i].label(choice[i])
+        return None if label is None else label[0]
 
     def layout_index(self, v: int, choice: Sequence[int]) -> int | None:
         """Which of its layouts node v has; None where it is absent."""
-        selected = self.modes is not None and v in self.modes
-        return None if choice[v] == self._absent(v) else choice[v] % self.base[v] if selected else choice[v]
+        label = self.choices[v].label(choice[v])
+        return None if label is None else label[1]
 
     def carried(self, other: SavedValues, choice: Sequence[int]) -> tuple[int, ...]:
         """An answer of `other`, of the same alternatives with other transfers allowed, as one of this problem."""
-        return tuple(self._absent(v) if k == other._absent(v) else k for v, k in enumerate(choice))
-
-    def _absent(self, v: int) -> int:
-        assert self.modes is not None
-        return self.base[v] * len(self.modes.get(v, ("",)))
+        return tuple(ours.number(theirs.label(k)) for ours, theirs, k in zip(self.choices, other.choices, choice, strict=True))
 
     @cached_property
-    def preference(self) -> tuple[np.ndarray, ...]:  # type: ignore[override]
+    def preference(self) -> tuple[np.ndarray, ...]:
         """As of a Formulation; a kept value is preferred to a recomputed one, and that to an offloaded one."""
-        assert self.modes is not None
-        extended = []
-        for v, weights in enumerate(Formulation.preference.func(self)):  # type: ignore[attr-defined]
-            if v in self.modes:
-                weights = np.concatenate([weights + 3.0 * k for k in range(len(self.modes[v]))] + [[0.0]])
-            elif len(self.problem.node_costs[v]) > self.base[v]:
-                weights = np.append(weights, 0.0)
-            extended.append(weights)
-        return tuple(extended)
+        return tuple(
+            choices.spread({mode: weights + 3.0 * k for k, mode in enumerate(choices.modes)}, 0)
+            for choices, weights in zip(self.choices, preferred_layouts(self), strict=True)
+        )
 
 
 def with_saved_values(formulation: Formulation, alternatives: Alternatives, original: Graph, *, exposed: float | None) -> SavedValues:
@@ -105,11 +118,15 @@ class _Extending:
         self.graph, self.mesh, self.problem = formulation.graph, formulation.mesh, formulation.problem
         self.known: dict[tuple, np.ndarray] = {}
         self.kept_alive: list[object] = []
-        ops = self.graph.ops
-        self.optional = {i for i, op in enumerate(ops) if op.name in alternatives.copies}
-        self.optional |= {node for (i, _), node in formulation.hubs.items() if i in self.optional}
+        copies = {i for i, op in enumerate(self.graph.ops) if op.name in alternatives.copies}
+        self.copies = copies | {node for (i, _), node in formulation.hubs.items() if i in copies}
         self.modes = self._modes()
-        self.role = self._roles()
+        self.choices = tuple(
+            LabelledChoices(len(costs), self.modes.get(v, ("",)), v in self.modes or v in self.copies)
+            for v, costs in enumerate(self.problem.node_costs)
+        )
+        # of each edge into an op of kind SELECTED: whether it comes from the forward or from the copy, and the op
+        self.role = {k: ("copy" if e.a in self.copies else "forward", e.b) for k, e in enumerate(self.problem.edges) if e.b in self.modes}
 
     def extended(self) -> SavedValues:
         before = self._places_of_reloads()
@@ -118,15 +135,13 @@ class _Extending:
         usages = [replace(u, bytes=self._usage(u)) for u in self.problem.usages]
         held = list(self.f.held)
         for k, (what, i) in self.role.items():
-            if what == "forward" and OFFLOADED_MODE in self.modes[i] and (start := self.graph.index[before[i]]) < i:
+            if what == "forward" and i in before and (start := self.graph.index[before[i]]) < i:
                 usages.append(self._reloaded(k, i, start))
                 held.append("activations")
         problem = Problem(self.problem.names, costs, edges, tuple(usages), self.problem.usage_limit)
-        base = tuple(map(len, self.problem.node_costs))
-        own = {f.name: getattr(self.f, f.name) for f in fields(Formulation) if f.name not in ("problem", "held")}
+        own = {f.name: getattr(self.f, f.name) for f in fields(Formulation)} | {"problem": problem, "held": tuple(held)}
         return SavedValues(
-            problem=problem, held=tuple(held), **own, alternatives=self.alternatives, exposed=self.exposed or 0.0, modes=self.modes,
-            base=base, before=before,
+            **own, alternatives=self.alternatives, exposed=self.exposed or 0.0, choices=self.choices, before=before,
         )  # fmt: skip
 
     def _modes(self) -> dict[int, tuple[str, ...]]:
@@ -141,19 +156,10 @@ class _Extending:
                 modes[i] += (OFFLOADED_MODE,)
         return modes
 
-    def _roles(self) -> dict[int, tuple[str, int]]:
-        """Of each edge into an op of kind SELECTED: whether it comes from the forward or from the copy, and the op."""
-        roles: dict[int, tuple[str, int]] = {}
-        for k, e in enumerate(self.problem.edges):
-            if e.b in self.modes:
-                copied = e.a in self.optional
-                roles[k] = ("copy" if copied else "forward", e.b)
-        return roles
-
     def _places_of_reloads(self) -> dict[int, str]:
         """Before which op a value is copied back: early enough by the least seconds of the backward's kernels, at most a layer ahead."""
         ops, names = self.graph.ops, self.original.index
-        least = np.array([self._least(i) if op.backward and i not in self.optional else 0.0 for i, op in enumerate(ops)])
+        least = [float(self.problem.node_costs[i].min()) if op.backward and i not in self.copies else 0.0 for i, op in enumerate(ops)]
         until = np.concatenate([[0.0], np.cumsum(least)])
         usable = [i for i, op in enumerate(ops) if op.backward and not op.is_placeholder and op.name in names]
         layers = 1 + max((place.instance for place in repeated_blocks(self.original).places if place is not None), default=0)
@@ -167,111 +173,88 @@ class _Extending:
             before[i] = ops[usable[min(at, max(reader - 1, 0))]].name
         return before
 
-    def _least(self, i: int) -> float:
-        return float(self.problem.node_costs[i].min())
-
-    def _once(self, key: tuple, array: np.ndarray) -> np.ndarray:
-        return self.known.setdefault(key, array)
-
-    def _node(self, v: int, costs: np.ndarray) -> np.ndarray:
-        if v in self.modes:
-            key = ("node", id(costs), len(self.modes[v]))
-            return self.known[key] if key in self.known else self._once(key, np.append(np.tile(costs, len(self.modes[v])), 0.0))
-        if v in self.optional:
-            key = ("node", id(costs), 0)
-            return self.known[key] if key in self.known else self._once(key, np.append(costs, 0.0))
-        return costs
-
-    def _edge(self, k: int, e: Edge) -> np.ndarray:
-        what, i = self.role.get(k, ("", -1))
-        link = self.f.tensor_edges[k]
-        hub = e.a >= len(self.graph.ops)
-        key: tuple = ("edge", id(e.table), what, self.modes.get(i), self.modes.get(e.a), e.a in self.optional, e.b in self.optional)
-        if what == "forward":
-            key += (hub, id(link.tensor), id(link.source_layouts), id(link.target_layouts))
+    def _known(self, key: tuple, compute: Callable[[], np.ndarray], *alive: object) -> np.ndarray:
+        """An array that nothing but its key decides. alive: objects whose ids are in the key."""
         if key not in self.known:
-            self.kept_alive += [link, e.table]
-            self.known[key] = self._rows(self._columns(e, what, i, hub, link), e, what, i)
+            self.kept_alive += alive
+            self.known[key] = compute()
         return self.known[key]
 
-    def _columns(self, e: Edge, what: str, i: int, hub: bool, link) -> np.ndarray:
-        zeros = np.zeros_like(e.table)
-        absent = np.zeros((len(e.table), 1))
-        if not what:
-            return np.hstack([e.table, absent]) if e.b in self.optional else e.table
-        blocks = {KEPT_MODE: zeros, RECOMPUTED_MODE: e.table, OFFLOADED_MODE: zeros}
+    def _node(self, v: int, costs: np.ndarray) -> np.ndarray:
+        choices = self.choices[v]
+        if not choices.optional:
+            return costs
+        return self._known(("node", id(costs), choices), lambda: choices.spread(dict.fromkeys(choices.modes, costs), 0))
+
+    def _edge(self, k: int, e: Edge) -> np.ndarray:
+        sources, targets = self.choices[e.a], self.choices[e.b]
+        if not (sources.optional or targets.optional):
+            return e.table
+        what, _ = self.role.get(k, ("", -1))
+        link, hub = self.f.tensor_edges[k], e.a >= len(self.graph.ops)
+        key: tuple = ("edge", id(e.table), what, sources, targets)
         if what == "forward":
-            differ = np.array([[s != t for t in link.target_layouts] for s in link.source_layouts])
-            kept = np.where(differ, np.inf, e.table) if hub else e.table
-            blocks = {KEPT_MODE: kept, RECOMPUTED_MODE: zeros}
-            if OFFLOADED_MODE in self.modes[i]:
-                blocks[OFFLOADED_MODE] = e.table + self._transfers(link.tensor, link.source_layouts)[:, None]
-        return np.hstack([*(blocks[mode] for mode in self.modes[i]), absent])
+            key += (hub, id(link.tensor), id(link.source_layouts), id(link.target_layouts))
+
+        def table() -> np.ndarray:
+            columns = targets.spread(self._seconds(e, what, hub, link), 1)
+            absent = np.full((1, columns.shape[1]), math.inf)  # of the producer: forbidden where it is read
+            if what == "copy":
+                needed = {mode: math.inf if mode == RECOMPUTED_MODE else 0.0 for mode in targets.modes}
+                absent[0] = targets.spread({mode: np.full(targets.layouts, cost) for mode, cost in needed.items()}, 0)
+            elif e.b in self.copies:
+                absent[0, -1] = 0.0
+            return sources.spread(dict.fromkeys(sources.modes, columns), 0, absent)
+
+        return self._known(key, table, link, e.table)
+
+    def _seconds(self, e: Edge, what: str, hub: bool, link: TensorEdge) -> dict[str, np.ndarray]:
+        """Seconds of an edge's route in each mode of its reader."""
+        zeros = np.zeros_like(e.table)
+        if what != "forward":
+            return {"": e.table, KEPT_MODE: zeros, RECOMPUTED_MODE: e.table, OFFLOADED_MODE: zeros}
+        differ = differing(link.source_layouts, link.target_layouts)
+        seconds = {KEPT_MODE: np.where(differ, np.inf, e.table) if hub else e.table, RECOMPUTED_MODE: zeros}
+        if OFFLOADED_MODE in self.choices[e.b].modes:
+            seconds[OFFLOADED_MODE] = e.table + self._transfers(link.tensor, link.source_layouts)[:, None]
+        return seconds
 
     def _transfers(self, tensor: Tensor, layouts: Layouts) -> np.ndarray:
         """Seconds of both transfers that count, per layout, in all microbatches."""
         device = self.mesh.device
-        sizes = _bytes_of(tensor, layouts, self.mesh)
+        sizes = bytes_of(tensor, layouts, self.mesh)
         e = self.exposed or 0.0
         one_way = np.array([e * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
         return self.f.microbatches * 2 * one_way
 
-    def _rows(self, columns: np.ndarray, e: Edge, what: str, i: int) -> np.ndarray:
-        if e.a not in self.optional and e.a not in self.modes:
-            return columns
-        last = np.full((1, columns.shape[1]), math.inf)  # the producer is absent
-        if what == "copy":
-            n, modes = self.problem.node_costs[i].size, self.modes[i]
-            last[:] = 0.0
-            at = modes.index(RECOMPUTED_MODE) * n
-            last[0, at : at + n] = math.inf
-        elif e.b in self.optional:
-            last[0, -1] = 0.0
-        return np.vstack([*[columns] * len(self.modes.get(e.a, ("",))), last])
-
     def _usage(self, u: Usage) -> np.ndarray:
-        if not any(v in self.modes or v in self.optional for v in u.ends):
+        ends = [self.choices[v] for v in u.ends]
+        if not any(choices.optional for choices in ends):
             return u.bytes
         what, i = self.role.get(-1 if u.edge is None else u.edge, ("", -1))
         waits = what == "forward" and u.end <= i  # before the backward reads it
-        key = ("usage", id(u.bytes), what, waits, *((self.modes.get(v), v in self.optional) for v in u.ends))
-        if key not in self.known:
-            self.kept_alive.append(u.bytes)
-            self.known[key] = self._bytes(u, what, waits)
-        return self.known[key]
+        without = {"forward": (RECOMPUTED_MODE, OFFLOADED_MODE) if waits else (RECOMPUTED_MODE,), "copy": (KEPT_MODE, OFFLOADED_MODE)}
 
-    def _bytes(self, u: Usage, what: str, waits: bool) -> np.ndarray:
-        held = u.bytes
-        counts = {KEPT_MODE: True, RECOMPUTED_MODE: True, OFFLOADED_MODE: True}
-        if what == "forward":
-            counts = {KEPT_MODE: True, RECOMPUTED_MODE: False, OFFLOADED_MODE: not waits}
-        elif what == "copy":
-            counts = {KEPT_MODE: False, RECOMPUTED_MODE: True, OFFLOADED_MODE: False}
-        for axis, v in enumerate(u.ends):
-            if v in self.modes:
-                held = np.concatenate([held if counts[mode] else np.zeros_like(held) for mode in self.modes[v]], axis=axis)
-            if v in self.modes or v in self.optional:
-                held = np.concatenate([held, np.zeros_like(np.take(held, [0], axis=axis))], axis=axis)
-        return held
+        def held() -> np.ndarray:
+            held = u.bytes
+            for axis, choices in enumerate(ends):
+                of_mode = {mode: np.zeros_like(held) if mode in without.get(what, ()) else held for mode in choices.modes}
+                held = choices.spread(of_mode, axis)
+            return held
+
+        return self._known(("usage", id(u.bytes), what, waits, *ends), held, u.bytes)
 
     def _reloaded(self, k: int, i: int, start: int) -> Usage:
         """The bytes of a value that was copied back and waits to be read."""
-        link, e = self.f.tensor_edges[k], self.problem.edges[k]
-        key = ("reloaded", id(link.tensor), id(link.source_layouts), len(self.problem.node_costs[i]), self.modes[i])
-        if key not in self.known:
-            self.kept_alive.append(link)
-            n = len(self.problem.node_costs[i])
-            sizes = _bytes_of(link.tensor, link.source_layouts, self.mesh)
-            held = np.zeros((len(sizes), n * len(self.modes[i]) + 1))
-            at = self.modes[i].index(OFFLOADED_MODE) * n
-            held[:, at : at + n] = sizes[:, None]
-            self.known[key] = held
-        return Usage((e.a, e.b), start, i, self.known[key], k)
+        link, e, choices = self.f.tensor_edges[k], self.problem.edges[k], self.choices[i]
 
+        def held() -> np.ndarray:
+            sizes = bytes_of(link.tensor, link.source_layouts, self.mesh)[:, None]
+            nothing = np.zeros((len(sizes), choices.layouts))
+            return choices.spread({mode: nothing + sizes if mode == OFFLOADED_MODE else nothing for mode in choices.modes}, 1)
 
-def _bytes_of(tensor: Tensor, layouts: Layouts, mesh: Mesh) -> np.ndarray:
-    """Local bytes per layout."""
-    return np.array([float(local_numel(tensor.shape, layout, mesh) * tensor.itemsize) for layout in layouts])
+        key = ("reloaded", id(link.tensor), id(link.source_layouts), choices)
+        return Usage((e.a, e.b), start, i, self._known(key, held, link), k)
 
 
 def hidden_seconds(formulation: Formulation) -> float:
@@ -285,9 +268,9 @@ def transfer_seconds_of(formulation: SavedValues, choice: Sequence[int]) -> floa
     """H: seconds of one direction of all transfers of an answer, in all microbatches."""
     total = []
     for k, e in enumerate(formulation.problem.edges):
-        if formulation.modes and e.b in formulation.modes and formulation.mode(e.b, choice) == OFFLOADED_MODE:
-            link = formulation.tensor_edges[k]
-            if link.a < len(formulation.graph.ops) and formulation.graph.ops[link.a].name in formulation.alternatives.copies:  # type: ignore
+        if formulation.mode(e.b, choice) == OFFLOADED_MODE:
+            link, ops = formulation.tensor_edges[k], formulation.graph.ops
+            if link.a < len(ops) and ops[link.a].name in formulation.alternatives.copies:
                 continue
             layout = link.source_layouts[choice[link.a]]
             size = local_numel(link.tensor.shape, layout, formulation.mesh) * link.tensor.itemsize
@@ -298,7 +281,6 @@ def transfer_seconds_of(formulation: SavedValues, choice: Sequence[int]) -> floa
 def chosen_of(formulation: SavedValues, choice: Sequence[int], exposed: float = 0.0) -> Chosen:
     """What an answer recomputes and offloads: the copies and values on which an op that always runs depends."""
     graph, alternatives = formulation.graph, formulation.alternatives
-    assert alternatives is not None and formulation.before is not None
     used = {r.value for r in graph.results}
     recomputed, offloaded = set(), {}
     for i in range(len(graph.ops) - 1, -1, -1):

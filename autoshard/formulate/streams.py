@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard.cost import priced, shared_links
 from autoshard.formulate.records import Formulation, TensorEdge
+from autoshard.formulate.tables import distinct
 from autoshard.graph import KEPT
 from autoshard.routes import stream_table
 from autoshard.strategies import internal_collectives
@@ -40,12 +41,9 @@ def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None,
 class _Streams:
     def __init__(self, formulation: Formulation, links: Sequence[int], joined: bool):
         self.formulation, self.joined = formulation, joined
-        self.num = 1 + len(set(links))
         order = sorted(set(links))
-        self.to_link = np.zeros((1 + len(links), self.num))  # stream of an axis -> stream of its link
-        self.to_link[0, 0] = 1.0
-        for k, link in enumerate(links):
-            self.to_link[k + 1, order.index(link) + 1] = 1.0
+        self.num = 1 + len(order)
+        self.to_link = np.eye(self.num)[[0, *(order.index(link) + 1 for link in links)]]  # stream of an axis -> stream of its link
         self.known: dict[tuple, np.ndarray] = {}
 
     def build(self) -> StreamSeconds:
@@ -84,9 +82,7 @@ class _Streams:
         return self.joined and link.b < len(ops) and ops[link.b].is_placeholder
 
     def _edge(self, link: TensorEdge, table: np.ndarray) -> np.ndarray:
-        sources, targets = (list(dict.fromkeys(layouts)) for layouts in (link.source_layouts, link.target_layouts))
-        rows, columns = ({layout: i for i, layout in enumerate(of)} for of in (sources, targets))
-        cells = np.ix_([rows[s] for s in link.source_layouts], [columns[t] for t in link.target_layouts])
+        sources, targets, cells = distinct(link.source_layouts, link.target_layouts)
         tensor, routes = link.tensor, self.formulation.routes
         parts = stream_table(routes, tensor.shape, tensor.itemsize, sources, targets, joined=self._updates(link))[cells]
         return link.times * np.where(np.isfinite(table)[..., None], parts, 0.0) @ self.to_link

@@ -17,6 +17,23 @@ from autoshard.routes import Routes, buffer_table
 T = TypeVar("T")
 
 
+def bytes_of(tensor: Tensor, layouts: Layouts, mesh: Mesh) -> np.ndarray:
+    """Local bytes per layout."""
+    return np.array([local_numel(tensor.shape, layout, mesh) * tensor.itemsize for layout in layouts], dtype=float)
+
+
+def distinct(sources: Layouts, targets: Layouts) -> tuple[list[Layout], list[Layout], tuple[np.ndarray, ...]]:
+    """The distinct source layouts, the distinct target layouts, and the index that expands a table of those to the full table."""
+    rows, columns = ({layout: i for i, layout in enumerate(dict.fromkeys(of))} for of in (sources, targets))
+    return list(rows), list(columns), np.ix_([rows[s] for s in sources], [columns[t] for t in targets])
+
+
+def differing(sources: Layouts, targets: Layouts) -> np.ndarray:
+    """[source layout, target layout]: whether they differ."""
+    numbers = {layout: i for i, layout in enumerate(dict.fromkeys((*sources, *targets)))}
+    return np.array([numbers[s] for s in sources])[:, None] != np.array([numbers[t] for t in targets])[None, :]
+
+
 class Tables:
     """The tables computed so far, each once. Rows are source layouts, columns are target layouts. Graphs on one mesh may share them."""
 
@@ -48,11 +65,10 @@ class Tables:
         return self._moves[key]
 
     def bytes(self, tensor: Tensor, layouts: Layouts) -> np.ndarray:
-        """Local bytes per layout."""
+        """`bytes_of`, computed once."""
         key = (self.number(tensor), self.number(layouts))
         if key not in self._bytes:
-            sizes = [local_numel(tensor.shape, layout, self.mesh) * tensor.itemsize for layout in layouts]
-            self._bytes[key] = np.array(sizes, dtype=float)
+            self._bytes[key] = bytes_of(tensor, layouts, self.mesh)
         return self._bytes[key]
 
 
@@ -122,13 +138,8 @@ class MoveTables:
 
     @cached_property
     def _distinct(self) -> tuple[list[Layout], list[Layout], tuple[np.ndarray, ...]]:
-        """The distinct source layouts, the distinct target layouts, and the index that expands a table of those to the full table."""
-        rows = {layout: i for i, layout in enumerate(dict.fromkeys(self.source_layouts))}
-        columns = {layout: j for j, layout in enumerate(dict.fromkeys(self.target_layouts))}
-        return list(rows), list(columns), np.ix_([rows[s] for s in self.source_layouts], [columns[t] for t in self.target_layouts])
+        return distinct(self.source_layouts, self.target_layouts)
 
     @cached_property
     def _differ(self) -> np.ndarray:
-        numbers = {layout: i for i, layout in enumerate(dict.fromkeys((*self.source_layouts, *self.target_layouts)))}
-        sources, targets = ([numbers[layout] for layout in layouts] for layouts in (self.source_layouts, self.target_layouts))
-        return np.array(sources)[:, None] != np.array(targets)[None, :]
+        return differing(self.source_layouts, self.target_layouts)

@@ -20,14 +20,15 @@ bytes. Let t_v be the time of view v, x its base, and from(x) the time from whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from autoshard.cost import master_bytes, optimizer_state_bytes
-from autoshard.formulate.records import Layouts, Training
-from autoshard.formulate.tables import MoveTables, Tables
-from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, SELECTED, Graph, Value
+from autoshard.formulate.op_choices import OpChoices
+from autoshard.formulate.records import Training
+from autoshard.formulate.tables import MoveTables
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, SELECTED, Value
 from autoshard.problem import EdgeUsage, NodeUsage, Usage
 
 KINDS = ("parameters", "gradients", "optimizer_state", "inputs", "activations", "resharded_copies", "temporaries")
@@ -36,21 +37,11 @@ KINDS = ("parameters", "gradients", "optimizer_state", "inputs", "activations", 
 class Usages:
     """Collects the usages of a Problem, each with the kind of what it holds (one of KINDS)."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        tables: Tables,
-        training: Training | None,
-        trained: Mapping[int, int],  # parameter's op: the time at which its gradient is complete
-        hubs: Mapping[Value, int],
-        output_layouts: Callable[[Value], Layouts],
-        input_layouts: Callable[[int, int], Layouts],
-        output_bytes: Callable[[int], np.ndarray],  # bytes of an op's outputs, per choice
-        internal_bytes: Callable[[int], np.ndarray | None],  # bytes that its local program holds besides inputs and outputs, per choice
-    ):
-        self.graph, self.tables, self.training, self.trained = graph, tables, training, trained
-        self.hubs, self.output_layouts, self.input_layouts = hubs, output_layouts, input_layouts
-        self.output_bytes, self.internal_bytes = output_bytes, internal_bytes
+    def __init__(self, choices: OpChoices, training: Training | None, trained: Mapping[int, int], hubs: Mapping[Value, int]):
+        """trained: of each trained parameter's op, the time at which its gradient is complete."""
+        self.choices, self.graph, self.tables = choices, choices.graph, choices.tables
+        self.training, self.trained, self.hubs = training, trained, hubs
+        graph = self.graph
         self.usages: list[Usage] = []
         self.held: list[str] = []
         produced = [r.value[0] for r in graph.results if r.value is not None]
@@ -142,7 +133,7 @@ class Usages:
         elif self.graph.ops[i].kind == ACCUMULATED:
             self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.copy + move.buffers))
         elif self.graph.ops[i].alias != a:
-            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self.output_bytes(i))))
+            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self.choices.bytes(i))))
         else:
             self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
             self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
@@ -166,20 +157,20 @@ class Usages:
         if op.kind == OFFLOADED:  # its output is in the host's memory
             return
         if op.kind == ACCUMULATED:
-            self._hold("gradients", NodeUsage(i, 0, self._reduced(i) + 1, self.output_bytes(i)))
+            self._hold("gradients", NodeUsage(i, 0, self._reduced(i) + 1, self.choices.bytes(i)))
             return
         if op.alias is not None:
             if i in self.heirs:
                 base = self.graph.tensor(op.inputs[op.alias])
                 ends = [self._own_end((i, k)) for k, tensor in enumerate(op.outputs) if tensor is not None]
-                self._hold("activations", NodeUsage(i, self.heirs[i], max(ends), self.tables.bytes(base, self.input_layouts(i, op.alias))))
+                self._hold("activations", NodeUsage(i, self.heirs[i], max(ends), self.tables.bytes(base, self.choices.inputs(i, op.alias))))
             return
-        if (sizes := self.internal_bytes(i)) is not None:
+        if (sizes := self.choices.internal_bytes(i)) is not None:
             self._hold("temporaries", NodeUsage(i, i, i + 1, sizes))
         for k, output in enumerate(op.outputs):
             if output is not None:
                 end = max(self._own_end((i, k)), i + 1) - self._is_handed_over((i, k))
-                self._hold("activations", NodeUsage(i, i, end, self.tables.bytes(output, self.output_layouts((i, k)))))
+                self._hold("activations", NodeUsage(i, i, end, self.tables.bytes(output, self.choices.outputs((i, k)))))
 
     def _is_handed_over(self, value: Value) -> bool:
         """Whether the value ends as another op's output, which then counts for it: an op that selects it from a copy."""
@@ -192,7 +183,7 @@ class Usages:
 
     def _add_placeholder(self, i: int) -> None:
         tensor = self.graph.tensor((i, 0))
-        held = self.tables.bytes(tensor, self.output_layouts((i, 0)))
+        held = self.tables.bytes(tensor, self.choices.outputs((i, 0)))
         kind = "parameters" if self.graph.ops[i].kind == "parameter" else "inputs"
         if (ready := self.trained.get(i)) is not None:
             assert self.training is not None

@@ -1,8 +1,8 @@
 """Collectives that a rank's local program asks for, and two ways to carry them out.
 
-A local program is a generator: it computes on local tensors, yields an `Ask` for a collective, receives the answer and goes on. For an
-ask along an axis with n ranks, x_i is the input of rank i of the group. Shards are stacked on a new first dim, so that no collective
-has to know which dim of the tensor is sharded:
+A local program is a generator: it computes on local tensors, yields a `CollectiveCall`, receives the answer and goes on. For a call along
+an axis with n ranks, x_i is the input of rank i of the group. Shards are stacked on a new first dim, so that no collective has to know
+which dim of the tensor is sharded:
 
     all_reduce       y   = op over i of x_i
     all_gather       y   = stack of all x_i                          (n, ...)
@@ -21,7 +21,6 @@ Both run the same generators, so what is checked in one process is what runs on 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +38,7 @@ from autoshard.torch_private import c10d_functional
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
+class CollectiveCall:
     """One collective over the ranks of a mesh axis; the answer is a tensor."""
 
     collective: str
@@ -50,27 +49,21 @@ class Ask:
     splits: tuple[list[int], list[int]] | None = None  # of an uneven all_to_all: how many rows go to, and come from, each rank
 
 
-class DataDependent(ABC):
-    """A program whose sizes depend on data, as one ask of a kernel; the answer is its result.
+@dataclass(frozen=True, eq=False)
+class DataDependent:
+    """A program whose sizes depend on data, as one call of a kernel; the answer is its result.
 
-    Ranks in one process run it where they are. A rank of many runs it as one operator, since no size in a traced graph depends on data.
+    Ranks in one process run its `program`. A rank of many runs it as one `operator`, of the names of the process groups of the mesh axes,
+    since no size in a traced graph depends on data.
     """
 
-    @property
-    @abstractmethod
-    def axes(self) -> Sequence[int]:
-        """The mesh axes along which it communicates."""
-
-    @abstractmethod
-    def program(self, rank: Rank) -> Asking:
-        """Its generator."""
-
-    @abstractmethod
-    def call(self, names: Sequence[str]) -> Any:
-        """Its result by its operator. names: of the process groups of the mesh axes."""
+    name: str
+    axes: Sequence[int]  # mesh axes along which it communicates
+    program: Callable[[Rank], RankGenerator]
+    operator: Callable[[Sequence[str]], Any]
 
 
-Asking = Generator[Ask, Tensor, Tensor]
+RankGenerator = Generator[Any, Any, Any]  # yields CollectiveCalls and DataDependents, and returns local tensors
 Shape = tuple[int, ...]
 
 
@@ -112,19 +105,13 @@ class Rank:
         sizes = tuple(self.mesh.shape[axis] for axis in axes)
         if size % math.prod(sizes) == 0:
             return size // math.prod(sizes)
-        k = 0
-        for axis, n in zip(axes, sizes, strict=True):
-            k = k * n + self.place[axis]
-        bounds = chunk_bounds(size, sizes)
+        k, bounds = row_major([self.place[axis] for axis in axes], sizes), chunk_bounds(size, sizes)
         return bounds[k + 1] - bounds[k]
 
     @property
     def number(self) -> int:
         """Its number on the mesh, row-major."""
-        number = 0
-        for c, n in zip(self.place, self.mesh.shape, strict=True):
-            number = number * n + c
-        return number
+        return row_major(self.place, self.mesh.shape)
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -134,13 +121,21 @@ class Rank:
         return self.where
 
 
-def all_reduce(x: Tensor, axes: Sequence[int], reduce_op: str = "sum") -> Asking:
+def row_major(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of a coordinate, of which the last part counts fastest."""
+    number = 0
+    for c, n in zip(coordinate, sizes, strict=True):
+        number = number * n + c
+    return number
+
+
+def all_reduce(x: Tensor, axes: Sequence[int], reduce_op: str = "sum") -> RankGenerator:
     for axis in axes:
-        x = yield Ask("all_reduce", axis, x, reduce_op)
+        x = yield CollectiveCall("all_reduce", axis, x, reduce_op)
     return x
 
 
-def run_step(step: Step, rank: Rank, x: Tensor, shape: Shape | None = None) -> Asking:
+def run_step(step: Step, rank: Rank, x: Tensor, shape: Shape | None = None) -> RankGenerator:
     """One step of a route on the local tensor. shape: the global shape; without it all shards have one size."""
     if shape is None or (is_even(shape, step.before, rank.mesh) and is_even(shape, step.after, rank.mesh)):
         return (yield from _run_even_step(step, rank, x))
@@ -165,7 +160,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def _run_even_step(step: Step, rank: Rank, x: Tensor) -> Asking:
+def _run_even_step(step: Step, rank: Rank, x: Tensor) -> RankGenerator:
     n, axis = rank.mesh.shape[step.axis], step.axis
     before, after = step.before[axis], step.after[axis]
     if n == 1:
@@ -174,13 +169,13 @@ def _run_even_step(step: Step, rank: Rank, x: Tensor) -> Asking:
         shards = _split(x, after.dim, n)
         return shards.index_select(0, rank.coordinate[axis].reshape(1)).squeeze(0)
     if step.collective == "all_gather":
-        return _joined((yield Ask("all_gather", axis, x)), before.dim)
+        return _joined((yield CollectiveCall("all_gather", axis, x)), before.dim)
     if step.collective == "all_to_all":
-        return _joined((yield Ask("all_to_all", axis, _split(x, after.dim, n))), before.dim)
+        return _joined((yield CollectiveCall("all_to_all", axis, _split(x, after.dim, n))), before.dim)
     if step.collective == "all_reduce":
-        return (yield Ask("all_reduce", axis, x, before.reduce_op))
+        return (yield CollectiveCall("all_reduce", axis, x, before.reduce_op))
     if step.collective == "reduce_scatter":
-        return (yield Ask("reduce_scatter", axis, _split(x, after.dim, n), before.reduce_op)).contiguous()
+        return (yield CollectiveCall("reduce_scatter", axis, _split(x, after.dim, n), before.reduce_op)).contiguous()
     raise ValueError(f"a route has the step {step.collective!r}; expected split, all_gather, all_to_all, all_reduce or reduce_scatter")
 
 
@@ -194,10 +189,13 @@ def _joined(shards: Tensor, dim: int) -> Tensor:
     return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return a view whose strides are not dense
 
 
-def answer_shape(ask: Ask, mesh: Mesh) -> Shape:
-    """The shape of a rank's answer."""
-    shape = tuple(ask.tensor.shape)
-    return {"all_gather": (mesh.shape[ask.axis], *shape), "reduce_scatter": shape[1:]}.get(ask.collective, shape)
+def uncomputed(call: CollectiveCall | DataDependent, mesh: Mesh) -> Any:
+    """An answer of the right shape, of uninitialised numbers."""
+    if isinstance(call, DataDependent):
+        return call.operator([""] * len(mesh.axes))
+    shape = tuple(call.tensor.shape)
+    shape = {"all_gather": (mesh.shape[call.axis], *shape), "reduce_scatter": shape[1:]}.get(call.collective, shape)
+    return call.tensor.new_empty(shape)
 
 
 def check_step(step: Step) -> None:
@@ -224,15 +222,15 @@ CHANGES = {
 # -- all ranks in one process ------------------------------------------------------------------------------------------------
 
 
-def exchange(asks: Sequence[Ask]) -> list[Tensor]:
-    """The answers to one group's asks, in the order of its ranks. An answer that is the same for all is one shared tensor."""
-    first = asks[0]
+def exchange(calls: Sequence[CollectiveCall]) -> list[Tensor]:
+    """The answers to one group's calls, in the order of its ranks. An answer that is the same for all is one shared tensor."""
+    first = calls[0]
     if first.splits is not None:
-        return _exchange_rows(asks)
-    kinds = {(a.collective, a.axis, a.reduce_op, tuple(a.tensor.shape)) for a in asks}
+        return _exchange_rows(calls)
+    kinds = {(a.collective, a.axis, a.reduce_op, tuple(a.tensor.shape)) for a in calls}
     if len(kinds) > 1:
         raise ValueError(f"ranks of one group ask for different collectives: {sorted(kinds)}")
-    tensors = [ask.tensor for ask in asks]
+    tensors = [call.tensor for call in calls]
     match first.collective:
         case "all_reduce":
             return [reduce_tensors(tensors, first.reduce_op)] * len(tensors)
@@ -246,25 +244,25 @@ def exchange(asks: Sequence[Ask]) -> list[Tensor]:
     return [torch.stack([x[i] for x in tensors]) for i in range(len(tensors))]
 
 
-def _exchange_rows(asks: Sequence[Ask]) -> list[Tensor]:
+def _exchange_rows(calls: Sequence[CollectiveCall]) -> list[Tensor]:
     """Each rank's rows from all others. ValueError where a rank expects other numbers of rows than are sent to it."""
-    parts = [ask.tensor.split(ask.splits[0]) for ask in asks]  # type: ignore[index]
-    received = [[part[i] for part in parts] for i in range(len(asks))]
-    for ask, rows in zip(asks, received, strict=True):
-        if [len(part) for part in rows] != ask.splits[1]:  # type: ignore[index]
-            raise ValueError(f"a rank expects {ask.splits[1]} rows of the others, which send {[len(part) for part in rows]}")  # type: ignore
+    parts = [call.tensor.split(call.splits[0]) for call in calls]  # type: ignore[index]
+    received = [[part[i] for part in parts] for i in range(len(calls))]
+    for call, rows in zip(calls, received, strict=True):
+        if [len(part) for part in rows] != call.splits[1]:  # type: ignore[index]
+            raise ValueError(f"a rank expects {call.splits[1]} rows of the others, which send {[len(part) for part in rows]}")  # type: ignore
     return [torch.cat(rows) for rows in received]
 
 
-def unfolded(program: Asking, rank: Rank) -> Asking:
+def unfolded(program: RankGenerator, rank: Rank) -> RankGenerator:
     """A rank's generator that runs data-dependent programs itself, for ranks in one process."""
     answer = None
     while True:
         try:
-            ask = program.send(answer)  # type: ignore[arg-type]
+            call = program.send(answer)
         except StopIteration as done:
             return done.value
-        answer = (yield from ask.program(rank)) if isinstance(ask, DataDependent) else (yield ask)
+        answer = (yield from call.program(rank)) if isinstance(call, DataDependent) else (yield call)
 
 
 # -- one rank of many processes ----------------------------------------------------------------------------------------------
@@ -281,19 +279,21 @@ class Groups:
     def of(device_mesh: DeviceMesh) -> Groups:
         return Groups(tuple(device_mesh.get_group(k).group_name for k in range(device_mesh.ndim)), tuple(device_mesh.shape))
 
-    def answer(self, ask: Ask) -> Tensor:
+    def answer(self, call: CollectiveCall | DataDependent) -> Any:
         """The result of the functional collective. Complex numbers are sent as pairs of real ones, which every backend can send and add."""
-        if ask.tensor.is_complex():
-            pairs = self.answer(replace(ask, tensor=torch.view_as_real(ask.tensor.contiguous())))
+        if isinstance(call, DataDependent):
+            return call.operator(self.names)
+        if call.tensor.is_complex():
+            pairs = self.answer(replace(call, tensor=torch.view_as_real(call.tensor.contiguous())))
             return torch.view_as_complex(pairs.contiguous())
-        functional, name, n = c10d_functional, self.names[ask.axis], self.sizes[ask.axis]
-        x = ask.tensor.contiguous()
-        mean = ask.reduce_op == "avg"  # gloo has no avg
-        reduce_op = "sum" if mean else ask.reduce_op
-        if ask.splits is not None:
-            sent, received = ask.splits
+        functional, name, n = c10d_functional, self.names[call.axis], self.sizes[call.axis]
+        x = call.tensor.contiguous()
+        mean = call.reduce_op == "avg"  # gloo has no avg
+        reduce_op = "sum" if mean else call.reduce_op
+        if call.splits is not None:
+            sent, received = call.splits
             return functional.wait_tensor(functional.all_to_all_single(x, received, sent, name))
-        match ask.collective:
+        match call.collective:
             case "all_reduce":
                 y = functional.all_reduce(x, reduce_op, name)
             case "all_gather":
@@ -301,25 +301,25 @@ class Groups:
             case "reduce_scatter":
                 y = functional.reduce_scatter_tensor(x, reduce_op, n, name)
             case "permute":
-                sends, receives = ([int(k == (ask.place + by) % n) for k in range(n)] for by in (1, -1))
+                sends, receives = ([int(k == (call.place + by) % n) for k in range(n)] for by in (1, -1))
                 y = functional.all_to_all_single(x.unsqueeze(0), receives, sends, name)
             case _:
                 y = functional.all_to_all_single(x, [1] * n, [1] * n, name)
         y = functional.wait_tensor(y)
-        y = y.squeeze(0) if ask.collective in ("reduce_scatter", "permute") else y
-        return y / n if mean and ask.collective in ("all_reduce", "reduce_scatter") else y
+        y = y.squeeze(0) if call.collective in ("reduce_scatter", "permute") else y
+        return y / n if mean and call.collective in ("all_reduce", "reduce_scatter") else y
 
-    def drive(self, program: Asking) -> Tensor:
+    def drive(self, program: RankGenerator) -> Tensor:
         """Run one rank's generator to its end."""
-        return drive(program, lambda ask: ask.call(self.names) if isinstance(ask, DataDependent) else self.answer(ask))
+        return drive(program, self.answer)
 
 
-def drive(program: Asking, answer_of: Callable[[Any], Any]) -> Any:
+def drive(program: RankGenerator, answer_of: Callable[[Any], Any]) -> Any:
     """Run a generator to its end; each collective that it asks for has what the function says as its answer."""
     answer = None
     while True:
         try:
-            ask = program.send(answer)  # type: ignore[arg-type]
+            call = program.send(answer)
         except StopIteration as done:
             return done.value
-        answer = answer_of(ask)
+        answer = answer_of(call)

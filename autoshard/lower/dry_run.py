@@ -11,7 +11,7 @@ not looked up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture import fake_grouped_mm
 from autoshard.graph import Graph
-from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
+from autoshard.lower.collectives import Rank, drive, uncomputed
 from autoshard.lower.dispatch_table import has_kernel
 from autoshard.lower.kernels.table import FUNCTIONS
-from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, RunOp, Slot
-from autoshard.lower.run import check, local_program, run_route
+from autoshard.lower.program import LoadPlaceholder, RankProgram, Record, Redistribute, RunOp, Slot
+from autoshard.lower.run import Interpreter, check, local_program
 from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, parse_to, pytree
 
 aten = torch.ops.aten
@@ -48,67 +48,55 @@ class CannotRun:
 @torch.no_grad()
 def dry_run(program: RankProgram, graph: Graph, device: str = "cuda") -> tuple[CannotRun, ...]:
     """What of a program that was lowered for `device` can't run there, in the program's order; empty where everything can."""
-    return tuple(_DryRun(program, graph, device).run())
+    without_driver = torch.backends.cudnn.flags(enabled=False)  # which torch.lstm would ask, to choose cuDNN's kernel or its own
+    with FakeTensorMode(), _WithoutDevice(), fake_grouped_mm(), without_driver:
+        dry = _DryRun(program, graph, device)
+        for record in program.records:
+            dry.do(record, {})
+    return tuple(dry.problems)
 
 
-class _DryRun:
+class _DryRun(Interpreter):
     def __init__(self, program: RankProgram, graph: Graph, device: str):
+        super().__init__()
         self.program, self.graph, self.device = program, graph, device
-        self.held: dict[str, Tensor] = {}
+        axes = program.mesh.axes
+        self.rank = Rank(program.mesh, tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in axes), (0,) * len(axes))
+        self.problems: list[CannotRun] = []
 
-    def run(self) -> list[CannotRun]:
-        mesh, problems = self.program.mesh, []
-        without_driver = torch.backends.cudnn.flags(enabled=False)  # which torch.lstm would ask, to choose cuDNN's kernel or its own
-        with FakeTensorMode(), _WithoutDevice(), fake_grouped_mm(), without_driver:
-            rank = Rank(mesh, tuple(torch.zeros((), dtype=torch.int64, device=self.device) for _ in mesh.axes), (0,) * len(mesh.axes))
-            for record in self.program.records:
-                if isinstance(record, LoadPlaceholder):
-                    self._hold([record.slot], [])
-                elif isinstance(record, (Redistribute, RunOp)):
-                    problems += [CannotRun(*self._subject(record), why) for why in dict.fromkeys(self._whys(record, rank))]
-        return problems
-
-    def _subject(self, record: Redistribute | RunOp) -> tuple[str, str, str]:
-        op = self.graph.ops[record.op if isinstance(record, RunOp) else record.source.value[0]]
-        return op.name, op.module, op.target if isinstance(record, RunOp) else "redistribution"
-
-    def _whys(self, record: Redistribute | RunOp, rank: Rank) -> list[str]:
-        """Why a record can't run. Its outputs are held in any case, so that all others are tried as well."""
+    def do(self, record: Record, values: Mapping[str, Tensor]) -> None:
+        """Notes why a record can't run. Its outputs are held in any case, so that all others are tried as well."""
+        if not isinstance(record, (Redistribute, RunOp)):
+            super().do(record, values)
+            return
         with _Called(self.device) as called:
             try:
-                if isinstance(record, Redistribute):
-                    outputs = [self._drive(run_route(record.steps, rank, self.held[record.source.name], record.global_shape))]
-                else:
-                    outputs = list(self._drive(local_program(record, rank, [self.held[slot.name] for slot in record.inputs])))
-                for slot, x in zip(_outputs(record), outputs, strict=False):
-                    if slot is not None:
-                        check(slot, x, "the dry run")
+                super().do(record, values)
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 if not called.whys and NOT_LINKED not in str(error):
                     called.whys.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-                outputs = []
-        self._hold(_outputs(record), [] if called.whys else outputs)
-        return called.whys
+                self._hold_empty(record)
+        if called.whys:
+            self._hold_empty(record)
+            op = self.graph.ops[record.op]
+            target = op.target if isinstance(record, RunOp) else "redistribution"
+            self.problems += [CannotRun(op.name, op.module, target, why) for why in dict.fromkeys(called.whys)]
 
-    def _hold(self, slots: Sequence[Slot | None], tensors: Sequence[Any]) -> None:
-        for k, slot in enumerate(slots):
-            if slot is not None:
-                empty = k >= len(tensors)
-                dtype = getattr(torch, slot.dtype)
-                self.held[slot.name] = torch.empty(slot.shape_on(0), dtype=dtype, device=self.device) if empty else tensors[k]
+    def _hold_empty(self, record: Redistribute | RunOp) -> None:
+        self.held |= {slot.name: self._empty(slot) for slot in record.outputs if slot is not None}
 
-    def _drive(self, asking: Asking) -> Any:
-        """Runs a generator to its end; a collective is answered by a tensor of the shape of its answer."""
-        return drive(asking, self._answer)
+    def _empty(self, slot: Slot) -> Tensor:
+        return torch.empty(slot.shape_on(0), dtype=getattr(torch, slot.dtype), device=self.device)
 
-    def _answer(self, ask: Ask | DataDependent) -> Any:
-        if isinstance(ask, DataDependent):
-            return ask.call([""] * len(self.program.mesh.axes))
-        return ask.tensor.new_empty(answer_shape(ask, self.program.mesh))
+    def load(self, record: LoadPlaceholder, values: Mapping[str, Tensor]) -> Tensor:
+        return self._empty(record.slot)
 
+    def outputs(self, record: Redistribute | RunOp) -> Sequence[Any]:
+        asking = local_program(record, self.rank, [self.held[slot.name] for slot in record.inputs])
+        return drive(asking, lambda call: uncomputed(call, self.program.mesh))
 
-def _outputs(record: Redistribute | RunOp) -> Sequence[Slot | None]:
-    return [record.target] if isinstance(record, Redistribute) else record.outputs
+    def check(self, slot: Slot, value: Any, where: str) -> None:
+        check(slot, value, "the dry run")
 
 
 class _Called(TorchDispatchMode):

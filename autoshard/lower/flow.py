@@ -37,7 +37,7 @@ STARTS = {
     _c10d.all_to_all_single.default: "all_to_all",
 }
 WAIT = _c10d.wait_tensor.default
-ADD = aten.add_.Tensor  # into a sum of gradients (lower.microbatches), which no other node reads
+ADD = aten.add_.Tensor  # into a sum of gradients (runtime.microbatches), which no other node reads
 CHEAP = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.clone.default, aten.slice.Tensor, aten.cat.default,

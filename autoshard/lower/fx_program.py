@@ -49,7 +49,7 @@ class RankGraphs:
     gradients: tuple[str, ...]  # "gradient:NAME"
     slots: dict[str, Slot]  # of loads, tangents and results
     parameters: frozenset[str] = frozenset()  # among the loads
-    sums: tuple[str, ...] = ()  # parameters whose gradients the backward graph adds to its last inputs (lower.microbatches)
+    sums: tuple[str, ...] = ()  # parameters whose gradients the backward graph adds to its last inputs (runtime.microbatches)
 
     @property
     def is_random(self) -> bool:

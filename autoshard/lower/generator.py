@@ -10,16 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed import ProcessGroup
 
 from autoshard.capture import draws as torch_draws
-from autoshard.lower.agreement import share
 from autoshard.lower.literals import overload
 from autoshard.torch_private import OpOverload
 
@@ -65,13 +62,13 @@ def from_state(state: Tensor, device: str = "cpu") -> Iterator[None]:
 def for_shard(first: int, device: str) -> Iterator[None]:
     """Inside the block torch's generator draws for the shard whose first element has this place in the global tensor; afterwards it is
     one draw further than before, whatever shard it was."""
-    seed = _mixed(state_of_generator(device), first)
+    seed = mixed(state_of_generator(device), first)
     with from_state(first_state(seed, device), device):
         yield
     torch.rand((), device=device)
 
 
-def _mixed(state: Tensor, number: int) -> int:
+def mixed(state: Tensor, number: int) -> int:
     """A seed that belongs to a state and a number."""
     return int.from_bytes(hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(8, "little"), digest_size=7).digest(), "little")
 
@@ -94,33 +91,6 @@ def per_shard(target: str) -> OpOverload:
     torch.library.impl(f"autoshard::{name}", "CompositeExplicitAutograd", run)
     torch.library.register_fake(f"autoshard::{name}", fake)
     return getattr(torch.ops.autoshard, name).default
-
-
-@dataclass(eq=False)
-class SharedGenerator:
-    """The state from which the ranks of a module draw, which is the first rank's when they first do so."""
-
-    device: str
-    group: ProcessGroup | None = None  # of the ranks, where these are not all ranks
-    branch: int = 0  # of several that begin in one state
-    state: Tensor | None = None
-
-    def agree(self) -> None:
-        """All ranks call this before the first of them draws. Their own generators go on by one draw: another module draws others."""
-        if self.state is not None:
-            return
-        self.state = share(state_of_generator(self.device), None, "agreeing on a seed", self.group)
-        torch.rand((), device=self.device)
-        if self.branch:
-            self.state = first_state(_mixed(self.state, self.branch), self.device)
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Inside the block ops draw from the shared state."""
-        assert self.state is not None
-        with from_state(self.state, self.device):
-            yield
-            self.state = state_of_generator(self.device)
 
 
 def is_random(graph: fx.Graph) -> bool:

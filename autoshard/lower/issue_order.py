@@ -2,30 +2,26 @@
 
     issued          what each rank's program does, record by record: its collectives, and the operators between them
     disagreements   where a member of a group issues another collective than the group's first member
-    compare         the same on running ranks, of the graphs that they are about to run
 
-Ranks whose shards are even join and move collectives (`lower.overlap`), each by its own graph. All do the same where their graphs are
-equal but for numbers, so there the operators of a record must be the same on every rank, too.
+Running ranks compare the graphs that they are about to run (`runtime.same_order`). Ranks whose shards are even join and move collectives
+(`runtime.overlap`), each by its own graph. All do the same where their graphs are equal but for numbers, so there the operators of a record
+must be the same on every rank, too.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 
 from autoshard.capture import fake_grouped_mm
-from autoshard.lower.agreement import rank_lost
-from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
-from autoshard.lower.flow import STARTS
-from autoshard.lower.program import RankProgram, Redistribute, RunOp, Slot
-from autoshard.lower.run import local_program, run_route
+from autoshard.lower.collectives import CollectiveCall, DataDependent, Rank, drive, uncomputed
+from autoshard.lower.program import RankProgram, Redistribute, RunOp
+from autoshard.lower.run import local_program
 from autoshard.lower.sharding import groups
 from autoshard.mesh import Mesh
 from autoshard.torch_private import TorchDispatchMode, pytree
@@ -63,10 +59,9 @@ class Disagreement:
     ranks: tuple[int, int]
     does: tuple[Issued | None, Issued | None]
 
-    @property
-    def record(self) -> int:
-        """One that is concerned."""
-        return next(one.records[0] for one in self.does if one is not None)
+    def record(self, program: RankProgram) -> Redistribute | RunOp:
+        """One of the program that is concerned."""
+        return _issuing(program, next(one.records[0] for one in self.does if one is not None))
 
     def said(self, program: RankProgram) -> tuple[str, str]:
         """What each of the two ranks does, in words."""
@@ -76,20 +71,14 @@ class Disagreement:
 def _said(one: Issued | None, program: RankProgram) -> str:
     if one is None:
         return "no further collective"
-    of = ", ".join(dict.fromkeys(name_of(program, k) for k in one.records))
+    of = ", ".join(dict.fromkeys(_issuing(program, k).name for k in one.records))
     return f"{one.collective} of {one.dtype} {one.shape} for {of}, then"
 
 
-def name_of(program: RankProgram, k: int) -> str:
+def _issuing(program: RankProgram, k: int) -> Redistribute | RunOp:
     record = program.records[k]
-    return record.name if isinstance(record, RunOp) else record.target.name if isinstance(record, Redistribute) else str(k)
-
-
-def op_of(program: RankProgram, k: int) -> int:
-    """The number of the op of the graph from which a record that issues collectives stems."""
-    record = program.records[k]
-    assert isinstance(record, (RunOp, Redistribute))
-    return record.op if isinstance(record, RunOp) else record.source.value[0]
+    assert isinstance(record, (Redistribute, RunOp))
+    return record
 
 
 def out_of_step(program: RankProgram) -> list[Disagreement]:
@@ -172,17 +161,17 @@ class _Place(tuple[int, ...]):
 
 def _did(record: Redistribute | RunOp, rank: Rank, known: dict[Any, _Known]) -> Did:
     number = rank.number
-    slots: tuple[Slot, ...]
+    content: tuple = ()
     if isinstance(record, Redistribute):
-        slots, content = (record.source,), (record.steps, record.global_shape, None)
+        content = (record.steps, record.global_shape)
     else:
-        slots, content = record.inputs, (record.target, repr(record.kernel), repr(record.arguments_on(number)))  # type: ignore[assignment]
-    key = (content, tuple((slot.layout, slot.shape_on(number), slot.dtype) for slot in slots))
+        content = (record.target, repr(record.kernel), repr(record.arguments_on(number)))
+    key = (content, tuple((slot.layout, slot.shape_on(number), slot.dtype) for slot in record.inputs))
     of = known.setdefault(key, _Known(set(), {}))
     if (did := of.did.get(tuple(rank.place[axis] for axis in sorted(of.axes)))) is None:
         where = _Place(rank.place)
         where.read = set()
-        inputs = [torch.empty(slot.shape_on(number), dtype=getattr(torch, slot.dtype)) for slot in slots]
+        inputs = [torch.empty(slot.shape_on(number), dtype=getattr(torch, slot.dtype)) for slot in record.inputs]
         did = _run(record, replace(rank, where=where), inputs)
         if not where.read <= of.axes:
             of.axes, of.did = of.axes | where.read, {}
@@ -193,17 +182,16 @@ def _did(record: Redistribute | RunOp, rank: Rank, known: dict[Any, _Known]) -> 
 def _run(record: Redistribute | RunOp, rank: Rank, inputs: list[Tensor]) -> Did:
     with _Recorder(rank.mesh) as recorder:
         try:
-            if isinstance(record, Redistribute):
-                recorder.drive(run_route(record.steps, rank, inputs[0], record.global_shape))
-            else:
-                recorder.drive(local_program(_on_meta(record), rank, inputs))
+            drive(local_program(_on_meta(record), rank, inputs), recorder.answer)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return ()
     return tuple(recorder.did)
 
 
-def _on_meta(record: RunOp) -> RunOp:
+def _on_meta(record: Redistribute | RunOp) -> Redistribute | RunOp:
     """With meta for the devices among its arguments."""
+    if isinstance(record, Redistribute):
+        return record
     arguments, by_rank = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (record.arguments, record.by_rank))
     return replace(record, arguments=arguments, by_rank=by_rank)
 
@@ -227,60 +215,12 @@ class _Recorder(TorchDispatchMode):
         self.makers |= {id(x): (len(self.did), x) for x in outputs}
         self.did.append(one)
 
-    def drive(self, asking: Asking) -> Any:
-        return drive(asking, self._answer)
-
-    def _answer(self, ask: Ask | DataDependent) -> Any:
-        if isinstance(ask, DataDependent):
-            self._write(Issued((), type(ask).__name__, tuple(ask.axes), (), ""), ())
-            return ask.call([""] * len(self.mesh.axes))
-        shape, dtype = tuple(ask.tensor.shape), str(ask.tensor.dtype).removeprefix("torch.")
-        answer = ask.tensor.new_empty(answer_shape(ask, self.mesh))
-        reduce_op = ask.reduce_op if "reduce" in ask.collective else ""
-        self._write(Issued((), ask.collective, (ask.axis,), shape, dtype, reduce_op), (answer,))
+    def answer(self, call: CollectiveCall | DataDependent) -> Any:
+        if isinstance(call, DataDependent):
+            self._write(Issued((), call.name, tuple(call.axes), (), ""), ())
+            return uncomputed(call, self.mesh)
+        shape, dtype = tuple(call.tensor.shape), str(call.tensor.dtype).removeprefix("torch.")
+        answer = uncomputed(call, self.mesh)
+        reduce_op = call.reduce_op if "reduce" in call.collective else ""
+        self._write(Issued((), call.collective, (call.axis,), shape, dtype, reduce_op), (answer,))
         return answer
-
-
-# -- of running ranks ------------------------------------------------------------------------------------------------------------------
-
-
-def of_graph(graph: fx.Graph, names: Sequence[str]) -> list[Issued]:
-    """The collectives of a rank's graph in their order. names: of the process groups of the mesh axes."""
-    collectives = []
-    for node in graph.nodes:
-        if node.op != "call_function" or not (used := _groups_of(node, names)):
-            continue
-        source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
-        reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
-        records = tuple(node.meta.get("members", (node.meta.get("record"),)))
-        collectives.append(Issued(records, str(node.target), used, tuple(source.shape), str(source.dtype), reduce_op))
-    return collectives
-
-
-def _groups_of(node: fx.Node, names: Sequence[str]) -> tuple[int, ...]:
-    """The mesh axes whose groups a node is given."""
-    given = {x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, str)}
-    return tuple(k for k, name in enumerate(names) if name in given)
-
-
-def compare(own: Mapping[str, tuple[tuple[int, ...], Sequence[Issued]]], group: dist.ProcessGroup | None = None) -> None:
-    """ValueError on every rank where two ranks are about to issue other collectives along an axis that they share.
-
-    own: by the name of a pass, this rank's coordinate on the pass's mesh and its collectives. Every rank of the group calls this.
-    """
-    digests = {}
-    for which, (where, sequence) in own.items():
-        for axis in range(len(where)):
-            along = repr([one for one in sequence if axis in one.axes])
-            digests[which, axis, where] = hashlib.sha256(along.encode()).digest()
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    with rank_lost("comparing the order of collectives"):
-        dist.all_gather_object(gathered, digests, group=group)
-    first: dict[tuple, tuple[tuple[int, ...], bytes]] = {}
-    for (which, axis, where), digest in (row for of_rank in gathered for row in of_rank.items()):
-        other, expected = first.setdefault((which, axis, where[:axis], where[axis + 1 :]), (where, digest))
-        if digest != expected:
-            raise ValueError(
-                f"the ranks at {other} and {where} of the mesh would issue other collectives along axis {axis} in the {which}, and wait "
-                "for each other forever; plan with other layouts (pins), and report this: ranks of a group must have one order"
-            )

@@ -61,6 +61,23 @@ class Redistribute:
     steps: tuple[Step, ...]
     global_shape: tuple[int, ...] | None = None  # where shards may be uneven on the way
 
+    @property
+    def op(self) -> int:
+        """The op whose output is moved."""
+        return self.source.value[0]
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def inputs(self) -> tuple[Slot, ...]:
+        return (self.source,)
+
+    @property
+    def outputs(self) -> tuple[Slot, ...]:
+        return (self.target,)
+
 
 @dataclass(frozen=True)
 class RunOp:
@@ -109,9 +126,8 @@ class RankProgram:
     @property
     def is_even(self) -> bool:
         """Whether no shape and no argument differs from rank to rank."""
-        slots = (slot for record in self.records for slot in (*_inputs(record), *_outputs(record)) if slot is not None)
         moves = (record.global_shape is None for record in self.records if isinstance(record, Redistribute))
-        return all(moves) and not any(slot.shapes for slot in slots)
+        return all(moves) and not any(slot.shapes for record in self.records for slot in slots_of(record))
 
     @property
     def redistributes(self) -> int:
@@ -276,18 +292,13 @@ def _tensor_slot(op: Op, slot: Slot | None) -> Slot:
     return slot
 
 
-def _inputs(record: Record) -> tuple[Slot, ...]:
-    return (record.source,) if isinstance(record, Redistribute) else record.inputs if isinstance(record, RunOp) else ()
-
-
-def _outputs(record: Record) -> tuple[Slot | None, ...]:
+def slots_of(record: Record) -> tuple[Slot, ...]:
+    """The slots that a record names."""
     match record:
-        case LoadPlaceholder():
+        case LoadPlaceholder() | ReturnResult():
             return (record.slot,)
-        case Redistribute():
-            return (record.target,)
-        case RunOp():
-            return record.outputs
+        case Redistribute() | RunOp():
+            return tuple(slot for slot in (*record.inputs, *record.outputs) if slot is not None)
     return ()
 
 
@@ -295,10 +306,7 @@ def _with_frees(records: list[Record]) -> tuple[Record, ...]:
     """Each slot is freed right after the last record that names it."""
     last: dict[str, int] = {}
     for i, record in enumerate(records):
-        named = (record.slot,) if isinstance(record, ReturnResult) else (*_inputs(record), *_outputs(record))
-        for slot in named:
-            if slot is not None:
-                last[slot.name] = i
+        last |= {slot.name: i for slot in slots_of(record)}
     ending: dict[int, list[str]] = {}
     for name, i in last.items():
         ending.setdefault(i, []).append(name)

@@ -12,19 +12,19 @@ tensors, and nothing writes in place. Random ops start on every rank from one st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
-from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step, unfolded
+from autoshard.lower.collectives import Groups, Rank, RankGenerator, exchange, run_step, unfolded
 from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
 from autoshard.lower.kernels.table import function_of
-from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Record, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.sharding import assemble, groups, local_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Step
@@ -73,12 +73,14 @@ def as_outputs(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def local_program(record: RunOp, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
-    """The op's local program as a generator, kernel or not."""
+def local_program(record: Redistribute | RunOp, rank: Rank, inputs: Sequence[Tensor]) -> RankGenerator:
+    """The record on one rank as a generator, which returns the outputs."""
+    if isinstance(record, Redistribute):
+        return ((yield from run_route(record.steps, rank, inputs[0], record.global_shape)),)
     number = rank.number if record.by_rank else 0
     if record.kernel is None:
-        return call(record, inputs, number)  # type: ignore[return-value]
-    return _with_planned(record, as_outputs((yield from record.kernel(rank, arguments(record, inputs, number)))), number)  # type: ignore
+        return call(record, inputs, number)
+    return _with_planned(record, as_outputs((yield from record.kernel(rank, arguments(record, inputs, number)))), number)
 
 
 def run_on_one_device(record: RunOp, inputs: Sequence[Tensor], device: str = "cpu") -> tuple[Any, ...]:
@@ -90,7 +92,7 @@ def run_on_one_device(record: RunOp, inputs: Sequence[Tensor], device: str = "cp
     raise AssertionError(f"op {record.name} asks for a collective on one device")
 
 
-def run_route(steps: Sequence[Step], rank: Rank, x: Tensor, global_shape: tuple[int, ...] | None = None) -> Asking:
+def run_route(steps: Sequence[Step], rank: Rank, x: Tensor, global_shape: tuple[int, ...] | None = None) -> RankGenerator:
     """The steps of a route. global_shape: of the tensor, where shards may be uneven on the way."""
     for step in steps:
         x = yield from run_step(step, rank, x, global_shape)
@@ -118,35 +120,75 @@ def check_all(slot: Slot, tensors: LocalTensors, where: str) -> None:
             check(slot, local, where, rank)
 
 
-# -- all ranks in one process --------------------------------------------------------------------------------------------------
+class Interpreter(ABC):
+    """Carries out the records of a program. `held`: what each slot holds now, `results`: what the program has returned so far.
 
+    A value is a local tensor where this is one rank, and a list of one local tensor per rank where it is all of them.
+    """
 
-class World:
-    """The ranks of a mesh and the tensors that they hold now: slot name -> one local tensor per rank."""
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
-    def __init__(self, mesh: Mesh, device: str = "cpu"):
-        self.mesh, self.device, self.ranks = mesh, device, ranks(mesh, device)
-        self.random = first_state(0, device)  # of the generator that all ranks share
-        self.held: dict[str, LocalTensors] = {}
-
-    def do(self, record: LoadPlaceholder | Redistribute | RunOp | FreeTensors, values: Mapping[str, Tensor]) -> None:
-        """Carry out one record on every rank. ValueError where a shape or dtype isn't the planned one."""
+    def do(self, record: Record, values: Mapping[str, Tensor]) -> None:
+        """Carry out one record. values: of the placeholders. ValueError where a shape or dtype isn't the planned one."""
         match record:
             case LoadPlaceholder():
-                self.held[record.slot.name] = local_tensors(global_value(record, values, self.mesh), record.slot.layout, self.mesh)
-            case Redistribute():
-                self.held[record.target.name] = self.redistribute(record)
-            case RunOp():
-                self.hold(record, self.run(record))
+                self._hold(record.slot, self.load(record, values), f"placeholder {record.name}")
+            case Redistribute() | RunOp():
+                where = f"op {record.name}" if isinstance(record, RunOp) else f"the route to {record.name}"
+                for slot, value in zip(record.outputs, self.outputs(record)):
+                    if slot is not None:
+                        self._hold(slot, value, where)
+            case ReturnResult():
+                self.results[record.key] = self.held[record.slot.name]
             case FreeTensors():
                 for name in record.slots:
                     self.held.pop(name, None)
+
+    def _hold(self, slot: Slot, value: Any, where: str) -> None:
+        self.check(slot, value, where)
+        self.held[slot.name] = value
+
+    @abstractmethod
+    def load(self, record: LoadPlaceholder, values: Mapping[str, Tensor]) -> Any:
+        """The value of a placeholder."""
+
+    @abstractmethod
+    def outputs(self, record: Redistribute | RunOp) -> Sequence[Any]:
+        """The values of a record's outputs."""
+
+    @abstractmethod
+    def check(self, slot: Slot, value: Any, where: str) -> None:
+        """ValueError where a value isn't as planned for its slot."""
+
+
+# -- all ranks in one process --------------------------------------------------------------------------------------------------
+
+
+class SimulatedRanks(Interpreter):
+    """All ranks of a mesh."""
+
+    def __init__(self, mesh: Mesh, device: str = "cpu"):
+        super().__init__()
+        self.mesh, self.device, self.ranks = mesh, device, ranks(mesh, device)
+        self.random = first_state(0, device)  # of the generator that all ranks share
+
+    def load(self, record: LoadPlaceholder, values: Mapping[str, Tensor]) -> LocalTensors:
+        return local_tensors(global_value(record, values, self.mesh), record.slot.layout, self.mesh)
+
+    def outputs(self, record: Redistribute | RunOp) -> list[LocalTensors]:
+        if isinstance(record, Redistribute):
+            return [self.redistribute(record)]
+        return [list(of_ranks) for of_ranks in zip(*self.run(record))]
+
+    def check(self, slot: Slot, value: LocalTensors, where: str) -> None:
+        check_all(slot, value, where)
 
     def redistribute(self, record: Redistribute) -> LocalTensors:
         tensors = self.held[record.source.name]
         for step in record.steps:
             tensors = self._step(step, tensors, record.global_shape)
-        check_all(record.target, tensors, f"the route from {text(record.source.layout)} to {text(record.target.layout)}")
         return tensors
 
     def _step(self, step: Step, tensors: LocalTensors, global_shape: tuple[int, ...] | None) -> LocalTensors:
@@ -194,17 +236,9 @@ class World:
         self.random = states[0]
         return outputs
 
-    def hold(self, record: RunOp, outputs: list[tuple[Any, ...]]) -> None:
-        """Store an op's outputs; ValueError where one isn't as planned."""
-        for k, slot in enumerate(record.outputs):
-            if slot is not None:
-                tensors = [out[k] for out in outputs]
-                check_all(slot, tensors, f"op {record.name}")
-                self.held[slot.name] = tensors
-
 
 def run_together(
-    programs: Sequence[Asking], groups_of: Callable[[int], Sequence[Sequence[int]]] | Sequence[Sequence[int]], *, alike: bool = False
+    programs: Sequence[RankGenerator], groups_of: Callable[[int], Sequence[Sequence[int]]] | Sequence[Sequence[int]], *, alike: bool = False
 ) -> list[Any]:
     """Run generators to their ends. In each round all of them ask for a collective, which each group of its axis carries out.
 
@@ -264,16 +298,34 @@ def run_simulated(program: RankProgram, values: Mapping[str, Tensor]) -> dict[st
 
     ValueError when ranks that should hold the same tensor don't, or where a local shape isn't the planned one.
     """
-    world, results = World(program.mesh), {}
+    return assembled(program, SimulatedRanks(program.mesh), values)
+
+
+def assembled(program: RankProgram, simulated: SimulatedRanks, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The program's global results."""
     for record in program.records:
-        if isinstance(record, ReturnResult):
-            results[record.key] = assemble(world.held[record.slot.name], record.slot.layout, program.mesh)
-        else:
-            world.do(record, values)
-    return results
+        simulated.do(record, values)
+    return {r.key: assemble(simulated.results[r.key], r.slot.layout, program.mesh) for r in program.results}
 
 
 # -- one rank of many ---------------------------------------------------------------------------------------------------------------
+
+
+class OneRank(Interpreter):
+    """One rank of many, which reaches the others through its process groups."""
+
+    def __init__(self, rank: Rank, groups: Groups, number: int):
+        super().__init__()
+        self.rank, self.groups, self.number = rank, groups, number
+
+    def load(self, record: LoadPlaceholder, values: Mapping[str, Tensor]) -> Tensor:
+        return values[record.name]
+
+    def outputs(self, record: Redistribute | RunOp) -> Sequence[Any]:
+        return self.groups.drive(local_program(record, self.rank, [self.held[slot.name] for slot in record.inputs]))
+
+    def check(self, slot: Slot, value: Tensor, where: str) -> None:
+        check(slot, value, where, self.number)
 
 
 @torch.no_grad()
@@ -293,39 +345,8 @@ def run_rank(
     each record after it is carried out.
     """
     rank = Rank(program.mesh, tuple(coordinate), where)
-    number = 0 if program.is_even else rank.number
-    held: dict[str, Any] = {}
-    results: dict[str, Tensor] = {}
+    one = OneRank(rank, groups, 0 if program.is_even else rank.number)
     for i, record in enumerate(program.records):
-        match record:
-            case LoadPlaceholder():
-                check(record.slot, values[record.name], f"placeholder {record.name}", number)
-                held[record.slot.name] = values[record.name]
-            case Redistribute():
-                moved = groups.drive(run_route(record.steps, rank, held[record.source.name], record.global_shape))
-                check(record.target, moved, f"the route to {record.target.name}", number)
-                held[record.target.name] = moved
-            case RunOp():
-                outputs = groups.drive(local_program(record, rank, [held[slot.name] for slot in record.inputs]))
-                for slot, output in zip(record.outputs, outputs, strict=False):
-                    if slot is not None:
-                        check(slot, output, f"op {record.name}", number)
-                        held[slot.name] = output
-            case ReturnResult():
-                results[record.key] = held[record.slot.name]
-            case FreeTensors():
-                for name in record.slots:
-                    held.pop(name, None)
+        one.do(record, values)
         done(i)
-    return results
-
-
-def run_on(program: RankProgram, values: Mapping[str, Tensor], device_mesh: DeviceMesh) -> dict[str, Tensor]:
-    """`run_rank` on the ranks of a DeviceMesh. ValueError when its shape is not the program's."""
-    if tuple(device_mesh.shape) != program.mesh.shape:
-        raise ValueError(f"the device mesh is {tuple(device_mesh.shape)}, the program was made for {program.mesh.shape}")
-    where = device_mesh.get_coordinate()
-    if where is None:
-        raise ValueError("this process is not on the device mesh")
-    coordinate = tuple(torch.tensor(c, device=device_mesh.device_type) for c in where)
-    return run_rank(program, values, Groups.of(device_mesh), coordinate, tuple(where))
+    return one.results

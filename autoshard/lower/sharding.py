@@ -46,10 +46,14 @@ def groups(mesh: Mesh, axis: int) -> tuple[tuple[int, ...], ...]:
 
 def shard_of_rank(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> Tensor:
     """The shard of a global tensor that one rank holds, as a view; P is treated as R."""
-    shard = tensor
-    for dim, (begin, end) in enumerate(rank_bounds(tuple(tensor.shape), layout, mesh, coordinate)):
-        shard = shard.narrow(dim, begin, end - begin) if end - begin != tensor.shape[dim] else shard
-    return shard
+    return part_of(tensor, rank_bounds(tuple(tensor.shape), layout, mesh, coordinate))
+
+
+def part_of(x: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """The part of a tensor between begin and end of each dim, as a view."""
+    for dim, (begin, end) in enumerate(bounds):
+        x = x.narrow(dim, begin, end - begin) if end - begin != x.shape[dim] else x
+    return x
 
 
 def local_tensors(tensor: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:

@@ -45,7 +45,7 @@ def run_unsharded(
     leaves, names = pytree.tree_leaves((args, kwargs)), input_names(model, example_inputs)
     pairs = zip(names, leaves, strict=True)
     values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into its inputs
-    state = _state(module)
+    state = state_of_module(module)
     values |= {name: tensor.detach().clone() for name, tensor in state.items()}
     values |= {name: _on(value, device) for name, value in (held or {}).items()}
     for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
@@ -53,7 +53,7 @@ def run_unsharded(
         values |= {name: _on(attribute.clone(), device)} if attribute is not None else {}
     if precision is not None:
         module, args, kwargs = computing_in(precision, module, args, kwargs)
-        leaves, state = pytree.tree_leaves((args, kwargs)), _state(module)
+        leaves, state = pytree.tree_leaves((args, kwargs)), state_of_module(module)
     with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), _as_captured():
         outputs = module(*args, **kwargs)
         flat = {k: returned(y, precision) for k, y in enumerate(pytree.tree_leaves(outputs)) if isinstance(y, torch.Tensor)}
@@ -66,7 +66,7 @@ def run_unsharded(
     if training:
         gradients = {name: p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
         reference |= {f"gradient:{name}": reduced(grad, values[name].dtype, precision) for name, grad in gradients.items()}
-    written = _state(module) | {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    written = state_of_module(module) | {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     reference |= {f"buffer:{r.name}": written[r.name].detach() for r in graph.results if r.kind == "buffer" and r.name in written}
     missing = [op.name for op in graph.ops if op.is_placeholder and op.name not in values]
     if missing:
@@ -185,7 +185,7 @@ def attribute_of(module: nn.Module, path: str) -> torch.Tensor | None:
     return attribute.detach().cpu() if isinstance(attribute, torch.Tensor) and not attribute.is_meta else None
 
 
-def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+def state_of_module(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, under all of their names."""
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 

@@ -26,8 +26,9 @@ Another mismatch is a collective that two ranks of a group would issue at differ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -37,12 +38,12 @@ from torch import Tensor
 from autoshard.graph import Graph, Op, Value
 from autoshard.layout import Layout, P, R, S, is_legal, rank_bounds, rank_shape, text
 from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
-from autoshard.lower.issue_order import name_of, out_of_step
+from autoshard.lower.issue_order import out_of_step
 from autoshard.lower.kernels.random import RandomKernel
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
 from autoshard.lower.rounding import difference, in_float64, noise_of, wide_values
-from autoshard.lower.run import World, arguments, as_outputs, check_all, run_on_one_device
+from autoshard.lower.run import SimulatedRanks, arguments, as_outputs, check_all, run_on_one_device
 from autoshard.lower.sharding import distance, gap, joined, largest, local_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
@@ -181,14 +182,14 @@ class _Unsharded:
 
     def _value(self, i: int, op: Op) -> Tensor:
         x = self.values[op.name].detach()
-        return x if self.noise is None else _perturbed(x, self.noise[0], self.noise[1] * 1_000_003 + i)
+        return x if self.noise is None else perturbed(x, self.noise[0], self.noise[1] * 1_000_003 + i)
 
     def _slot(self, value: Value) -> Slot | None:
         tensor = self.graph.ops[value[0]].outputs[value[1]]
         return None if tensor is None else Slot("", value, (), tensor.shape, tensor.dtype)
 
 
-def _perturbed(x: Tensor, eps: float, seed: int) -> Tensor:
+def perturbed(x: Tensor, eps: float, seed: int) -> Tensor:
     """x with its rounding: each element by up to 2 eps of itself; no more than 1 where it wasn't, so that a label stays in [0, 1]."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
@@ -212,12 +213,10 @@ class _Comparison:
     ):
         self.graph, self.program, self.values, self.reference = graph, program, values, reference
         self.mesh, self.seed, self.device = program.mesh, seed, device
-        dtypes = {t.dtype for op in graph.ops for t in op.outputs if t is not None}
-        floats = [REAL.get(dtype, dtype) for dtype in dtypes if REAL.get(dtype, dtype) in TOLERANCES]
-        lowest = max(floats, key=list(TOLERANCES).index, default="float32")
+        lowest = least_precise([graph])
         self.tolerance, self.op_tolerance = TOLERANCES[lowest]
         self.eps = torch.finfo(getattr(torch, lowest)).eps
-        self.world = World(self.mesh, device)
+        self.simulated = SimulatedRanks(self.mesh, device)
         self.unsharded = _Unsharded(graph, values, None, seed, device)
         self.perturbed = _Unsharded(graph, values, (self.eps, seed), seed, device)
         self.read = {*graph.users, *(result.value for result in graph.results)}
@@ -231,7 +230,8 @@ class _Comparison:
         for record in self.program.records:
             match record:
                 case LoadPlaceholder():
-                    self._load(record)
+                    self.simulated.do(record, self.values)
+                    self._run_unsharded(record.slot.value[0])
                 case Redistribute():
                     self._redistribute(record)
                 case RunOp():
@@ -239,21 +239,10 @@ class _Comparison:
                 case ReturnResult():
                     self._compare_result(record)
                 case FreeTensors():
-                    self.world.do(record, self.values)
+                    self.simulated.do(record, self.values)
         self.mismatches += out_of_order(self.program)
-        return Verification(
-            self.mesh.num_devices,
-            self.worst["output"],
-            self.worst["gradient"],
-            self.worst["op"],
-            tuple(self.mismatches),
-            self.program.redistributes,
-            self.tolerance,
-        )
-
-    def _load(self, record: LoadPlaceholder) -> None:
-        self.world.do(record, self.values)
-        self._run_unsharded(record.slot.value[0])
+        worst = self.worst["output"], self.worst["gradient"], self.worst["op"]
+        return Verification(self.mesh.num_devices, *worst, tuple(self.mismatches), self.program.redistributes, self.tolerance)
 
     def _run_unsharded(self, i: int) -> None:
         self.unsharded.do(i)
@@ -261,21 +250,21 @@ class _Comparison:
 
     def _redistribute(self, record: Redistribute) -> None:
         try:
-            self.world.do(record, self.values)
+            self.simulated.do(record, self.values)
         except (RuntimeError, ValueError, IndexError) as error:
-            self._repair(record.target, _first_line(error))
+            self._repair(record.target, error)
 
     def _run(self, record: RunOp) -> None:
         self._run_unsharded(record.op)
-        self.world.random = random = self.unsharded.random_before
+        self.simulated.random = random = self.unsharded.random_before
         try:
-            outputs = self.world.run(record)
+            outputs = self.simulated.run(record)
             if _is_per_shard(record):
                 self._check_shards(record, outputs, random)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             for slot in record.outputs:
                 if slot is not None:
-                    self._repair(slot, _first_line(error))
+                    self._repair(slot, error)
             return
         for k, slot in enumerate(record.outputs):
             if slot is not None:
@@ -283,11 +272,11 @@ class _Comparison:
 
     def _check_shards(self, record: RunOp, outputs: list[tuple], random: Tensor) -> None:
         """ValueError where a rank has not drawn, from this state, what belongs to its shard of a tensor that is drawn per shard."""
-        for rank, drawn in zip(self.world.ranks, outputs, strict=True):
-            region, own = record.kernel.region, [self.world.held[slot.name][rank.number] for slot in record.inputs]  # type: ignore[union-attr]
+        for rank, drawn in zip(self.simulated.ranks, outputs, strict=True):
+            region, own = record.kernel.region, [self.simulated.held[slot.name][rank.number] for slot in record.inputs]  # type: ignore[union-attr]
             bounds = rank_bounds(region.shape, region.layout, self.mesh, rank.place)
             first = sum(lo * math.prod(region.shape[d + 1 :]) for d, (lo, _) in enumerate(bounds))
-            with from_state(random, self.world.device):
+            with from_state(random, self.simulated.device):
                 expected = as_outputs(record.kernel.drawn(rank, arguments(record, own, rank.number), first))  # type: ignore[union-attr]
             if any(gap(x, y) > 0 for x, y in zip(drawn, expected, strict=True)):
                 raise ValueError(f"rank {rank.number} does not draw what belongs to its shard, which begins at element {first}")
@@ -310,40 +299,34 @@ class _Comparison:
                 self._repair(slot, self._explain(slot, tensors))
             return
         self.worst["op"] = max(self.worst["op"], error)
-        self.world.held[slot.name] = tensors
+        self.simulated.held[slot.name] = tensors
 
     def _is_decided_by_rounding(self, record: RunOp, slot: Slot, tensors: list[Tensor]) -> bool:
         """Whether the inputs of all ranks are right, and the op on one device makes of these inputs what the ranks have."""
         inputs = []
         for source in record.inputs:
-            held, right = self.world.held[source.name], self.unsharded.held[source.value]
+            held, right = self.simulated.held[source.name], self.unsharded.held[source.value]
             if draws(record.target) or self._error(held, source, right, self.op_tolerance) > self.op_tolerance:
                 return False
             inputs.append(joined(held, source.layout, self.mesh).to(right.dtype))
         output, other = (
             self.unsharded.apply(record.op, ins)[slot.value[1]]
-            for ins in (inputs, [_perturbed(x, self.eps, self.seed + k) for k, x in enumerate(inputs)])
+            for ins in (inputs, [perturbed(x, self.eps, self.seed + k) for k, x in enumerate(inputs)])
         )
         noise = gap(output, other) if output.is_floating_point() or output.is_complex() else 0.0
         return distance(tensors, slot.layout, self.mesh, output) <= max(self.op_tolerance * largest(output), NOISE * noise)
 
     def _error(self, tensors: list[Tensor], slot: Slot, expected: Tensor, tolerance: float) -> float:
         apart = distance(tensors, slot.layout, self.mesh, expected)
-        size = largest(expected)
-        if apart == 0.0 or size == 0.0:
-            return apart
-        if apart <= tolerance * size:
-            return apart / size
-        noise = max(gap(self.unsharded.held[slot.value], self.perturbed.held[slot.value]), _step(expected))
-        return apart / max(size, NOISE * noise / tolerance if noise < math.inf else 0.0)
+        rounded, other = self.unsharded.held[slot.value], self.perturbed.held[slot.value]
+        return relative_error(apart, expected, partial(gap, rounded, other), tolerance)
 
-    def _repair(self, slot: Slot, actual: str) -> None:
-        op = self.graph.ops[slot.value[0]]
-        self.mismatches.append(Mismatch(op.name, slot.value[1], text(slot.layout), actual))
+    def _repair(self, slot: Slot, actual: str | Exception) -> None:
+        self.mismatches.append(failure(self.graph, slot, actual))
         self._hold_right(slot)
 
     def _hold_right(self, slot: Slot) -> None:
-        self.world.held[slot.name] = local_tensors(self.unsharded.held[slot.value], slot.layout, self.mesh)
+        self.simulated.held[slot.name] = local_tensors(self.unsharded.held[slot.value], slot.layout, self.mesh)
 
     def _explain(self, slot: Slot, tensors: list[Tensor]) -> str:
         """A layout under which the local tensors are right, else their shape and dtype."""
@@ -362,7 +345,7 @@ class _Comparison:
             expected = self.reference[record.key].detach().to(getattr(torch, record.slot.dtype))  # a sum may have another dtype
             if self.is_random:
                 self._check_draws(record, expected)
-        error = self._error(self.world.held[record.slot.name], record.slot, expected, self.tolerance)
+        error = self._error(self.simulated.held[record.slot.name], record.slot, expected, self.tolerance)
         if error > self.tolerance:
             error = min(error, self._error_beside_rounding(record, expected))
         kind = "gradient" if kind == "gradient" else "output"
@@ -372,7 +355,7 @@ class _Comparison:
         """The error of a result relative to NOISE times its noise where that is larger than its size allows for."""
         if self.roundings is None:
             self.roundings = self._other_roundings()
-        held = self.world.held[record.slot.name]
+        held = self.simulated.held[record.slot.name]
         result = joined(held, record.slot.layout, self.mesh)
         noise = NOISE * noise_of(self.unsharded.held[record.slot.value], [results[record.key] for results in self.roundings])
         if result.shape != expected.shape or not math.isfinite(noise) or distance(held, record.slot.layout, self.mesh, result) > noise:
@@ -404,13 +387,38 @@ class _Comparison:
             )
 
 
+def least_precise(graphs: Iterable[Graph]) -> str:
+    """The least precise float type of the graphs' tensors."""
+    dtypes = {t.dtype for graph in graphs for op in graph.ops for t in op.outputs if t is not None}
+    floats = [REAL.get(dtype, dtype) for dtype in dtypes if REAL.get(dtype, dtype) in TOLERANCES]
+    return max(floats, key=list(TOLERANCES).index, default="float32")
+
+
+def relative_error(apart: float, expected: Tensor, noise_of: Callable[[], float], tolerance: float) -> float:
+    """The error of a tensor that is `apart` from the expected one (absolutely). noise_of: by how much rounding alone changes that one."""
+    size = largest(expected)
+    if apart == 0.0 or size == 0.0:
+        return apart
+    if apart <= tolerance * size:
+        return apart / size
+    noise = max(noise_of(), _step(expected))
+    return apart / max(size, NOISE * noise / tolerance if noise < math.inf else 0.0)
+
+
+def failure(graph: Graph, slot: Slot, actual: str | Exception) -> Mismatch:
+    """An output of an op that is not as planned. actual: what it is instead, or the error."""
+    if isinstance(actual, Exception):
+        actual = f"{type(actual).__name__}: {str(actual).splitlines()[0][:200] if str(actual) else ''}"
+    return Mismatch(graph.ops[slot.value[0]].name, slot.value[1], text(slot.layout), actual)
+
+
 def _is_per_shard(record: RunOp) -> bool:
     return isinstance(record.kernel, RandomKernel) and not record.kernel.in_full
 
 
 def out_of_order(program: RankProgram) -> list[Mismatch]:
     """Collectives that ranks of a group would issue in different orders."""
-    return [Mismatch(name_of(program, one.record), 0, *one.said(program)) for one in out_of_step(program)]
+    return [Mismatch(one.record(program).name, 0, *one.said(program)) for one in out_of_step(program)]
 
 
 def _step(x: Tensor) -> float:
@@ -433,7 +441,3 @@ def _layouts(tensor: Tensor, tensors: list, mesh: Mesh) -> list[Layout]:
         (layout for layout in possible if held == [rank_shape(shape, layout, mesh, c) for c in mesh.coordinates()]),
         key=lambda layout: sum(p == P() for p in layout),
     )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"

@@ -5,8 +5,10 @@ from .declared import checked_options as checked_options
 from .declared import defaults_of as defaults_of
 from .declared import having as having
 from .declared import options_of as options_of
+from .kinds import COUNTS as COUNTS
 from .kinds import OPTIMIZERS as OPTIMIZERS
 from .kinds import SIZE as SIZE
+from .kinds import SIZES as SIZES
 from .kinds import SWITCH as SWITCH
 from .kinds import TEXT as TEXT
 from .kinds import ValueKind as ValueKind
@@ -19,6 +21,8 @@ from .kinds import parse_bytes as parse_bytes
 from .kinds import parse_forbidden as parse_forbidden
 from .kinds import parse_pins as parse_pins
 from .kinds import recomputed as recomputed
+from .pipelines import SCHEDULES as SCHEDULES
+from .pipelines import PipelineOptions as PipelineOptions
 from .planning import SOLVERS as SOLVERS
 from .planning import TIME_LIMIT as TIME_LIMIT
 from .planning import Options as Options

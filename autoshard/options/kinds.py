@@ -35,7 +35,6 @@ class ValueKind:
     read: Callable[[str, Any], Any] = _as_typed
     typed: Any = str  # the type of what is typed: str, int, float, bool, or list[str] where the option is repeated
     schema: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of a value in a file
-    least: float | None = None  # of numbers
 
     def check_typed(self, name: str, typed: Any) -> None:
         """ValueError where what was typed is no value of this kind."""
@@ -78,7 +77,7 @@ def count(least: int = 1) -> ValueKind:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}; expected a whole number of {least} or more")
 
-    return ValueKind(check, typed=int, schema={"type": "integer", "minimum": least}, least=least)
+    return ValueKind(check, typed=int, schema={"type": "integer", "minimum": least})
 
 
 def number(least: float = 0.0, *, above: bool = False, finite: bool = True, unit: str = "") -> ValueKind:
@@ -92,6 +91,35 @@ def number(least: float = 0.0, *, above: bool = False, finite: bool = True, unit
             raise ValueError(f"{name} is {value!r}; expected a {'finite ' if value == math.inf else ''}{wanted}")
 
     return ValueKind(check, typed=float, schema={"type": "number", "exclusiveMinimum" if above else "minimum": least})
+
+
+def _check_counts(name: str, value: Any) -> None:
+    several = value if isinstance(value, (list, tuple)) else ()
+    if not several or any(not isinstance(one, int) or isinstance(one, bool) or one < 1 for one in several):
+        raise ValueError(f"{name} is {value!r}; expected whole numbers of 1 or more, for example (4, 8)")
+
+
+def _read_counts(name: str, typed: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in typed.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} is {typed!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
+    return tuple(map(int, parts))
+
+
+COUNTS = ValueKind(_check_counts, _read_counts)
+
+
+def some_of(known: Sequence[str]) -> ValueKind:
+    """Several of these words; on a command line with commas between them."""
+    one = one_of(known)
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise ValueError(f"{name} is {value!r}; expected some of {', '.join(known)}")
+        for word in value:
+            one.check(name, word)
+
+    return ValueKind(check, lambda name, typed: tuple(word.strip() for word in typed.split(",")))
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------------------------
@@ -122,6 +150,14 @@ def _read_bytes(name: str, typed: str) -> float:
 
 
 SIZE = ValueKind(_check_bytes, _read_bytes, str, {"type": "number", "minimum": 0})
+
+
+def _check_sizes(name: str, value: Any) -> None:
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        _check_bytes(name, one)
+
+
+SIZES = ValueKind(_check_sizes, lambda name, typed: tuple(_read_bytes(name, one) for one in typed), list[str])
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from autoshard.pipeline.schedules import SCHEDULES as SCHEDULES
 from autoshard.pipeline.schedules import Schedule as Schedule
 from autoshard.pipeline.schedules import Unit as Unit
 from autoshard.pipeline.schedules import schedule_of as schedule_of
+from autoshard.pipeline.stage_layouts import to_run as to_run
+from autoshard.pipeline.stage_layouts import with_schedule as with_schedule
 from autoshard.pipeline.submeshes import Cluster as Cluster
 from autoshard.pipeline.submeshes import Kind as Kind
-from autoshard.pipeline.to_run import to_run as to_run
-from autoshard.pipeline.to_run import with_schedule as with_schedule

@@ -14,30 +14,22 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.pipeline.configurations import Configuration, equal_parts, in_flight
-from autoshard.pipeline.interop import Nodes, Stage, SubMesh
 from autoshard.pipeline.pipeline_record import PipelineStage
 from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.stage_division import Nodes, Stage, SubMesh
+from autoshard.pipeline.stage_planner import StagePlanner
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable, Sums
 from autoshard.pipeline.submeshes import Cluster
 
 CHUNKS = 2  # parts per device of an interleaved schedule
-Parts = Sequence[tuple[str, tuple[tuple[int, int], ...]]]  # schedules, each with first and last layer of every part
+Ways = Sequence[tuple[str, Sequence[Stage]]]  # schedules, each with the parts of the model that it runs
 
 
 def planned_before(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
     """The configurations on sub-meshes that are planned already, without the grid."""
-    configurations = of_division(table, schedules)
-    for P in sorted({P for P, *_ in (grid_of(table) if len(table.cluster.kinds) == 1 else [])}):
-        u = submesh(table, table.cluster.num_devices // P)
-        configurations += of_equal_groups(table, schedules_and_parts(table, schedules, P), u)
-    return configurations
-
-
-def of_equal_groups(table: StageTable, pairs: Parts, u: int) -> list[Configuration]:
-    """Groups on sub-meshes of equal size under these schedules, with these parts."""
-    rows = [configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
-    return [row for row in rows if row is not None]
+    ways = [way for P in sorted({P for P, *_ in grid_of(table)}) for way in equal_groups(table, schedules, P)]
+    return [*of_division(table, schedules), *configurations("equal", table, ways)]
 
 
 def of_division(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
@@ -45,8 +37,8 @@ def of_division(table: StageTable, schedules: Sequence[str]) -> list[Configurati
     division = table.division()
     if division is None:
         return []
-    rows = [configuration("planned", table, name, division.stages) for name in _single_chunk(table, schedules, len(division.stages))]
-    return [row for row in rows if row is not None]
+    names = _single_chunk(table, schedules, len(division.stages))
+    return configurations("planned", table, [(name, division.stages) for name in names])
 
 
 def _single_chunk(table: StageTable, schedules: Sequence[str], stages: int) -> list[str]:
@@ -55,13 +47,14 @@ def _single_chunk(table: StageTable, schedules: Sequence[str], stages: int) -> l
     return names[:1] if stages == 1 or not table.training else names
 
 
-def schedules_and_parts(table: StageTable, schedules: Sequence[str], P: int) -> Parts:
-    """The schedules that P equal groups can run, each with the parts that it needs."""
-    parts, finer = equal_parts(table.layers.count, P), equal_parts(table.layers.count, CHUNKS * P)
-    pairs = [(name, parts) for name in _single_chunk(table, schedules, P)] if parts else []
+def equal_groups(table: StageTable, schedules: Sequence[str], P: int) -> Ways:
+    """The schedules that P groups on equal sub-meshes can run, each with the parts that it needs."""
+    u = submesh(table, table.cluster.num_devices // P)
+    parts, finer = ([Stage(a, b, u) for a, b in equal_parts(table.layers.count, n) or ()] for n in (P, CHUNKS * P))
+    ways = [(name, parts) for name in _single_chunk(table, schedules, P)] if parts else []
     if "interleaved_1f1b" in schedules and P > 1 and finer and table.training:
-        pairs.append(("interleaved_1f1b", finer))
-    return pairs
+        ways.append(("interleaved_1f1b", finer))
+    return ways
 
 
 def submesh(table: StageTable, devices: int) -> int:
@@ -70,9 +63,9 @@ def submesh(table: StageTable, devices: int) -> int:
 
 
 def grid_of(table: StageTable) -> list[tuple[int, int, int]]:
-    """(P, D, H) with P D H = devices, stages that tile the nodes."""
+    """(P, D, H) with P D H = devices, stages that tile the nodes; none on several kinds of nodes."""
     n, sizes = table.cluster.num_devices, {s.size for s in table.cluster.submeshes}
-    stage_sizes = [m for m in sorted(sizes) if n % m == 0 and n // m <= table.layers.count]
+    stage_sizes = [m for m in sorted(sizes) if n % m == 0 and n // m <= table.layers.count and len(table.cluster.kinds) == 1]
     return [(n // m, m // H, H) for m in stage_sizes for H in range(1, m + 1) if m % H == 0]
 
 
@@ -85,18 +78,16 @@ def has_room(table: StageTable, point: tuple[int, int, int]) -> bool:
 def grid_point(table: StageTable, schedules: Sequence[str], point: tuple[int, int, int], sums: Sums) -> list[Configuration]:
     """The same stages under every schedule, all as planned in `sums`."""
     P, D, H = point
-    u = submesh(table, D * H)
-    configurations = [
-        configuration("grid", table, name, [Stage(a, b, u) for a, b in parts], sums)
-        for name, parts in schedules_and_parts(table, schedules, P)
-    ]
-    return [replace(c, data=D, tensor=H) for c in configurations if c is not None]
+    return [replace(c, data=D, tensor=H) for c in configurations("grid", table, equal_groups(table, schedules, P), sums)]
 
 
-def configuration(
-    way: str, table: StageTable, schedule: str, parts: Sequence[Stage], pinned: Sums | None = None
-) -> Configuration | None:
-    """The configuration with the best combination that fits for every part; None where no combination of a part fits."""
+def configurations(way: str, table: StageTable, ways: Ways, pinned: Sums | None = None) -> list[Configuration]:
+    """Those for every part of which some combination fits, with the best one that does. pinned: instead, all parts as planned there."""
+    rows = [_configuration(way, table, schedule, parts, pinned) for schedule, parts in ways]
+    return [row for row in rows if row is not None]
+
+
+def _configuration(way: str, table: StageTable, schedule: str, parts: Sequence[Stage], pinned: Sums | None) -> Configuration | None:
     chunks = CHUNKS if schedule == "interleaved_1f1b" else 1
     groups = len(parts) // chunks
     held = in_flight(schedule_of(schedule, groups, table.K, chunks))
@@ -125,8 +116,7 @@ def described(best: Configuration, table: StageTable) -> tuple[PipelineStage, ..
     stages = []
     for v, (part, option, combination) in enumerate(zip(best.parts, best.options, best.combinations)):
         d = v % best.groups
-        program = stage_program(table.layers, part.first, part.last)
-        program = program.recomputed() if combination.recompute else program
+        program = stage_program(table.layers, part.first, part.last, recompute=combination.recompute)
         layouts = dict(zip((op.name for op in program.graph.ops), option.layouts, strict=True))
         parameters = {name: layouts[name].outputs[0] or "" for name in program.graph.parameters}
         kind = table.cluster.kinds[table.cluster.submeshes[part.submesh].kind]
@@ -179,7 +169,7 @@ def place(wanted: Sequence[SubMesh], cluster: Cluster) -> list[tuple[int, ...]]:
     return [ranks[i] for i in range(len(wanted))]
 
 
-def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuration) -> tuple[dict[str, Any], ...]:
+def speed_ups(cluster: Cluster, planners: Sequence[StagePlanner], best: Configuration) -> tuple[dict[str, Any], ...]:
     """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers, on sub-meshes that the
     search considered, or that have all these devices; where nothing fits on these, on all sub-meshes), and on all of them.
 
@@ -190,7 +180,7 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
         return ()
     M, n = cluster.kinds[0].devices, cluster.num_devices
     counts = [m for m in range(1, n) if (m < M and M % m == 0) or (m % M == 0 and n % m == 0)]
-    rows: list[dict[str, Any]] = [{"devices": m, "seconds": _seconds_on(cluster, tables, best, m)} for m in counts]
+    rows: list[dict[str, Any]] = [{"devices": m, "seconds": _seconds_on(cluster, planners, best, m)} for m in counts]
     rows.append({"devices": n, "seconds": best.seconds})
     base = next(row for row in rows if row["seconds"])
     for row in rows:
@@ -199,22 +189,22 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
     return tuple(rows)
 
 
-def _seconds_on(cluster: Cluster, tables: Sequence[StageTable], best: Configuration, m: int) -> float | None:
+def _seconds_on(cluster: Cluster, planners: Sequence[StagePlanner], best: Configuration, m: int) -> float | None:
     """On the first m devices of the cluster; None where no division of any number of microbatches fits."""
-    M, u_of_all = cluster.kinds[0].devices, submesh(tables[0], m)
+    M, u_of_all = cluster.kinds[0].devices, submesh(planners[0].table, m)
     nodes = (Nodes(max(1, m // M), min(m, M)),)
-    hopeful = [table for table in tables if table.held_bytes / m <= table.memory(cluster.submeshes[u_of_all])]
-    for table in hopeful:
-        if table.K == best.microbatches and u_of_all not in table.known:
-            table.plan_on(u_of_all)
-    divisions = [division for table in hopeful if (division := table.division(m, nodes))]
+    hopeful = [one for one in planners if one.table.held_bytes / m <= one.table.memory(cluster.submeshes[u_of_all])]
+    for one in hopeful:
+        if one.table.K == best.microbatches and u_of_all not in one.table.known:
+            one.plan_on(u_of_all)
+    divisions = [division for one in hopeful if (division := one.table.division(m, nodes))]
     if divisions:
         return min(division.seconds for division in divisions)
     smaller = sorted((u for u, s in enumerate(cluster.submeshes) if s.size < m), key=lambda u: -cluster.submeshes[u].size)
-    for table in sorted(hopeful, key=lambda table: -table.K):  # of a smaller microbatch less is saved
+    for one in sorted(hopeful, key=lambda one: -one.table.K):  # of a smaller microbatch less is saved
         for u in smaller:
-            if u not in table.known:
-                table.plan_on(u)
-                if division := table.division(m, nodes):
+            if u not in one.table.known:
+                one.plan_on(u)
+                if division := one.table.division(m, nodes):
                     return division.seconds
     return None

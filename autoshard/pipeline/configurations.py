@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from autoshard.mesh import Mesh
-from autoshard.pipeline.interop import Stage, step_seconds
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule, schedule_of
+from autoshard.pipeline.stage_division import Stage, step_seconds
 from autoshard.solution import Placed
 
 
@@ -36,7 +36,6 @@ class StageOption:
     update: float = 0.0  # by the optimizer
     hides: float = 0.0  # kernels of the backward pass, with which reductions of gradients can overlap
     bound: float = 0.0  # proven: no layouts have less f + b + o / K with bytes at that price, without arrivals
-    price: float = 0.0  # of a byte, in units of its seconds over the slowest axis
     mesh: tuple[int, ...] = ()
     recompute: bool = False
     layouts: tuple[Placed, ...] = ()  # by op of the stage's graph, in order
@@ -111,7 +110,7 @@ class Configuration:
 
     @property
     def bottleneck_seconds(self) -> float:
-        """T of `interop`: of a pipeline without other idle time than filling and draining it."""
+        """T of `stage_division`: of a pipeline without other idle time than filling and draining it."""
         across = [a + b for a, b in zip(self.transfer, self.transfer_back)][: len(self.parts) - 1]
         return step_seconds([o.seconds(self.microbatches) for o in self.options], across, self.microbatches)
 

@@ -2,8 +2,8 @@
 
 for every K   graph     = capture_deep(model, inputs of one microbatch)       the program of a microbatch
               layers    = layers_of(graph)                                    a chain that can be divided into stages
-              table     = StageTable(...)                                     every stage, estimated from plans of single units
-              division  = table.division()                                    stages and sub-meshes of least T
+              planner   = StagePlanner(StageTable(...))                       every stage, estimated from plans of single units
+              division  = planner.table.division()                            stages and sub-meshes of least T
 configurations                        that division, equal parts, every data x tensor x pipeline; simulated under every schedule (`search`)
 the best configuration                each stage planned as one program; repeated while another configuration is estimated to be faster
 
@@ -15,64 +15,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.capture import Depth, capture_deep, in_turn, same_but_for_sizes
-from autoshard.cost import OPTIMIZERS
 from autoshard.cycles import no_search_for_cycles
 from autoshard.graph import Graph
-from autoshard.mesh import Mesh
+from autoshard.options import PipelineOptions
 from autoshard.pipeline.choices import described, planned_before, speed_ups
-from autoshard.pipeline.configurations import Configuration, StageOption, fastest_first, in_flight
-from autoshard.pipeline.interop import least_bottleneck
+from autoshard.pipeline.configurations import Configuration, fastest_first, in_flight
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of, microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.search import choices_of
-from autoshard.pipeline.stage_plans import Job, SharedOnMesh, options_on_mesh
-from autoshard.pipeline.stage_tables import PRICES, StageTable
+from autoshard.pipeline.stage_division import least_bottleneck
+from autoshard.pipeline.stage_planner import PRICES, StagePlanner
+from autoshard.pipeline.stage_plans import JobRunner
+from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster
 from autoshard.planning import Infeasible, Progress, Stopwatch, bytes_text, checked_options
-
-RECOMPUTE = ("auto", "never", "always")
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """The options of the search for a pipeline, beside the model and the cluster."""
-
-    training: bool = True
-    optimizer: str = "adamw"
-    memory_limit: float | None = None  # bytes per device; None: the device's own memory
-    microbatches: Sequence[int] | None = None  # numbers to try; None: the powers of two that divide the batch, 32 at most
-    schedules: Sequence[str] = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
-    layers: int | None = None  # the number of layers that the model is clustered into
-    stages: int | None = None  # device groups of the pipeline; None: as many as is best
-    recompute: str = "auto"  # whether stages may recompute their activations: auto, never, always
-    unit_seconds: float = 0.0  # that the runtime takes for each forward and each backward of a microbatch, beside kernels
-    budgets: Sequence[float] = ()  # bytes per device: further limits to report on
-    grid: bool = True  # also consider data x tensor x pipeline with fixed layouts
-    witness: bool = False
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute is {self.recompute!r}; expected {', '.join(RECOMPUTE)}")
-        if not self.schedules or any(name not in SCHEDULES for name in self.schedules):
-            raise ValueError(f"schedules is {list(self.schedules)!r}; expected some of {', '.join(SCHEDULES)}")
-        for limit in (self.memory_limit, *self.budgets):
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
-                raise ValueError(f"a memory limit is {limit!r}; expected a positive number of bytes per device")
-        if not isinstance(self.microbatches, (list, tuple, type(None))):
-            raise ValueError(f"microbatches is {self.microbatches!r}; expected the numbers to try, for example (4, 8)")
-        for count in (*(self.microbatches or ()), *(() if self.stages is None else (self.stages,))):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"microbatches or stages has {count!r}; expected whole numbers of 1 or more")
 
 
 @in_turn
@@ -106,44 +69,15 @@ def pipeline(
     return replace(search.answer(), assumptions={**search.assumptions(), **(assumptions or {})})
 
 
-class Planners:
-    """Runs jobs, equal ones once, in this process or in an executor."""
-
-    def __init__(self, executor: Executor | None):
-        self.executor = executor
-        self.known: dict[tuple, tuple[StageOption, ...]] = {}
-        self.shared: dict[Mesh, SharedOnMesh] = {}  # in this process, by the jobs of one number of microbatches
-        self.microbatches = 0
-
-    def run(self, jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
-        by_mesh: dict[Mesh, dict[tuple, Job]] = {}
-        for job in jobs:
-            if job.key not in self.known:
-                by_mesh.setdefault(job.mesh, {})[job.key] = job
-        batches = [list(new.values()) for new in by_mesh.values()]
-        answers = map(self._run_here, batches) if self.executor is None else self.executor.map(options_on_mesh, batches)
-        for new, of_mesh in zip(by_mesh.values(), answers, strict=True):
-            self.known.update(zip(new, of_mesh, strict=True))
-        return [self.known[job.key] for job in jobs]
-
-    def _run_here(self, batch: Sequence[Job]) -> list[tuple[StageOption, ...]]:
-        mesh = batch[0].mesh
-        if batch[0].microbatches != self.microbatches:  # tensors of other sizes
-            self.shared, self.microbatches = {}, batch[0].microbatches
-        if mesh not in self.shared:
-            self.shared[mesh] = SharedOnMesh(mesh)
-        return options_on_mesh(batch, self.shared[mesh])
-
-
 class _Search:
-    """One search. The table of each K is kept: the stages of the best configuration are planned with it."""
+    """One search. The planner of each K is kept: the stages of the best configuration are planned with it."""
 
     def __init__(self, model: torch.nn.Module, inputs: Any, cluster: Cluster, options: PipelineOptions, executor: Executor | None,
                  progress: Progress | None):  # fmt: skip
         self.model, self.inputs, self.cluster, self.options = model, inputs, cluster, options
-        self.planners = Planners(executor)
+        self.jobs = JobRunner(executor)
         self.watch = Stopwatch(progress)
-        self.tables: dict[int, StageTable] = {}
+        self.planners: dict[int, StagePlanner] = {}  # by K
         self.captures: dict[str, str] = {}
         self.few: dict[int, Graph] = {}  # the graphs of few layers, by K
         self.tested: Depth | None = None  # of the last capture that was tiled
@@ -155,7 +89,7 @@ class _Search:
                 self._capture(K)
         with self.watch.phase("plan", "planning layers", 0.3):
             configurations = choices_of(
-                list(self.tables.values()), options.schedules, grid=options.grid, everything=bool(options.budgets), wanted=self._wanted,
+                list(self.planners.values()), options.schedules, grid=options.grid, everything=bool(options.budgets), wanted=self._wanted,
                 progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
             )  # fmt: skip
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
@@ -190,14 +124,13 @@ class _Search:
         graph, depth = capture_deep(self.model, inputs, training=options.training, witness=options.witness, tested=self.tested)
         self.captures, self.tested = self.captures or depth.noted, depth if depth.tiled else self.tested
         few, layers = depth.few or graph, layers_of(graph, options.layers)
-        larger = [k for k in sorted(self.tables, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]
+        larger = [k for k in sorted(self.planners, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]
+        tables = [self.planners[k].table for k in larger]
         table = StageTable(
-            self.cluster, layers, K, optimizer=options.optimizer, limit=options.memory_limit, recompute=options.recompute,
-            run=self.planners.run, unit_seconds=options.unit_seconds,
-            larger=[self.tables[k] for k in larger if self.tables[k].layers.starts == layers.starts],
+            self.cluster, layers, K, options.optimizer, options.memory_limit, options.recompute, options.unit_seconds,
+            larger=[one for one in tables if one.layers.starts == layers.starts],
         )  # fmt: skip
-        self.few[K] = few
-        self.tables[K] = table
+        self.few[K], self.planners[K] = few, StagePlanner(table, self.jobs.run)
 
     def _settled(self, estimates: list[Configuration]) -> tuple[Configuration | None, list[Configuration]]:
         """The fastest configuration with planned stages, once no estimate is faster; and all configurations, planned or estimated."""
@@ -213,24 +146,21 @@ class _Search:
 
     def _planned(self, estimate: Configuration) -> Configuration:
         """The configuration with every stage planned as one program; where a stage does not fit, with a higher price on memory."""
-        table = self.tables[estimate.microbatches]
-        held = in_flight(estimate.order)
-        chunks = estimate.order.chunks
-        jobs = []
-        for part, combination, q in zip(estimate.parts, estimate.combinations, held):
-            jobs.append(table.stage_job(part.first, part.last, combination, (combination.price,), q))
+        planner, held = self.planners[estimate.microbatches], in_flight(estimate.order)
+        jobs = [planner.stage_job(*of) for of in zip(estimate.parts, estimate.combinations, held)]
         chosen = []
-        for v, (job, answers) in enumerate(zip(jobs, self.planners.run(jobs))):
-            limit = estimate.memory[v % estimate.groups] / chunks
+        for v, (job, answers) in enumerate(zip(jobs, self.jobs.run(jobs))):
+            limit = estimate.memory[v % estimate.groups] / estimate.order.chunks
             option = answers[0] if answers else None
             higher = [p for p in (*PRICES, 1.0, 10.0) if p > job.prices[0]]
             while (option is None or option.bytes(held[v]) > limit) and higher and not job.pins:
-                (answers,) = self.planners.run([replace(job, prices=(higher.pop(0),))])
+                (answers,) = self.jobs.run([replace(job, prices=(higher.pop(0),))])
                 option = answers[0] if answers else option
             if option is None:  # its pins exclude each other
                 return replace(estimate, memory=(0.0,) * estimate.groups, exact=True)
-            exchange = table.exchange_seconds(estimate.parts[v])
-            chosen.append(replace(option, once=option.once + exchange))
+            part = estimate.parts[v]
+            exchange = planner.table.exchange_seconds(self.cluster.submeshes[part.submesh])[part.first, part.last]
+            chosen.append(replace(option, once=option.once + float(exchange)))
         return replace(estimate, options=tuple(chosen), exact=True)
 
     # -- the record and messages --
@@ -239,22 +169,12 @@ class _Search:
         fitting = fastest_first(configurations)
         others = sorted((c for c in configurations if not c.fits), key=lambda c: (c.groups, c.microbatches, c.seconds))
         rows = [best.row(), *(c.row() for c in [*fitting, *others] if c is not best)]
-        bound = min([*(table.bound for table in self.tables.values()), best.seconds])
+        bound = min([*(planner.bound for planner in self.planners.values()), best.seconds])
+        stages, speed_up = described(best, self.planners[best.microbatches].table), speed_ups(self.cluster, self._with_plans(), best)
         return Pipeline(
-            seconds=best.seconds,
-            bound=bound,
-            peak_bytes=max(best.run.peak_bytes),
-            bubble=best.run.bubble,
-            exposed_communication=best.exposed_communication,
-            schedule=best.schedule,
-            microbatches=best.microbatches,
-            way=best.way,
-            stages=described(best, self.tables[best.microbatches]),
-            configurations=tuple(rows),
-            speed_up=speed_ups(self.cluster, [t for t in self.tables.values() if t.is_planned], best),
-            budgets=tuple(budgets),
-            seconds_spent=self.watch.seconds()["cpu"],
-        )
+            best.seconds, bound, max(best.run.peak_bytes), best.run.bubble, best.exposed_communication, best.schedule, best.microbatches,
+            best.way, stages, tuple(rows), speed_up, tuple(budgets), seconds_spent=self.watch.seconds()["cpu"],
+        )  # fmt: skip
 
     def assumptions(self) -> dict[str, Any]:
         kinds = [
@@ -262,20 +182,24 @@ class _Search:
              "inter_node_bandwidth": k.inter_node_bandwidth, "memory": self.options.memory_limit or k.memory}
             for k in self.cluster.kinds
         ]  # fmt: skip
-        layers = next(iter(self.tables.values())).layers
+        layers = next(iter(self.planners.values())).table.layers
         return {
             "cluster": kinds, "training": self.options.training, "optimizer": self.options.optimizer, "recompute": self.options.recompute,
-            "layers": layers.count, "batch": batch_of(self.inputs), "microbatches": sorted(self.tables), **self.captures,
+            "layers": layers.count, "batch": batch_of(self.inputs), "microbatches": sorted(self.planners), **self.captures,
             "schedules": list(self.options.schedules), "layers_asked": self.options.layers,
         }  # fmt: skip
+
+    def _with_plans(self) -> list[StagePlanner]:
+        """Those that planned stages on some sub-mesh."""
+        return [planner for planner in self.planners.values() if planner.table.known]
 
     def _budgets(self) -> list[dict]:
         """The best configuration of the same tables under each further limit."""
         rows = []
         for limit in self.options.budgets:
             configurations: list[Configuration] = []
-            for table in [t for t in self.tables.values() if t.is_planned]:
-                configurations += planned_before(table.under(limit), self.options.schedules)
+            for planner in self._with_plans():
+                configurations += planned_before(planner.table.under(limit), self.options.schedules)
             best = next(iter(fastest_first(configurations)), None)
             row = {"memory_bytes": limit, "seconds": None, "stages": None, "microbatches": None, "schedule": None, "peak_bytes": None}
             if best is not None:
@@ -286,19 +210,17 @@ class _Search:
 
     def _nothing_fits(self) -> Infeasible:
         """Which constraint to relax: the memory limit and how far, recomputation, microbatches or devices."""
-        limit = max(table.memory(s) for table in self.tables.values() for s in self.cluster.submeshes)
-        needs: dict[int, float] = {}
-        for K, table in self.tables.items():
-            if table.is_planned:
-                needs[K] = least_bottleneck(table.least_bytes(), self.cluster.tiling)
+        tables = [planner.table for planner in self._with_plans()]
+        limit = max(table.memory(s) for table in tables for s in self.cluster.submeshes)
+        needs = {table.K: least_bottleneck(table.least_bytes(), self.cluster.tiling) for table in tables}
         K = min(needs, key=lambda k: (needs[k], k))
-        table, need = self.tables[K], f"{_least(needs[K])} (with {K} microbatches)"
+        need = f"{_least(needs[K])} (with {K} microbatches)"
         any_stages = self.options.stages is None  # of which the needs are
         words = [f"raise the memory limit to {need}"]
         if not any_stages:
             words = ["raise the memory limit", f"leave the number of stages free, which needs {need}"]
-        if self.options.recompute == "never" and table.training:
-            again = least_bottleneck(table.with_recompute().least_bytes(), self.cluster.tiling)
+        if self.options.recompute == "never" and self.planners[K].table.training:
+            again = least_bottleneck(self.planners[K].with_recompute().least_bytes(), self.cluster.tiling)
             words.append(f"allow recomputation, which needs {_least(again)}" if any_stages else "allow recomputation")
         largest = batch_of(self.inputs)
         if K == max(needs) and K < largest:

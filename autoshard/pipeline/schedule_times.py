@@ -10,6 +10,9 @@ receive when its unit is next, and gloo and NCCL send to a posted receive only. 
     nccl   what a pair of devices sends to and fro runs one after the other: one stream per pair (ProcessGroupNCCL, getKeySendRecv)
     gloo   the word that a receive is posted follows the data that its device is sending to the same one: on a link of 20 Mbit/s, 16
            transfers of 26 ms there and back took 0.42 s and not 0.29 (benchmarks/cluster/pipeline.py)
+
+The order in which transfers take a link, or a pair of devices, depends on when they are ready and received. So this is no list of tasks for
+`simulate.run_tasks`, in which every stream has its order beforehand.
 """
 
 from __future__ import annotations
@@ -93,8 +96,11 @@ def run(
         B = [b - w for b, w in zip(both, W)]
     else:
         B = both
-    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, send, send_back, per_part(latency, n, "latency"), chains,
-                         schedule.name in RECEIVES_IN_TURN if in_turn is None else in_turn, backend).run()  # fmt: skip
+    late = per_part(latency, n, "latency")
+    transfers = {("F", v + 1): (send[v], min(late[v], send[v])) for v in range(n - 1)}
+    transfers |= {("B", v): (send_back[v], min(late[v], send_back[v])) for v in range(n - 1)}
+    waits = schedule.name in RECEIVES_IN_TURN if in_turn is None else in_turn
+    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, transfers, chains, "in turn" if waits else backend).run()
     ends = [0.0] * p
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
@@ -141,52 +147,52 @@ Message = tuple[int, str, int, int]  # chain, kind, part and microbatch of the u
 
 
 class _Clock:
-    """Event by event. Device d of chain c has the number c p + d; send, send_back: `transfer` and `transfer_back` of `run`."""
+    """Event by event. Device d of chain c has the number c p + d.
 
-    def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], send: list[float], send_back: list[float],
-                 latency: list[float], chains: int, in_turn: bool, backend: str):  # fmt: skip
-        self.schedule, self.seconds, self.latencies, self.chains, self.in_turn = schedule, seconds, latency, chains, in_turn
-        self.send, self.send_back = send, send_back
-        self.p, self.n = schedule.devices, schedule.parts
-        self.order = schedule.order * chains
-        self.at, self.free, self.busy = [0] * len(self.order), [0.0] * len(self.order), [False] * len(self.order)
+    transfers: by kind and part of the unit that reads it, its seconds, and of these the latency. receives: in turn, nccl or gloo.
+    A transfer begins once it is offered (its data is ready) and posted (its sender knows that it is received).
+    """
+
+    def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], transfers: dict[tuple[str, int], tuple[float, float]],
+                 chains: int, receives: str):  # fmt: skip
+        self.schedule, self.seconds, self.transfers, self.chains, self.receives = schedule, seconds, transfers, chains, receives
+        self.p = p = schedule.devices
+        self.order = [[(kind, chunk * p + d, i) for kind, i, chunk in units] for d, units in enumerate(schedule.order)]
+        self.at, self.free, self.busy = [0] * (p * chains), [0.0] * (p * chains), [False] * (p * chains)
         self.arrived: dict[Message, float] = {(c, "F", 0, i): 0.0 for c in range(chains) for i in range(schedule.microbatches)}
-        self.offered: dict[Message, tuple[float, float]] = {}  # when its data was ready, seconds of its transfer
-        self.link_free: dict[tuple[int, int], float] = {}  # by sender and receiver, shared by all chains
-        self.pair_free: dict[tuple[int, int, int], float] = {}  # by chain and both devices
-        self.serial_pairs = not in_turn and backend == "nccl"
+        self.offered: dict[Message, float] = {}
+        self.posted: dict[Message, float] = {}
         self.posts: dict[tuple[int, int], list[tuple[str, int, int]]] = {}  # by device and the number of units that it has run
-        if not in_turn:
-            for (kind, v, i), count in posted_after(schedule).items():
-                self.posts.setdefault((v % self.p, count), []).append((kind, v, i))
-        self.posted: dict[Message, float] = {}  # when a sender has the word that the receive is posted
+        if receives == "in turn":
+            self.posts = {(d, k): [unit] for d, units in enumerate(self.order) for k, unit in enumerate(units)}
+        else:
+            for unit, count in posted_after(schedule).items():
+                self.posts.setdefault((unit[1] % p, count), []).append(unit)
+        self.link_free: dict[tuple[int, int], float] = {}  # by sender and receiver, shared by all chains
+        self.pair_free: dict[tuple[int, int, int], float] = {}  # by chain and both devices: of nccl
         self.running: list[tuple[float, int, float]] = []  # (end, device, start)
         self.spans: list[list[Span]] = [[] for _ in range(chains)]
         self.sends: list[list[Span]] = [[] for _ in range(chains)]
 
     def run(self) -> tuple[list[Span], list[Span]]:
         """Units in the order of their ends, ties by device, and transfers; of the chain that ends last."""
-        for x in range(len(self.order)):
+        for x in range(len(self.at)):
             self._post(x, 0.0)
             self._begin(x)
         while self.running:
             self._finish(*heapq.heappop(self.running))
-        self._refuse_deadlocks()
+        for d, units in enumerate(self.order):
+            if self.at[d] < len(units):
+                kind, i, chunk = self.schedule.order[d][self.at[d]]
+                raise ValueError(f"schedule {self.schedule.name}: device {d} waits for ever to run {kind} of microbatch {i}, chunk {chunk}")
         last = max(range(self.chains), key=lambda c: max((span.end for span in self.spans[c]), default=0.0))
         return self.spans[last], self.sends[last]
 
-    def _next(self, x: int) -> tuple[str, int, int, int, int]:
-        """Kind and microbatch of the unit that a device runs next or runs, its part of the model, chain and device."""
-        kind, i, chunk = self.order[x][self.at[x]]
-        c, d = divmod(x, self.p)
-        return kind, i, chunk * self.p + d, c, d
-
     def _begin(self, x: int) -> None:
-        if self.at[x] == len(self.order[x]) or self.busy[x]:
+        c, d = divmod(x, self.p)
+        if self.busy[x] or self.at[x] == len(self.order[d]):
             return
-        kind, i, v, c, _ = self._next(x)
-        if self.in_turn and (c, kind, v, i) in self.offered:
-            self._carry((c, kind, v, i), self.free[x])
+        kind, v, i = self.order[d][self.at[x]]
         ready = self.free[x] if kind == "W" else self.arrived.get((c, kind, v, i))
         if ready is not None:
             start = max(self.free[x], ready)
@@ -194,57 +200,47 @@ class _Clock:
             heapq.heappush(self.running, (start + self.seconds[kind][v], x, start))
 
     def _finish(self, end: float, x: int, start: float) -> None:
-        kind, i, v, c, d = self._next(x)
+        c, d = divmod(x, self.p)
+        kind, v, i = self.order[d][self.at[x]]
         self.spans[c].append(Span(d, kind, i, v, start, end))
         self.at[x] += 1
         self.free[x], self.busy[x] = end, False
-        if kind == "F" and v + 1 < self.n:
-            self._send((c, "F", v + 1, i), v, end, self.send[v])
-        elif kind == "F":
+        if kind == "F" and v + 1 == self.schedule.parts:
             self.arrived[c, "B", v, i] = end  # the loss is in the last part
-        elif kind == "B" and v > 0:
-            self._send((c, "B", v - 1, i), v, end, self.send_back[v - 1])
+        elif kind == "F" or (kind == "B" and v > 0):
+            self._offer((c, kind, v + 1 if kind == "F" else v - 1, i), d, end)
         self._post(x, end)
         self._begin(x)
 
-    def _send(self, message: Message, v: int, end: float, seconds: float) -> None:
-        c, _, to, _ = message
-        a, b = v % self.p, to % self.p
-        if a == b or not seconds:
+    def _offer(self, message: Message, sender: int, end: float) -> None:
+        c, kind, to, _ = message
+        receiver = to % self.p
+        if receiver == sender or not self.transfers[kind, to][0]:
             self.arrived[message] = end
         else:
-            self.offered[message] = (end, seconds)
+            self.offered[message] = end
             if message in self.posted:
-                self._carry(message, self.posted[message])
-        if b != a:
-            self._begin(c * self.p + b)
+                self._carry(message)
+        if receiver != sender:
+            self._begin(c * self.p + receiver)
 
     def _post(self, x: int, now: float) -> None:
         """The receives that a device posts after the units that it has run."""
         c, d = divmod(x, self.p)
         for kind, v, i in self.posts.get((d, self.at[x]), ()):
-            sender = (v - 1 if kind == "F" else v + 1) % self.p
-            message = (c, kind, v, i)
-            self.posted[message] = now if self.serial_pairs else max(now, self.link_free.get((d, sender), 0.0))
+            message, sender = (c, kind, v, i), (v - 1 if kind == "F" else v + 1) % self.p
+            self.posted[message] = max(now, self.link_free.get((d, sender), 0.0)) if self.receives == "gloo" else now
             if message in self.offered:
-                self._carry(message, self.posted[message])
+                self._carry(message)
 
-    def _carry(self, message: Message, received: float) -> None:
-        """The transfer, which begins no earlier than `received`, when its sender knows that it is received."""
-        ready, seconds = self.offered.pop(message)
+    def _carry(self, message: Message) -> None:
         c, kind, to, i = message
-        v = to - 1 if kind == "F" else to + 1
-        link, late = (v % self.p, to % self.p), min(self.latencies[min(v, to)], seconds)
+        v, (seconds, late) = to - 1 if kind == "F" else to + 1, self.transfers[kind, to]
+        link = v % self.p, to % self.p
         pair = (c, min(link), max(link))
-        start = max(ready, received, self.link_free.get(link, 0.0), self.pair_free.get(pair, 0.0))
+        start = max(self.offered.pop(message), self.posted[message], self.link_free.get(link, 0.0), self.pair_free.get(pair, 0.0))
         self.link_free[link] = start + (seconds - late) / self.chains
         self.arrived[message] = self.link_free[link] + late
-        if self.serial_pairs:
+        if self.receives == "nccl":
             self.pair_free[pair] = self.arrived[message]
         self.sends[c].append(Span(link[0], kind, i, v, start, self.arrived[message], link[1]))
-
-    def _refuse_deadlocks(self) -> None:
-        for d in range(self.p):
-            if self.at[d] < len(self.order[d]):
-                kind, i, chunk = self.order[d][self.at[d]]
-                raise ValueError(f"schedule {self.schedule.name}: device {d} waits for ever to run {kind} of microbatch {i}, chunk {chunk}")

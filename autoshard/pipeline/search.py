@@ -15,20 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.mesh import Mesh
-from autoshard.pipeline.choices import (
-    Parts,
-    configuration,
-    grid_of,
-    grid_point,
-    has_room,
-    of_division,
-    of_equal_groups,
-    schedules_and_parts,
-    submesh,
-)
+from autoshard.pipeline.choices import Ways, configurations, equal_groups, grid_of, grid_point, has_room, of_division, submesh
 from autoshard.pipeline.configurations import Combination, Configuration
-from autoshard.pipeline.interop import Stage
-from autoshard.pipeline.stage_tables import StageTable
+from autoshard.pipeline.stage_planner import StagePlanner
 from autoshard.planning import Progress
 
 # a bound has to be this much above the best estimate: estimates come from plans of single layers; and a bound that is such an estimate
@@ -40,24 +29,24 @@ Point = tuple[int, int, int]  # of the grid: P, D, H
 
 
 def choices_of(
-    tables: Sequence[StageTable], schedules: Sequence[str], *, grid: bool, everything: bool = False,
+    planners: Sequence[StagePlanner], schedules: Sequence[str], *, grid: bool, everything: bool = False,
     wanted: Wanted = lambda configuration: True, progress: Progress = lambda message, part: None,
 ) -> list[Configuration]:  # fmt: skip
-    """The wanted configurations that may be the best, estimated; each table is of another number of microbatches. everything: all that are
-    wanted, however slow. progress: is called with what is done next, and the part that is done."""
+    """The wanted configurations that may be the best, estimated; each planner is of another number of microbatches. everything: all that
+    are wanted, however slow. progress: is called with what is done next, and the part that is done."""
     choices = Choices(schedules, wanted, everything)
-    for n, table in enumerate(tables):
-        progress(f"planning layers for {table.K} microbatches", 0.7 * n / len(tables))
-        choices.plan_without_price(table)
+    for n, planner in enumerate(planners):
+        progress(f"planning layers for {planner.table.K} microbatches", 0.7 * n / len(planners))
+        choices.plan_without_price(planner)
         choices.plan_with_prices(most=1)
     progress("planning layers where memory is short", 0.7)
     choices.plan_with_prices()
-    for n, table in enumerate(tables):
-        progress(f"dividing the layers for {table.K} microbatches", 0.8 + 0.2 * n / len(tables))
-        if not choices.is_beyond(table):
-            choices.add(table, "division", of_division(table, schedules))
-        if grid and not choices.is_beyond(table):
-            choices.add(table, "grid", choices.grid_points(table))
+    for n, planner in enumerate(planners):
+        progress(f"dividing the layers for {planner.table.K} microbatches", 0.8 + 0.2 * n / len(planners))
+        if not choices.is_beyond(planner):
+            choices.add(planner, "division", of_division(planner.table, schedules))
+        if grid and not choices.is_beyond(planner):
+            choices.add(planner, "grid", choices.grid_points(planner))
     return [c for some in choices.configurations.values() for c in some]
 
 
@@ -65,10 +54,10 @@ def choices_of(
 class Waiting:
     """A mesh of a sub-mesh on which a stage of its share of the layers doesn't fit without a price on memory."""
 
-    table: StageTable
+    planner: StagePlanner
     u: int
     mesh: Mesh
-    equal: Parts  # the schedules and parts of equal groups on the sub-mesh
+    equal: Ways  # of equal groups on the sub-mesh
     seconds: float  # of the fastest of these, if memory had no limit
 
 
@@ -84,89 +73,85 @@ class Choices:
     waiting: list[Waiting] = field(default_factory=list)
     below: float = math.inf  # seconds of the best that fits
 
-    def is_beyond(self, table: StageTable) -> bool:
+    def is_beyond(self, planner: StagePlanner) -> bool:
         """Whether no pipeline of this number of microbatches can be faster, even with all work spread evenly over the devices."""
-        return table.bound >= ROOM * self.below
+        return planner.bound >= ROOM * self.below
 
-    def add(self, table: StageTable, of: int | str, configurations: Sequence[Configuration]) -> None:
+    def add(self, planner: StagePlanner, of: int | str, some: Sequence[Configuration]) -> None:
         """In place of what was known of the same sub-mesh."""
-        self.configurations[table.K, of] = some = [c for c in configurations if self.wanted(c)]
+        self.configurations[planner.table.K, of] = wanted = [c for c in some if self.wanted(c)]
         if not self.everything:
-            self.below = min([self.below, *(c.seconds for c in some if c.fits)])
+            self.below = min([self.below, *(c.seconds for c in wanted if c.fits)])
 
-    def plan_without_price(self, table: StageTable) -> None:
+    def plan_without_price(self, planner: StagePlanner) -> None:
         """As if memory had no limit, on every mesh that may pay so."""
-        if self.is_beyond(table):
+        if self.is_beyond(planner):
             return
-        shapes = {P for P, *_ in grid_of(table)} if len(table.cluster.kinds) == 1 else set()
-        for u, s in sorted(enumerate(table.cluster.submeshes), key=lambda pair: (-pair[1].size, pair[0])):
-            P = table.cluster.num_devices // s.size
-            equal = self._promising(table, P) if P in shapes and submesh(table, s.size) == u else []
-            if not equal and not self._may_divide(table, u):
+        table, cluster = planner.table, planner.table.cluster
+        shapes = {P for P, *_ in grid_of(table)}
+        for u, s in sorted(enumerate(cluster.submeshes), key=lambda pair: (-pair[1].size, pair[0])):
+            P = cluster.num_devices // s.size
+            equal = self._promising(planner, P) if P in shapes and submesh(table, s.size) == u else []
+            if not equal and not self._may_divide(planner, s.size):
                 continue
-            meshes = [mesh for mesh in table.cluster.meshes(s) if self._may_pay(table, u, mesh, equal)]
+            meshes = [mesh for mesh in cluster.meshes(s) if self._may_pay(planner, u, mesh, equal)]
             if meshes:
-                table.plan_without_price(u, meshes)
-                self._add_groups(table, u, equal)
-                short = [mesh for mesh in meshes if not table.share_fits(u, mesh)]
-                self.waiting += [Waiting(table, u, mesh, equal, self._without_limit(table, u, mesh, equal)) for mesh in short]
+                planner.plan_without_price(u, meshes)
+                self._add_groups(planner, u, equal)
+                short = [mesh for mesh in meshes if not table.share_fits(u, *table.on_mesh(u, mesh))]
+                self.waiting += [Waiting(planner, u, mesh, equal, self._without_limit(planner, u, mesh, equal)) for mesh in short]
 
     def plan_with_prices(self, most: int | None = None) -> None:
         """With prices on memory and recomputation, the most promising first; most: so many of them."""
-        self.waiting.sort(key=lambda w: (w.seconds, -w.table.cluster.submeshes[w.u].size, w.table.K))
+        self.waiting.sort(key=lambda w: (w.seconds, -w.planner.table.cluster.submeshes[w.u].size, w.planner.table.K))
         planned = 0
         while self.waiting and planned != most:
             if most and self.waiting[0].seconds >= self.below:
                 break
             w = self.waiting.pop(0)
-            if self._may_pay(w.table, w.u, w.mesh, w.equal):
-                w.table.plan_with_prices(w.u, w.mesh, all_ways=self.everything)
-                self._add_groups(w.table, w.u, w.equal)
+            if self._may_pay(w.planner, w.u, w.mesh, w.equal):
+                w.planner.plan_with_prices(w.u, w.mesh, all_ways=self.everything)
+                self._add_groups(w.planner, w.u, w.equal)
                 planned += 1
 
-    def _add_groups(self, table: StageTable, u: int, equal: Parts) -> None:
-        self.add(table, u, rows := of_equal_groups(table, equal, u))
+    def _add_groups(self, planner: StagePlanner, u: int, equal: Ways) -> None:
+        self.add(planner, u, rows := configurations("equal", planner.table, equal))
         if not self.everything:
             divisions = [c for c in rows if c.fits and c.schedule != "interleaved_1f1b"]  # wanted or not
-            self.shortest[table.K] = min([self.shortest[table.K], *(c.bottleneck_seconds for c in divisions)])
+            self.shortest[planner.table.K] = min([self.shortest[planner.table.K], *(c.bottleneck_seconds for c in divisions)])
 
     # -- what may pay --
 
-    def _promising(self, table: StageTable, P: int) -> Parts:
+    def _promising(self, planner: StagePlanner, P: int) -> Ways:
         """The schedules and parts of P equal groups that may be faster than the best."""
-        pairs = schedules_and_parts(table, self.schedules, P)
-        return [(name, parts) for name, parts in pairs if table.work.of_equal_groups(parts, P) < ROOM * self.below]
+        ways, work = equal_groups(planner.table, self.schedules, P), planner.work
+        return [(name, parts) for name, parts in ways if work.of_equal_groups(parts, P) < ROOM * self.below]
 
-    def _may_pay(self, table: StageTable, u: int, mesh: Mesh, equal: Parts) -> bool:
+    def _may_pay(self, planner: StagePlanner, u: int, mesh: Mesh, equal: Ways) -> bool:
         """Whether stages on this mesh may be part of the best, as far as is known of it: as if memory had no limit."""
-        plain = table.at_least(u, mesh)
-        if plain is None or self._without_limit(table, u, mesh, equal) < SLACK * self.below:
+        plain = planner.table.at_least(u, mesh)
+        if plain is None or self._without_limit(planner, u, mesh, equal) < SLACK * self.below:
             return True
-        m, seconds = table.cluster.submeshes[u].size, float(plain.of_layers.sum())
-        step, T = (table.work.of_equal_stages(m, seconds, split=split) for split in ("zb_h1" in self.schedules, False))
-        return step < SLACK * self.below and T < SLACK * self.shortest[table.K]
+        m, seconds = planner.table.cluster.submeshes[u].size, float(plain.of_layers.sum())
+        step, T = (planner.work.of_equal_stages(m, seconds, split=split) for split in ("zb_h1" in self.schedules, False))
+        return step < SLACK * self.below and T < SLACK * self.shortest[planner.table.K]
 
-    def _without_limit(self, table: StageTable, u: int, mesh: Mesh, equal: Parts) -> float:
+    def _without_limit(self, planner: StagePlanner, u: int, mesh: Mesh, equal: Ways) -> float:
         """Seconds of the fastest of the equal groups on this mesh if memory had no limit."""
-        plain = table.at_least(u, mesh)
-        if plain is None:
-            return math.inf
-        rows = [configuration("equal", table, name, [Stage(a, b, u) for a, b in parts], plain) for name, parts in equal]
-        return min((row.seconds for row in rows if row is not None), default=math.inf)
+        plain = planner.table.at_least(u, mesh)
+        rows = [] if plain is None else configurations("equal", planner.table, equal, plain)
+        return min((row.seconds for row in rows), default=math.inf)
 
-    def _may_divide(self, table: StageTable, u: int) -> bool:
-        """Whether a division with a stage on this sub-mesh may be the best."""
-        work, m = table.work, table.cluster.submeshes[u].size
-        return work.of_any_schedule(m) < ROOM * self.below and work.of_division(m) < ROOM * self.shortest[table.K]
+    def _may_divide(self, planner: StagePlanner, m: int) -> bool:
+        """Whether a division with a stage on m devices may be the best."""
+        work = planner.work
+        return work.of_any_schedule(m) < ROOM * self.below and work.of_division(m) < ROOM * self.shortest[planner.table.K]
 
     # -- the grid --
 
-    def grid_points(self, table: StageTable) -> list[Configuration]:
+    def grid_points(self, planner: StagePlanner) -> list[Configuration]:
         """The points of the grid that may be the best, with recomputation where nothing fits without."""
-        if len(table.cluster.kinds) > 1:
-            return []
-        kind, below = table.cluster.kinds[0], self.below
-        shapes = [point for point in grid_of(table) if has_room(table, point) and self._promising(table, point[0])]
+        table, kind, below = planner.table, planner.table.cluster.kinds[0], self.below
 
         def way(point: Point, again: bool) -> Combination:
             """again: with recomputation."""
@@ -185,13 +170,14 @@ class Choices:
 
         def planned(points: Sequence[Point], again: bool) -> list[tuple[Point, list[Configuration]]]:
             ways = [way(point, again) for point in points]
-            table.add_pinned(ways, [table.cluster.submeshes[on(point)] for point in points])
-            done = [(point, table.pinned.get(pinned)) for point, pinned in zip(points, ways, strict=True)]
+            planner.plan_pinned([(on(point), pinned) for point, pinned in zip(points, ways)])
+            done = [(point, table.pinned.get(pinned)) for point, pinned in zip(points, ways)]
             return [(point, grid_point(table, self.schedules, point, sums)) for point, sums in done if sums is not None]
 
+        shapes = [point for point in grid_of(table) if has_room(table, point) and self._promising(planner, point[0])]
         kept, tight = planned([point for point in shapes if may_pay(point)], again=False), []
         for point, of_point in kept:
             hopeless = all(any(fixed > memory for fixed, memory in zip(c.static_bytes, c.memory)) for c in of_point)
-            if table.training and table.recompute == "auto" and not any(c.fits for c in of_point) and not hopeless and may_pay(point):
+            if table.ways == (False, True) and not any(c.fits for c in of_point) and not hopeless and may_pay(point):
                 tight.append(point)
         return [c for _, of_point in [*kept, *planned(tight, again=True)] for c in of_point]

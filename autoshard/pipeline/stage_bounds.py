@@ -7,7 +7,7 @@ devices does a contiguous part x of a microbatch's work W, the others do the res
     c (x / m + (W - x) / M)                         one microbatch goes through all stages, forward and backward: the share c of its work
                                                     without gradients of parameters; M: the largest sub-mesh of the n - m devices
 
-and the T of `interop`, whose stages take no less than that each, at least
+and the T of `stage_division`, whose stages take no less than that each, at least
 
     x / m + (W - x) / M + (K - 1) max( x / m, (W - x) / (n - m), W / n )
 
@@ -54,11 +54,11 @@ class StepWork:
         total = own + (self.seconds.sum() - x) / largest
         return float(np.min(total + (self.microbatches - 1) * slowest, initial=math.inf))
 
-    def of_equal_groups(self, parts: Sequence[tuple[int, int]], groups: int) -> float:
-        """The least seconds of a step of these parts, part v on group v mod `groups`, all groups of equal size."""
+    def of_equal_groups(self, parts: Sequence[Sequence[int]], groups: int) -> float:
+        """The least seconds of a step of these parts (first, last, ...), part v on group v mod `groups`, all groups of equal size."""
         m = self.devices / groups
-        busy = [sum(float(self.seconds[a:b].sum()) for a, b in parts[d::groups]) / m for d in range(groups)]
-        before = sum(float(self.forward[a:b].sum()) for a, b in parts[: groups - 1]) / m
+        busy = [sum(float(self.seconds[a:b].sum()) for a, b, *_ in parts[d::groups]) / m for d in range(groups)]
+        before = sum(float(self.forward[a:b].sum()) for a, b, *_ in parts[: groups - 1]) / m
         return max(self.microbatches * max(busy), before + self.microbatches * busy[-1])
 
     def of_equal_stages(self, m: int, on_mesh: float, *, split: bool) -> float:

@@ -11,13 +11,14 @@ gradients are held throughout. The reported seconds of the layouts are simulated
 (`stage_costs.stage_costs_of`), as in `autoshard simulate`.
 
 A limit on memory is a price per byte: the optima of t + lambda (static + q saved) for a few lambda are points on the lower convex hull of
-seconds over bytes (`stage_options`), each with a proven bound.
+seconds over bytes (`options_on_mesh`), each with a proven bound.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from autoshard.pipeline.stage_costs import kernel_seconds, stage_costs_of
 from autoshard.planning import layouts_of
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.simulate import program_of
+from autoshard.solution import RECEIVED
 from autoshard.solvers import converged, solve
 from autoshard.strategies import Candidates, KnownCandidates, candidates
 
@@ -84,18 +86,45 @@ class SharedOnMesh:
         return known
 
 
+@no_search_for_cycles()
 def options_on_mesh(jobs: Sequence[Job], shared: SharedOnMesh | None = None) -> list[tuple[StageOption, ...]]:
     """Per job one option per lambda; none where the pins exclude each other. All jobs are on the same mesh."""
     shared = shared or SharedOnMesh(jobs[0].mesh)
-    return [stage_options(job, shared) for job in jobs]
+    options_of = []
+    for job in jobs:
+        problem = shared.problem(job)
+        options = [problem.solved(price * problem.unit) for price in job.prices]
+        options_of.append(tuple(option for option in options if option is not None))
+    return options_of
 
 
-@no_search_for_cycles()
-def stage_options(job: Job, shared: SharedOnMesh | None = None) -> tuple[StageOption, ...]:
-    """One option per lambda; none where the pins exclude each other."""
-    problem = (shared or SharedOnMesh(job.mesh)).problem(job)
-    solved = [problem.solved(price * problem.unit) for price in job.prices]
-    return tuple(option for option in solved if option is not None)
+class JobRunner:
+    """Runs jobs, equal ones once, in this process or in an executor."""
+
+    def __init__(self, executor: Executor | None):
+        self.executor = executor
+        self.known: dict[tuple, tuple[StageOption, ...]] = {}
+        self.shared: dict[Mesh, SharedOnMesh] = {}  # in this process, by the jobs of one number of microbatches
+        self.microbatches = 0
+
+    def run(self, jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
+        by_mesh: dict[Mesh, dict[tuple, Job]] = {}
+        for job in jobs:
+            if job.key not in self.known:
+                by_mesh.setdefault(job.mesh, {})[job.key] = job
+        batches = [list(new.values()) for new in by_mesh.values()]
+        answers = map(self._run_here, batches) if self.executor is None else self.executor.map(options_on_mesh, batches)
+        for new, of_mesh in zip(by_mesh.values(), answers, strict=True):
+            self.known.update(zip(new, of_mesh, strict=True))
+        return [self.known[job.key] for job in jobs]
+
+    def _run_here(self, batch: Sequence[Job]) -> list[tuple[StageOption, ...]]:
+        mesh = batch[0].mesh
+        if batch[0].microbatches != self.microbatches:  # tensors of other sizes
+            self.shared, self.microbatches = {}, batch[0].microbatches
+        if mesh not in self.shared:
+            self.shared[mesh] = SharedOnMesh(mesh)
+        return options_on_mesh(batch, self.shared[mesh])
 
 
 class StageProblem:
@@ -123,7 +152,7 @@ class StageProblem:
         answer = solve(problem, starts=start, messages=messages, **given).in_passing()
         if answer.choice is None or not math.isfinite(answer.cost):
             return None
-        return replace(self.option(answer.choice), bound=max(answer.bound - self.most_arrivals, 0.0), price=price / self.unit)
+        return replace(self.option(answer.choice), bound=max(answer.bound - self.most_arrivals, 0.0))
 
     def _with_bytes(self, price: float) -> Problem:
         if not price:
@@ -238,7 +267,7 @@ def _as_stage(formulated: Formulation, problem: Problem, microbatches: int) -> P
 
 
 def _received(graph: Graph) -> list[int]:
-    return [i for i, op in enumerate(graph.ops) if op.is_placeholder and op.name.startswith("recv:")]
+    return [i for i, op in enumerate(graph.ops) if op.is_placeholder and op.name.startswith(RECEIVED)]
 
 
 def _arrivals(formulated: Formulation, i: int) -> list[float]:

@@ -18,19 +18,16 @@ from functools import cached_property
 
 from autoshard.graph import Graph, Op, Result, Value, recompute
 from autoshard.pipeline.layers import Layers
+from autoshard.solution import RECEIVED, SENT
 
 SAME_ELEMENTS = ("aten._to_copy.", "aten.t.", "aten.transpose.", "aten.permute.", "aten.view.", "aten.detach.")
 
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """Layers first ... last - 1 as a separate Graph."""
+    """Some layers as a separate Graph."""
 
     graph: Graph
-    first: int
-    last: int
-    received: tuple[tuple[str, Value], ...]  # placeholder here, value of the full program
-    sent: tuple[tuple[str, Value], ...]  # result here, value of the full program
     forward: tuple[tuple[int, ...], ...]  # per unit its forward ops, as indexes of the stage's graph
 
     @cached_property
@@ -45,30 +42,23 @@ class StageProgram:
 
     def recomputed(self) -> StageProgram:
         """The stage where the backward pass recomputes every unit's inner activations; the unit that computes the loss keeps its."""
-        at_end = {value for result in self.graph.results for value in [result.value] if result.kind == "output" and value is not None}
-        sent = {self.graph.results[k].value for k in range(len(self.graph.results)) if self.graph.results[k].name.startswith("send:")}
-        blocks = [ops for ops in self.forward if not any((i, 0) in at_end - sent for i in ops)]
-        graph = recompute(self.graph, blocks)
-        return replace(self, graph=graph)
+        sent = {result.value for result in self.graph.results if result.name.startswith(SENT)}
+        at_end = {result.value for result in self.graph.results if result.kind == "output"} - sent
+        blocks = [ops for ops in self.forward if not any((i, 0) in at_end for i in ops)]
+        return replace(self, graph=recompute(self.graph, blocks))
 
 
-def stage_program(layers: Layers, first: int, last: int) -> StageProgram:
-    """The program of layers first ... last - 1. ValueError if there are no such layers."""
+def stage_program(layers: Layers, first: int, last: int, *, recompute: bool = False) -> StageProgram:
+    """The program of layers first ... last - 1, `recomputed` or not. ValueError if there are no such layers."""
     if not 0 <= first < last <= layers.count:
         raise ValueError(f"layers {first} to {last} of {layers.count}; expected 0 <= first < last <= {layers.count}")
-    return _Extraction(layers, first, last).program()
+    program = _Extraction(layers, first, last).program()
+    return program.recomputed() if recompute else program
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """Bytes of one microbatch that cross the boundary before each layer (0 at index 0 and L)."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-
-
-def crossing_bytes(layers: Layers) -> Crossing:
-    """The bytes sent over each boundary; the stages between forward a value for a later stage than the next."""
+def crossing_bytes(layers: Layers) -> tuple[list[float], list[float]]:
+    """The bytes of one microbatch that are sent over the boundary before each layer (0 at index 0 and L), forward and backward; the stages
+    between forward a value for a later stage than the next."""
     graph, of = layers.graph, layers.of
     partial = partial_gradients(layers)
     spans: dict[tuple[bool, Value], tuple[int, int]] = {}  # (backward, storage) -> lowest and highest layer
@@ -83,7 +73,7 @@ def crossing_bytes(layers: Layers) -> Crossing:
     for (backward, storage), (low, high) in spans.items():
         for boundary in range(low + 1, high + 1):
             crossing[backward][boundary] += graph.tensor(storage).bytes
-    return Crossing(tuple(crossing[False]), tuple(crossing[True]))
+    return crossing[False], crossing[True]
 
 
 def partial_gradients(layers: Layers) -> dict[int, str]:
@@ -121,32 +111,24 @@ class _Extraction:
         skipped = {i: [v for v in graph.ops[i].inputs if v[0] in self.of_stage] for i in self.members if i in self.partial}
         skipped = {i: local for i, local in skipped.items() if len(local) == 1}  # the other summand is in another stage
         read = [v for i in self.members if i not in skipped for v in graph.ops[i].inputs]
-        free = self._free(read)
-        views = self._views(read, free)
-        free = self._free([*read, *(v for i in views for v in graph.ops[i].inputs)])
+        views = self._views(read, self._free(read))
         read += [v for i in views for v in graph.ops[i].inputs]
-        computed = {*self.of_stage, *free, *views}
+        computed = {*self.of_stage, *self._free(read), *views}
         placeholders = sorted({v[0] for v in read if graph.ops[v[0]].is_placeholder})
-        outside = sorted({v for v in read if v[0] not in computed and not graph.ops[v[0]].is_placeholder})
-        outside.sort(key=lambda v: (graph.ops[v[0]].backward, v))
+        received = {v for v in read if v[0] not in computed and not graph.ops[v[0]].is_placeholder}
         ops: list[Op] = []
         place: dict[Value, Value] = {}
 
         def add(i: int, op: Op) -> None:
-            for k in range(len(op.outputs)):
-                place[i, k] = (len(ops), k)
+            place.update({(i, k): (len(ops), k) for k in range(len(op.outputs))})
             ops.append(op)
 
         for i in placeholders:
             add(i, graph.ops[i])
-        received = []
-        for value in outside:
-            op = graph.ops[value[0]]
-            name = f"recv:{op.name}" + (f".{value[1]}" if value[1] else "")
+        for value in sorted(received, key=lambda v: (graph.ops[v[0]].backward, v)):
+            kind = "tangent" if graph.ops[value[0]].backward else "input"
             place[value] = (len(ops), 0)
-            kind = "tangent" if op.backward else "input"
-            ops.append(Op(name, kind, (), ((), ()), (graph.tensor(value),), kind, backward=False))
-            received.append((name, value))
+            ops.append(Op(self._name(RECEIVED, value), kind, (), ((), ()), (graph.tensor(value),), kind, backward=False))
         forward: dict[int, list[int]] = {unit: [] for unit in range(self.layers.starts[self.first], self.layers.starts[self.last])}
         for i in sorted(computed):
             op = graph.ops[i]
@@ -156,9 +138,13 @@ class _Extraction:
             if i in self.of_stage and not op.backward:
                 forward[self.units.of[i]].append(len(ops))
             add(i, replace(op, inputs=tuple(place[v] for v in op.inputs)))
-        results, sent = self._results(place, ops)
-        stage = Graph(tuple(ops), tuple(results), tuple(pair for pair in graph.tied if all(any(o.name == n for o in ops) for n in pair)))
-        return StageProgram(stage, self.first, self.last, tuple(received), tuple(sent), tuple(tuple(ops_) for ops_ in forward.values()))
+        names = {op.name for op in ops}
+        tied = tuple(pair for pair in graph.tied if names.issuperset(pair))
+        return StageProgram(Graph(tuple(ops), tuple(self._results(place, ops)), tied), tuple(map(tuple, forward.values())))
+
+    def _name(self, prefix: str, value: Value) -> str:
+        """Of a placeholder or result that is a value of another stage, or for one."""
+        return prefix + self.graph.ops[value[0]].name + (f".{value[1]}" if value[1] else "")
 
     def _views(self, values: Iterable[Value], free: set[int]) -> set[int]:
         """Views that another stage computes of received values: they are computed here too, so that a storage is received once."""
@@ -187,25 +173,18 @@ class _Extraction:
                 waiting += [a for a, _ in self.graph.ops[i].inputs]
         return needed
 
-    def _results(self, place: dict[Value, Value], ops: list[Op]) -> tuple[list[Result], list[tuple[str, Value]]]:
+    def _results(self, place: dict[Value, Value], ops: list[Op]) -> list[Result]:
         graph, held = self.graph, {op.name for op in ops if op.is_placeholder}
         results: list[Result] = []
-        sent: list[tuple[str, Value]] = []
-        for i in self.members:
-            for k in range(len(graph.ops[i].outputs)):
-                readers = self._readers_outside((i, k))
-                summed = [j for j, _ in graph.users.get((i, k), ()) if j not in self.of_stage and j in self.partial]  # not of views
-                names = dict.fromkeys(self.partial[j] for j in summed)
-                results += [Result("gradient", name, place[i, k]) for name in names if name in held]
-                if any(j not in self.partial for j in readers):
-                    name = f"send:{graph.ops[i].name}" + (f".{k}" if k else "")
-                    results.append(Result("output", name, place[i, k]))
-                    sent.append((name, (i, k)))
-        for result in graph.results:
-            value = result.value
-            if value is not None and value[0] in self.of_stage:
-                results.append(replace(result, value=place[value]))
-        return results, sent
+        for value in [(i, k) for i in self.members for k in range(len(graph.ops[i].outputs))]:
+            readers = self._readers_outside(value)
+            summed = [j for j, _ in graph.users.get(value, ()) if j not in self.of_stage and j in self.partial]  # not of views
+            names = dict.fromkeys(self.partial[j] for j in summed)
+            results += [Result("gradient", name, place[value]) for name in names if name in held]
+            if any(j not in self.partial for j in readers):
+                results.append(Result("output", self._name(SENT, value), place[value]))
+        mine = [result for result in graph.results if result.value is not None and result.value[0] in self.of_stage]
+        return [*results, *(replace(result, value=place[result.value]) for result in mine if result.value is not None)]
 
     def _readers_outside(self, value: Value) -> list[int]:
         """Ops of other stages that read the value, also through views. Of a view, only adds of gradients, if its base can be sent."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard.cost import axis_transfer_seconds, transfer_seconds
 from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Axis, Device, Mesh, default_axis_names
-from autoshard.pipeline.interop import Nodes, SubMesh, Tiling, submeshes
+from autoshard.pipeline.stage_division import Nodes, SubMesh, Tiling, submeshes
 
 
 @dataclass(frozen=True)

@@ -12,25 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.baselines import (
-    CONTEXT_PARALLEL,
-    MEGATRON_EXPERT_PARALLEL,
-    MEGATRON_EXPERTS,
-    SHARDED_MEGATRON,
-    ZERO,
-    Baseline,
-    allowed,
-    baselines,
-    context_parallel,
-    expert_parallel,
-    zero_stages,
-)
-from autoshard.baselines import baseline as scheme_called
+from autoshard.baselines import CONTEXT_PARALLEL, USUAL, ZERO, Baseline, allowed, baselines
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import evaluate
 from autoshard.solvers import Answer, Status, solve
-from autoshard.strategies import LONG
 
 BASELINE_SECONDS = 30.0  # at most, each
 BASELINE_GAP = 1e-4  # relative
@@ -42,11 +28,8 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     formulated, options = instance.formulated, context.options
     rows: dict[str, dict] = {}
     starts = []
-    usual = baselines(formulated.graph, formulated.mesh, formulated.candidates)
-    zero = zero_stages(formulated.graph, formulated.mesh, formulated.candidates) if options.microbatches > 1 else ()
-    long = context_parallel(formulated.graph, formulated.mesh, formulated.candidates)
-    of_experts = expert_parallel(formulated.graph, formulated.mesh, formulated.candidates)
-    for baseline in (*usual, *of_experts, *zero, *long):
+    names = (*USUAL, "expert_parallel", *(ZERO if options.microbatches > 1 else ()), *CONTEXT_PARALLEL)
+    for baseline in baselines(formulated.graph, formulated.mesh, formulated.candidates, names):
         if context.is_over:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
             continue
@@ -104,23 +87,3 @@ def masks_of(formulated: Formulation, baseline: Baseline) -> dict[int, np.ndarra
         if value in formulated.hubs:
             masks[formulated.hubs[value]] = np.array([one == layout for one in formulated.hub_layouts[value]])
     return masks
-
-
-def baseline_called(name: str, formulated: Formulation) -> Baseline:
-    """The baseline with this name."""
-    graph, mesh, candidates = formulated.graph, formulated.mesh, formulated.candidates
-    if name in CONTEXT_PARALLEL:
-        for scheme in context_parallel(graph, mesh, candidates, (name,)):
-            return scheme
-        raise ValueError(
-            f"{name} shards the sequence of attention over axes that the batch doesn't divide; there is no such axis, or no attention of "
-            f"at least {LONG} tokens; use fsdp"
-        )
-    if name in (SHARDED_MEGATRON, MEGATRON_EXPERTS, MEGATRON_EXPERT_PARALLEL):
-        return scheme_called(graph, mesh, candidates, name)
-    if name not in ZERO:
-        return next(b for b in (*baselines(graph, mesh, candidates), *expert_parallel(graph, mesh, candidates)) if b.name == name)
-    stages = zero_stages(graph, mesh, candidates, (name,))
-    if not stages:
-        raise ValueError(f"{name} shards over one mesh axis and replicates over others, the mesh has one axis only; use zero3")
-    return stages[0]

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.baselines import ZERO, Group, Use, Uses, from_parameters, launched, parameter_uses, zero_stages
-from autoshard.baselines import baseline as scheme_called
+from autoshard.baselines import ZERO, Group, Use, Uses, baselines, from_parameters, launched, parameter_uses
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, forward_blocks, recomputed_names
 from autoshard.layout import text
@@ -55,7 +54,7 @@ def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str
 def _on_no_axis(context: Context, instance: Instance, choice: Choice) -> dict[str, Any]:
     """What launchers can do that shard the batch over all axes: replicate parameters, or shard them as a stage of ZeRO."""
     graph, mesh, candidates = instance.formulated.graph, instance.formulated.mesh, instance.formulated.candidates
-    schemes = (scheme_called(graph, mesh, candidates, "data_parallel"), *zero_stages(graph, mesh, candidates, ZERO))
+    schemes = baselines(graph, mesh, candidates, ("data_parallel", *ZERO))
     prices = {scheme.name: scheme_price(context, instance, scheme) for scheme in schemes}
     facts = {"gathered_again": _gathered_again(instance.formulated, choice), "recomputed": _recomputed(graph)}
     return {"styles": {}, "dropped": [], **_priced(prices), **facts}

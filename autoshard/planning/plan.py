@@ -29,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from autoshard.baselines import baseline as scheme_called
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import with_pins
 from autoshard.graph import forward_blocks
 from autoshard.mesh import Mesh
-from autoshard.planning.baselining import baseline_called, masks_of, solve_baselines
+from autoshard.planning.baselining import masks_of, solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
 from autoshard.planning.chunking import planned_in_chunks
@@ -255,7 +256,7 @@ def baseline_only(context: Context, name: str) -> Solution:
         layouts = candidates(context.graph, context.mesh)
     with clock.phase("formulate", "pricing layouts", 0.35):
         instance = instance_of(replace(context, shallow=None), layouts)
-        baseline = baseline_called(name, instance.formulated)
+        baseline = scheme_called(instance.formulated.graph, instance.formulated.mesh, layouts, name)
         masks = masks_of(instance.formulated, baseline)
         scheme = Demanded(Demand("algo", value=name), masks)
         costs = tuple(map(np.maximum, instance.problem.node_costs, with_pins(instance.formulated, masks).node_costs))

@@ -220,7 +220,6 @@ def _as_graph(context: Context, saved: SavedValues, choice: Sequence[int], chose
 
 def _carried_over(saved: SavedValues, choice: Sequence[int], formulated: Formulation) -> tuple[int, ...]:
     """The answer's layouts in the formulation of its own graph."""
-    assert saved.alternatives is not None
     graph, index = formulated.graph, saved.graph.index
     select = {value: index[name] for name, value in saved.alternatives.selected.items()}
     known: dict[int, int] = {}

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count as counting
 
 from autoshard.cost import Prices
-from autoshard.relayout.blocks import Axes, BlockLayout, canonical
+from autoshard.relayout.blocks import Axes, BlockLayout, canonical, parts_of
 from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import involved, most_scattered, sharding_axes, traffic
 from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
@@ -76,7 +76,7 @@ def _searched(problem: BlockProblem, prices: Prices, memory_limit: float | None,
         return BlockRoute(problem, (), "infeasible" if proven else "unknown", math.inf, bound, 0, count, explored)
     steps, at = [], canonical(problem.shape, problem.source, problem.mesh)
     for step in path:
-        after = _widened(space.layout(step.state, problem.source.reduce_op), kept)
+        after = _renumbered(space.layout(step.state, problem.source.reduce_op), dict(enumerate(kept)))
         axes = tuple(kept[a] for a in range(space.num_axes) if step.mask >> a & 1)
         steps.append(_step(problem, step.kind, axes, step.dims, at, after, step.seconds))
         at = after
@@ -96,12 +96,13 @@ def _buffers(count: str) -> bool:
 def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
     """The search space without mesh axes of size 1, and the axes of the mesh that it keeps."""
     kept = tuple(a for a, n in enumerate(problem.mesh) if n > 1)
-    ends = [_narrowed(canonical(problem.shape, layout, problem.mesh), kept) for layout in (problem.source, problem.target)]
+    number = {a: i for i, a in enumerate(kept)}
+    ends = [_renumbered(canonical(problem.shape, layout, problem.mesh), number) for layout in (problem.source, problem.target)]
     space = Space(problem.shape, tuple(problem.mesh[a] for a in kept), ends[0], ends[1], _OnAxes(prices, kept))
     if space.reduced != space.target:
         before = replace(problem.source, partial=problem.target.partial)
         for state in space.exchanges():
-            after = _widened(space.layout(state, problem.source.reduce_op), kept)
+            after = _renumbered(space.layout(state, problem.source.reduce_op), dict(enumerate(kept)))
             seconds, axes = _exchange(problem, prices, before, after)
             kind = "exchange" if axes else "split"  # a split where every rank already holds its output shard
             mask = sum(1 << i for i, a in enumerate(kept) if a in (axes or set(sharding_axes(after)) - set(sharding_axes(before))))
@@ -117,7 +118,7 @@ def _exchange(problem: BlockProblem, prices: Prices, before: BlockLayout, after:
         flows = traffic(problem.shape, before, after, problem.mesh)
         axes = flows.crossed()
     elif prices.honest:  # a bound: as if no rank kept elements, and one rank sent to all that need the same
-        share = [math.prod(problem.mesh[a] for axes in layout.axes for a in axes) for layout in (before, after)]
+        share = [parts_of(sharding_axes(layout), problem.mesh) for layout in (before, after)]
         held *= max(1, math.ceil(share[0] / share[1]))
     return prices.exchange(axes, held, needed, flows), axes
 
@@ -132,15 +133,10 @@ class _OnAxes(Prices):
         return self.prices.of(kind, tuple(self.kept[a] for a in axes))
 
 
-def _narrowed(layout: BlockLayout, kept: Axes) -> BlockLayout:
-    at = {a: i for i, a in enumerate(kept)}
-    axes = tuple(tuple(at[a] for a in some) for some in layout.axes)
-    return BlockLayout(axes, layout.blocks, tuple(at[a] for a in layout.partial), layout.reduce_op)
-
-
-def _widened(layout: BlockLayout, kept: Axes) -> BlockLayout:
-    axes = tuple(tuple(kept[a] for a in some) for some in layout.axes)
-    return BlockLayout(axes, layout.blocks, tuple(kept[a] for a in layout.partial), layout.reduce_op)
+def _renumbered(layout: BlockLayout, number: Mapping[int, int]) -> BlockLayout:
+    """The layout with other numbers of its axes."""
+    axes = tuple(tuple(number[a] for a in some) for some in layout.axes)
+    return BlockLayout(axes, layout.blocks, tuple(number[a] for a in layout.partial), layout.reduce_op)
 
 
 # -- search ------------------------------------------------------------------------------------------------------------------------
@@ -180,19 +176,18 @@ def _best_first(
                 held[new] = space.elements(new)
                 ahead = bounds[new] = h[space.code(new)] if h else 0.0
                 old = math.inf
+                cost[new] = math.inf
             else:
                 ahead = bounds[new]
-            if reached < old * (1 - ROUNDING) and reached + ahead < best * (1 + ROUNDING):
-                if held[new] > limit or (buffers and here + held[new] > limit):
-                    cost.setdefault(new, math.inf)
-                    continue
-                cost[new] = reached
-                parents[new] = (state, step)
-                if new == target:
-                    best = reached
-                heapq.heappush(queue, (reached + weight * ahead, ahead, next(ticket), reached, new))
-            else:
-                cost.setdefault(new, math.inf)
+            if reached >= old * (1 - ROUNDING) or reached + ahead >= best * (1 + ROUNDING):
+                continue
+            if held[new] > limit or (buffers and here + held[new] > limit):
+                continue
+            cost[new] = reached
+            parents[new] = (state, step)
+            if new == target:
+                best = reached
+            heapq.heappush(queue, (reached + weight * ahead, ahead, next(ticket), reached, new))
     return None, explored, math.inf, True
 
 
@@ -217,12 +212,11 @@ def route_of(problem: BlockProblem, steps: Sequence[BlockStep], status: str, bou
 
 def priced(problem: BlockProblem, prices: Prices, kind: str, before: BlockLayout, after: BlockLayout) -> BlockStep:
     """The step of a kind between two layouts, with its seconds and bytes."""
-    axes = involved(before, after) if kind != "all_reduce" else tuple(sorted(set(before.partial) - set(after.partial)))
+    reduced = kind in ("all_reduce", "reduce_scatter")
+    axes = tuple(sorted(set(before.partial) - set(after.partial))) if reduced else involved(before, after)
     if kind in ("all_gather", "split", "all_to_all"):  # over the axes that are gathered, split, or moved
         places = [{a: d for d, some in enumerate(layout.axes) for a in some} for layout in (before, after)]
         axes = tuple(a for a in axes if places[0].get(a) != places[1].get(a))
-    if kind == "reduce_scatter":
-        axes = tuple(sorted(set(before.partial) - set(after.partial)))
     held, needed = problem.elements(before), problem.elements(after)
     if kind == "exchange":
         seconds, axes = _exchange(problem, prices, before, after)
@@ -240,8 +234,7 @@ def changed_dims(before: BlockLayout, after: BlockLayout) -> tuple[int, ...]:
 def _step(
     problem: BlockProblem, kind: str, axes: Axes, dims: tuple[int, ...], before: BlockLayout, after: BlockLayout, seconds: float
 ) -> BlockStep:
-    n = math.prod(problem.mesh[a] for a in axes)
-    held = problem.elements(before)
+    n, held = parts_of(axes, problem.mesh), problem.elements(before)
     if kind == "split":
         sent = 0
     elif kind == "all_reduce":
@@ -259,8 +252,7 @@ def _runner(kind: str, axes: Axes, dims: tuple[int, ...], before: BlockLayout, a
         return "autoshard"
     for layout in (before, after):
         for size, some, b in zip(problem.shape, layout.axes, layout.blocks, strict=True):
-            n = math.prod(problem.mesh[a] for a in some)
-            if some and (b * n != size or list(some) != sorted(some)):
+            if some and (b * parts_of(some, problem.mesh) != size or list(some) != sorted(some)):
                 return "autoshard"
     return "dtensor" if all(axes[0] in (*before.axes[d][-1:], *after.axes[d][-1:]) for d in dims) else "autoshard"
 

@@ -115,34 +115,22 @@ class BlockRoute:
 
     def to_dict(self) -> dict[str, Any]:
         """The object of the command line's --json (without `cpu_seconds`)."""
-        mesh = self.problem.mesh
+        problem, mesh = self.problem, self.problem.mesh
+        steps = [
+            {
+                "collective": step.collective, "axes": list(step.axes), "dims": list(step.dims), "layout": step.after.text(mesh),
+                "seconds": step.seconds, "bytes": step.bytes, "held_bytes": problem.elements(step.after) * problem.itemsize,
+                "executable_by": step.executable_by,
+            }
+            for step in self.steps
+        ]  # fmt: skip
         return {
-            "id": self.problem.name,
-            "status": self.status,
-            "cost_seconds": self.seconds,
-            "bound_seconds": self.bound_seconds,
-            "peak_elements": self.peak_elements,
-            "peak_bytes": self.peak_bytes,
-            "counted": self.count,
-            "source": self.problem.source.text(mesh),
-            "target": self.problem.target.text(mesh),
-            "source_bytes": self.problem.elements(self.problem.source) * self.problem.itemsize,
-            "steps": [
-                {
-                    "collective": step.collective,
-                    "axes": list(step.axes),
-                    "dims": list(step.dims),
-                    "layout": step.after.text(mesh),
-                    "seconds": step.seconds,
-                    "bytes": step.bytes,
-                    "held_bytes": self.problem.elements(step.after) * self.problem.itemsize,
-                    "executable_by": step.executable_by,
-                }
-                for step in self.steps
-            ],
-            "executable_by": self.executable_by,
+            "id": problem.name, "status": self.status, "cost_seconds": self.seconds, "bound_seconds": self.bound_seconds,
+            "peak_elements": self.peak_elements, "peak_bytes": self.peak_bytes, "counted": self.count,
+            "source": problem.source.text(mesh), "target": problem.target.text(mesh),
+            "source_bytes": problem.elements(problem.source) * problem.itemsize, "steps": steps, "executable_by": self.executable_by,
             "explored": self.explored,
-        }
+        }  # fmt: skip
 
 
 def read_problems(data: Any) -> list[BlockProblem]:
@@ -185,19 +173,19 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
     if not isinstance(written, Sequence) or not all(isinstance(axes, Sequence) and not isinstance(axes, str) for axes in written):
         raise ValueError(f"{what} is {written!r}; expected a list of mesh axes per dim, for example [[0, 1], []]")
     axes = tuple(_numbers(some, what) for some in written)
+    partial = tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial")))
     sizes = item.get(f"{end}_bs")
     if sizes is None:
-        return BlockLayout(axes, (CHUNKS,) * len(axes), tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
+        return BlockLayout(axes, (CHUNKS,) * len(axes), partial, op)
     if not isinstance(sizes, (int, Sequence)) or isinstance(sizes, str):
         raise ValueError(f"{what}_bs is {str(sizes)[:40]!r}; expected a block size per dim, or one for all")
     sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
     if len(sizes) != len(axes):
         raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis shards it")
     blocks = _numbers([UNSHARDED if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
-    for b, some in zip(blocks, axes):
-        if some and b < 1:
-            raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis shards")
-    return BlockLayout(axes, blocks, tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
+    if any(some and b < 1 for b, some in zip(blocks, axes)):
+        raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis shards")
+    return BlockLayout(axes, blocks, partial, op)
 
 
 def _numbers(values: Any, what: str) -> Sizes:

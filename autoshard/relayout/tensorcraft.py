@@ -20,7 +20,7 @@ from math import prod
 from autoshard.cost import Prices
 from autoshard.relayout.blocks import UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, local_elements, parts_of
 from autoshard.relayout.planners import PLANNERS, priced, route_of
-from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
+from autoshard.relayout.problems import BlockProblem, BlockRoute
 
 
 @dataclass
@@ -91,14 +91,6 @@ def memory_constrained(
     layouts = [problem.source, *(node.layout for node in best)]
     steps = [priced(problem, prices, node.kind, u, v) for node, u, v in zip(best, layouts, layouts[1:])]
     return route_of(problem, steps, "feasible", 0.0, count, explored)
-
-
-def volume(problem: BlockProblem, step: BlockStep) -> tuple[int, int]:
-    """(elements, processes) of a step as published: an all_to_all counts the elements of all ranks of a group."""
-    held = problem.elements(step.before)
-    n = prod(axis_sizes(step.axes, problem.mesh))
-    published = {"split": (0, 0), "permute": (held, 2), "all_gather": (held * n, n), "all_to_all": (held * n, n)}
-    return published.get(step.collective, (held, n))
 
 
 def moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int]) -> Iterator[tuple[str, Axes, BlockLayout]]:

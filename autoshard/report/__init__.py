@@ -2,26 +2,27 @@
 
 from autoshard.report.changes import changes as changes
 from autoshard.report.changes import changes_tables as changes_tables
+from autoshard.report.changes import programs_changes as programs_changes
+from autoshard.report.changes import programs_changes_report as programs_changes_report
 from autoshard.report.explained import check_table as check_table
 from autoshard.report.explained import explained as explained
+from autoshard.report.explained import prices_report as prices_report
+from autoshard.report.explained import robustness_table as robustness_table
 from autoshard.report.frontier import svg as svg
 from autoshard.report.html import save_html as save_html
 from autoshard.report.launchers import launch_table as launch_table
-from autoshard.report.programs import programs_changes as programs_changes
-from autoshard.report.programs import programs_changes_report as programs_changes_report
+from autoshard.report.plan_tables import axis_line as axis_line
+from autoshard.report.plan_tables import price_parts as price_parts
 from autoshard.report.programs import programs_record as programs_record
 from autoshard.report.programs import programs_report as programs_report
-from autoshard.report.robustness import price_parts as price_parts
-from autoshard.report.robustness import prices_table as prices_table
 from autoshard.report.serving import serving_report as serving_report
-from autoshard.report.text import axis_line as axis_line
 from autoshard.report.trace import trace_of as trace_of
 from autoshard.report.trace import trace_of_run as trace_of_run
 
 from .exported import exported as exported
 from .exported import exported_text as exported_text
+from .planned import plan_report as plan_report
 from .planned import planned_report as planned_report
-from .summary import summary as summary
-from .text import as_text as as_text
-from .text import plan_report as plan_report
-from .text import verify_report as verify_report
+from .planned import summary as summary
+from .planned import verify_report as verify_report
+from .terminal import as_text as as_text

@@ -6,7 +6,7 @@ equal when their parameters have the same names within the block, layouts, shape
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -14,11 +14,24 @@ from dataclasses import dataclass
 class Section:
     """One block, several equal ones, or the parameters outside blocks (no title). Per block: rows, bytes, mean seconds."""
 
-    title: str
-    num_blocks: int
+    blocks: tuple[str, ...]  # equal ones, the first first; "" for the parameters outside
     rows: dict[str, dict]  # the rest of the name -> layout, shape, dtype, local_bytes
     seconds: float | None
     row_seconds: dict[str, float]  # outside blocks: the seconds of a module (`wte`), by its first parameter
+
+    @property
+    def title(self) -> str:
+        """`h.0 .. h.11: same`, runs of numbers joined, at most three runs."""
+        family, numbers = family_of(self.blocks[0]), sorted(int(block.rpartition(".")[2]) for block in self.blocks if block)
+        runs: list[list[int]] = []
+        for number in numbers:
+            if runs and number == runs[-1][1] + 1:
+                runs[-1][1] = number
+            else:
+                runs.append([number, number])
+        told = [f"{family}{a}" if a == b else f"{family}{a} .. {family}{b}" for a, b in runs[:3]]
+        more = f" and {sum(b - a + 1 for a, b in runs[3:])} more" if len(runs) > 3 else ""
+        return ", ".join(told) + more + (": same" if len(self.blocks) > 1 else "")
 
     @property
     def local_bytes(self) -> float:
@@ -33,17 +46,15 @@ def sections(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]
         blocks.setdefault(block, {})[rest] = row
     alike: dict[tuple, list[str]] = {}
     for block, rows in blocks.items():
-        family = block.rpartition(".")[0] if block else None
-        alike.setdefault((family, repr(rows)), []).append(block)
+        alike.setdefault((block != "", family_of(block), repr(rows)), []).append(block)
     return [
         Section(
-            _title(members),
-            len(members),
-            blocks[members[0]],
-            _mean([_total(block_seconds.get(block)) for block in members if block]),
-            _row_seconds(blocks[""], block_seconds) if members == [""] else {},
+            tuple(equal),
+            blocks[equal[0]],
+            _mean([_total(block_seconds.get(block)) for block in equal if block]),
+            _row_seconds(blocks[""], block_seconds) if equal == [""] else {},
         )
-        for members in alike.values()
+        for equal in alike.values()
     ]
 
 
@@ -66,22 +77,20 @@ def split(name: str) -> tuple[str, str]:
     return ("", name) if k is None else (".".join(parts[: k + 1]), ".".join(parts[k + 1 :]))
 
 
-def _title(members: list[str]) -> str:
-    """`h.0 .. h.11`, runs of numbers joined, at most three runs."""
-    if members == [""]:
-        return ""
-    family = members[0].rpartition(".")[0]
-    prefix = family + "." if family else ""
-    numbers = sorted(int(member.rpartition(".")[2]) for member in members)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [f"{prefix}{a}" if a == b else f"{prefix}{a} .. {prefix}{b}" for a, b in runs[:3]]
-    more = f" and {len(members) - sum(b - a + 1 for a, b in runs[:3])} more" if len(runs) > 3 else ""
-    return ", ".join(shown) + more + (": same" if len(members) > 1 else "")
+def family_of(block: str) -> str:
+    """`h.` of h.3; "" of 3."""
+    return block.removesuffix(block.rpartition(".")[2])
+
+
+def in_a_block(name: str) -> tuple[str, str]:
+    """A parameter's name without the number of its block: the family of the block and the rest."""
+    block, rest = split(name)
+    return family_of(block), rest
+
+
+def named(names: Sequence[str]) -> str:
+    """`h.0.w and 11 more blocks` for names that differ in their block alone."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more blocks"
 
 
 def _total(tree: object) -> float | None:

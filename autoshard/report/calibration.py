@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from autoshard.report.figures import blank, save
+from autoshard.report.terminal import shown
+from autoshard.report.values import Number, ReportTable, numbers
 from autoshard.units import seconds, size
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3c9d5d", "#edae49", "#66518c", "#00798c", "#8d6a4f", "#5c5c5c")
@@ -17,23 +17,14 @@ FEW = 8  # curves of one collective drawn
 
 def errors_table(curves: Sequence[Mapping], by_collective: Sequence[Mapping]) -> RenderableType:
     """Errors of each curve, and of each collective over the points of all its curves, in percent."""
-    parts: list[RenderableType] = []
-    if curves:
-        parts += [_errors("Curves", ("collective", "system", "devices", "dtype", "sizes"), curves), Text("")]
-    parts.append(_errors("By collective", ("collective", "curves"), by_collective))
-    parts.append(Text("GMAE / mean / std of |predicted / measured - 1|, percent; held out: sizes that the curve had not seen (3 folds)"))
-    return Group(*parts)
+    of_each = _errors("Curves", ("collective", "system", "devices", "dtype", "sizes"), curves)
+    said = "GMAE / mean / std of |predicted / measured - 1|, percent; held out: sizes that the curve had not seen (3 folds)"
+    return shown(*((of_each, "") if curves else ()), _errors("By collective", ("collective", "curves"), by_collective), said)
 
 
-def _errors(title: str, what: Sequence[str], rows: Sequence[Mapping]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in what:
-        table.add_column(column, overflow="fold")
-    for column in ("in sample", "held out"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in what), _three(row), _three(row["held_out"]))
-    return table
+def _errors(title: str, what: Sequence[str], rows: Sequence[Mapping]) -> ReportTable:
+    cells = [(*(str(row.get(column, "")) for column in what), _three(row), _three(row["held_out"])) for row in rows]
+    return ReportTable(title, (*what, *numbers("in sample", "held out")), cells)
 
 
 def _three(errors: Mapping) -> str:
@@ -43,23 +34,21 @@ def _three(errors: Mapping) -> str:
 
 def cluster_table(record: Mapping) -> RenderableType:
     """A measured cluster: links, curves, device."""
-    links = Table(title="Links", title_justify="left", title_style="bold")
-    for column in ("axis", "devices", "collective", "64 kB", "1 MB", "16 MB", "sizes", "error"):
-        links.add_column(column, justify="left" if column in ("axis", "collective") else "right")
+    links = []
     for axis in record["mesh"]["axes"]:
         for curve in axis.get("curves", ()):
             at = [seconds(_at(curve, x)) for x in (64e3, 1e6, 16e6)]
             known = str(len(curve["sizes"])), f"{100 * curve['error']:.1f}%"
-            links.add_row(axis["name"], str(axis["size"]), curve["collective"], *at, *known)
-    ops = Table(title="Device", title_justify="left", title_style="bold")
-    for column in ("op", "dtype", "FLOP/s", "error"):
-        ops.add_column(column, justify="left" if column in ("op", "dtype") else "right")
+            links.append((axis["name"], str(axis["size"]), curve["collective"], *at, *known))
+    ops = []
     for row in record["roofline"]["ops"]:
         rate = row["flops_per_second"]
-        ops.add_row(row["op"], row["dtype"], "-" if rate is None else f"{rate:.3g}", f"{100 * row['mean']:.1f}%")
+        ops.append((row["op"], row["dtype"], "-" if rate is None else f"{rate:.3g}", f"{100 * row['mean']:.1f}%"))
     memory, launch = record["roofline"]["memory_bytes_per_second"], record["roofline"]["launch_seconds"]
     end = "" if record["complete"] else "; interrupted: larger sizes may be missing"
-    return Group(links, Text(""), ops, Text(f"memory {size(memory)}/s, launch {seconds(launch)}{end}"))
+    columns = ("axis", Number("devices"), "collective", *numbers("64 kB", "1 MB", "16 MB", "sizes", "error"))
+    device = ReportTable("Device", ("op", "dtype", *numbers("FLOP/s", "error")), ops)
+    return shown(ReportTable("Links", columns, links), "", device, f"memory {size(memory)}/s, launch {seconds(launch)}{end}")
 
 
 def _at(curve: Mapping, x: float) -> float:
@@ -75,27 +64,20 @@ def _at(curve: Mapping, x: float) -> float:
 
 def prices_table(prices: Sequence[Mapping]) -> RenderableType:
     """Each preset's device, links, source and error."""
-    table = Table(title="Prices", title_justify="left", title_style="bold")
-    for column in ("name", "FLOP/s", "memory", "in a node", "between nodes", "curves", "errors"):
-        table.add_column(column, justify="left" if column in ("name", "curves") else "right")
+    rows = []
     for one in prices:
         device = one["device"]
+        links = [f"{size(one[f'{which}_node_bandwidth'])}/s, {seconds(one[f'{which}_node_latency'])}" for which in ("intra", "inter")]
         measured = ",".join(map(str, sorted({link["devices"] for link in one["links"]})))
-        table.add_row(
-            one["name"],
-            f"{device['flops']:.3g}",
-            f"{size(device['memory'])}, {size(device['memory_bandwidth'])}/s",
-            f"{size(one['intra_node_bandwidth'])}/s, {seconds(one['intra_node_latency'])}",
-            f"{size(one['inter_node_bandwidth'])}/s, {seconds(one['inter_node_latency'])}",
-            measured,
-            _error(one["link_error"], bool(one["links"])) + " " + _error(one["device_error"], device.get("error") is not None),
-        )
-    sources = [Text(f"{one['name']}: {one['source']}") for one in prices]
+        errors = _error(one["link_error"], bool(one["links"])) + " " + _error(one["device_error"], device.get("error") is not None)
+        memory = f"{size(device['memory'])}, {size(device['memory_bandwidth'])}/s"
+        rows.append((one["name"], f"{device['flops']:.3g}", memory, *links, measured, errors))
+    columns = ("name", *numbers("FLOP/s", "memory", "in a node", "between nodes"), "curves", Number("errors"))
     said = (
         "FLOP/s of 16 bits; curves: device counts measured in a node; errors: mean, of links (curves on sizes not fitted to) and of ops "
         "on the device; ~: a data sheet's, with the error that is usual for such prices"
     )
-    return Group(table, Text(said), Text(""), *sources)
+    return shown(ReportTable("Prices", columns, rows), said, "", *(f"{one['name']}: {one['source']}" for one in prices))
 
 
 def _error(error: float, measured: bool) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 
-from autoshard.report.blocks import split
+from autoshard.report.blocks import in_a_block, named
+from autoshard.report.terminal import shown
+from autoshard.report.values import ReportTable, numbers
+from autoshard.solution import ProgramsSolution
 from autoshard.solution import changes as changes
 from autoshard.units import seconds, size
 
@@ -18,64 +21,73 @@ LEAST_SHARE = 0.001  # of the cost: parts that differ by less are left out
 
 def changes_tables(record: Mapping[str, Any]) -> RenderableType:
     """The record of `solution.changes` for the terminal."""
-    shown: list[RenderableType] = [_summary(record)]
-    if record["parameters"]:
-        shown += [_layouts("Parameters with different layouts", record["parameters"])]
-    if record["seconds"]:
-        shown += [_seconds(record)]
-    if record["assumptions"]:
-        shown += [_pairs("Assumptions that differ", {key: list(map(str, pair)) for key, pair in record["assumptions"].items()})]
-    if record["ops"]:
-        shown += [f"{len(record['ops'])} other tensors have different layouts (--json lists them)"]
-    return Group(*shown)
+    assumptions = {key: list(map(str, pair)) for key, pair in record["assumptions"].items()}
+    return shown(
+        _summary(record),
+        _layouts(record["parameters"]) if record["parameters"] else None,
+        _seconds(record) if record["seconds"] else None,
+        _pairs("Assumptions that differ", assumptions) if assumptions else None,
+        f"{len(record['ops'])} other tensors have different layouts (--json lists them)" if record["ops"] else None,
+    )
 
 
-def _summary(record: Mapping[str, Any]) -> Table:
-    table = _table("The plans are the same" if record["same"] else "", "", "a", "b", "b to a")
-    for key, shown in (("cost_seconds", seconds), ("bound_seconds", seconds), ("peak_bytes", size)):
+def _summary(record: Mapping[str, Any]) -> ReportTable:
+    rows = []
+    for key, say in (("cost_seconds", seconds), ("bound_seconds", seconds), ("peak_bytes", size)):
         a, b = record[key]
-        table.add_row(key.split("_")[0], shown(a), shown(b), f"{b / a:.3g}x" if a and a < float("inf") and b < float("inf") else "-")
-    table.add_row("status", *record["status"], "")
-    table.add_row("mesh", *record["mesh"], "")
-    return table
+        ratio = f"{b / a:.3g}x" if a and a < float("inf") and b < float("inf") else "-"
+        rows.append((key.split("_")[0], say(a), say(b), ratio))
+    rows += [("status", *record["status"], ""), ("mesh", *record["mesh"], "")]
+    return ReportTable("The plans are the same" if record["same"] else "", ("", *numbers("a", "b", "b to a")), rows)
 
 
-def _layouts(title: str, pairs: Mapping[str, list]) -> Table:
+def _layouts(pairs: Mapping[str, list]) -> ReportTable:
     """Blocks whose parameters changed alike are one row: `h.0 and 11 more`."""
     alike: dict[tuple, list[str]] = {}
-    for name, (a, b) in pairs.items():
-        block, rest = split(name)
-        family = block.rpartition(".")[0] + "." if block else ""
-        alike.setdefault((family, rest, a, b), []).append(name)
-    rows = {_named(names): [a, b] for (_, _, a, b), names in alike.items()}
-    return _pairs(title, rows)
+    for name, pair in pairs.items():
+        alike.setdefault((in_a_block(name), *pair), []).append(name)
+    return _pairs("Parameters with different layouts", {named(names): [a, b] for (_, a, b), names in alike.items()})
 
 
-def _named(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more blocks"
-
-
-def _pairs(title: str, pairs: Mapping[str, list]) -> Table:
-    table = _table(title, "", "a", "b")
-    for name, (a, b) in list(pairs.items())[:MOST_ROWS]:
-        table.add_row(name, a if a is not None else "-", b if b is not None else "-")
+def _pairs(title: str, pairs: Mapping[str, list]) -> ReportTable:
+    rows = [(name, "-" if a is None else a, "-" if b is None else b) for name, (a, b) in list(pairs.items())[:MOST_ROWS]]
     if len(pairs) > MOST_ROWS:
-        table.add_row(f"and {len(pairs) - MOST_ROWS} more (--json lists them)", "", "")
-    return table
+        rows.append((f"and {len(pairs) - MOST_ROWS} more (--json lists them)", "", ""))
+    return ReportTable(title, ("", "a", "b"), rows)
 
 
-def _seconds(record: Mapping[str, Any]) -> Table:
-    table = _table("Where the time moved", "", "a", "b", "b - a")
-    pairs = {name: [a or 0.0, b or 0.0] for name, (a, b) in record["seconds"].items()}
+def _seconds(record: Mapping[str, Any]) -> ReportTable:
+    moved = [(name, a or 0.0, b or 0.0) for name, (a, b) in record["seconds"].items()]
     least = LEAST_SHARE * max(record["cost_seconds"])
-    for name, (a, b) in sorted(pairs.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), item[0])):
-        if abs(b - a) >= least:
-            table.add_row(name, seconds(a), seconds(b), ("+" if b > a else "-") + seconds(abs(b - a)))
-    return table
+    rows = [
+        (name, seconds(a), seconds(b), ("+" if b > a else "-") + seconds(abs(b - a)))
+        for name, a, b in sorted(moved, key=lambda row: (-abs(row[2] - row[1]), row[0]))
+        if abs(b - a) >= least
+    ]
+    return ReportTable("Where the time moved", ("", *numbers("a", "b", "b - a")), rows)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title or None, title_justify="left")
-    for k, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="left" if k == 0 else "right")
-    return table
+def programs_changes(a: ProgramsSolution, b: ProgramsSolution) -> dict[str, Any]:
+    """The differences of two plans of the same programs: those of each program, and pairs of what they have in common.
+
+    ValueError where they have other programs.
+    """
+    if set(a.programs) != set(b.programs):
+        raise ValueError(f"one plan has the programs {', '.join(a.programs)}, the other {', '.join(b.programs)}; expected the same")
+    of_each = {name: changes(a[name], b[name]) for name in a.programs}
+    copied = [sorted(f"{row['family']}: {row['parameter']}" for row in plan.copies) for plan in (a, b)]
+    same = copied[0] == copied[1] and all(record["same"] for record in of_each.values())
+    pairs = {"cost_seconds": [a.cost, b.cost], "bound_seconds": [a.bound, b.bound], "peak_bytes": [a.peak_bytes, b.peak_bytes]}
+    return {"same": same, **pairs, "copied": copied, "programs": of_each}
+
+
+def programs_changes_report(record: Mapping[str, Any]) -> RenderableType:
+    """The record of `programs_changes` for the terminal."""
+    cost = " and ".join(map(seconds, record["cost_seconds"]))
+    counts = " and ".join(str(len(names)) for names in record["copied"])
+    of_each = [
+        part
+        for name, of_one in record["programs"].items()
+        for part in ("", Text(f"program {name}", style="bold"), changes_tables(of_one))
+    ]  # fmt: skip
+    return shown(f"per unit {cost}; copied parameters {counts}", *of_each)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.writing import replacement
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -26,6 +27,13 @@ def legend_of(colors: Mapping[str, str]) -> list[Patch]:
     from matplotlib.patches import Patch  # here: as above
 
     return [Patch(color=color, label=label) for label, color in colors.items()]
+
+
+def titled(axes: Axes, title: str) -> None:
+    """A title above the left corner, and no lines above and to the right."""
+    axes.set_title(title, fontsize=10, loc="left")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def save(figure: Figure, path: str | os.PathLike[str], **options: Any) -> None:

@@ -1,4 +1,7 @@
-"""The points of a frontier as a table, as CSV, and as a plot with the bound below them. All take the record of `Frontier.to_dict`."""
+"""A frontier, memory against seconds: as a table, as CSV, as a plot with the bound below the points, and read from a file for a page.
+
+What draws and prints takes the record of `Frontier.to_dict`; a page takes any JSON of format autoshard.frontier/1, other keys ignored.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from autoshard.report.figures import blank, save
-from autoshard.report.html_frontier import exact
+from autoshard.reading import data_of
+from autoshard.report.figures import blank, save, titled
+from autoshard.report.plan_tables import shape_text
+from autoshard.report.terminal import shown
+from autoshard.report.values import ReportTable, numbers
 from autoshard.units import seconds, size
 from autoshard.writing import replacement
 
@@ -24,7 +28,8 @@ if TYPE_CHECKING:
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
 FAR = 1.5  # a device with more than this many times the largest memory is named beside the plot, not drawn
-SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+FORMAT = "autoshard.frontier/1"
+MOST = 1e30  # of anything in a frontier: sums and margins of it are finite
 STEPS = 400  # of the bound's line
 
 
@@ -39,20 +44,23 @@ def bound_at(record: Mapping, limit: float) -> float:
 
 def frontier_report(record: Mapping) -> RenderableType:
     """The points as a table, with the CPU seconds of planning."""
-    table = Table("memory", "per step", "slower by", "no plan is faster than", "gap", "status", box=None, padding=(0, 2, 0, 0))
-    for column in table.columns[:-1]:
-        column.justify = "right"
-    fastest = record["points"][-1]["seconds"]
-    for p in record["points"]:
-        slower = "-" if p["seconds"] == fastest or not fastest else f"{p['seconds'] / fastest - 1:.1%}"
-        gap = "-" if p["gap"] is None else f"{p['gap']:.1e}"
-        cells = (exact(p["memory_bytes"], SIZES), exact(p["seconds"]), slower, exact(p["bound_seconds"]), gap, p["status"])
-        table.add_row(*cells)
     proven = sum(p["status"] != "feasible" for p in record["points"])
-    mesh, what = "x".join(map(str, record["mesh"])), "a training step" if record["training"] else "a forward pass"
-    head = f"{what} of {record['model']} on {mesh}: {proven} points proven within {record['gap']:g}"
+    what = "a training step" if record["training"] else "a forward pass"
+    head = f"{what} of {record['model']} on {shape_text(record['mesh'])}: {proven} points proven within {record['gap']:g}"
     planning = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
-    return Group(Text(head), Text(planning), Text(""), table)
+    return shown(head, planning, "", points_table(record["points"]))
+
+
+def points_table(points: Sequence[Mapping]) -> ReportTable:
+    """Memory against seconds, and what is proven; seconds and bytes with five digits, since points of a frontier differ by little."""
+    fastest, rows = min((p["seconds"] for p in points if p["seconds"] is not None), default=None), []
+    for p in points:
+        known = fastest and p["seconds"] is not None and p["seconds"] != fastest
+        slower = f"{p['seconds'] / fastest - 1:.1%}" if known else "-"
+        gap = "-" if p.get("gap") is None else f"{p['gap']:.1e}"
+        rows.append((exact_size(p["memory_bytes"]), exact(p["seconds"]), slower, exact(p["bound_seconds"]), gap, p["status"]))
+    columns = (*numbers("memory", "per step", "slower by", "no plan is faster than", "gap"), "status")
+    return ReportTable("", columns, rows, "open")
 
 
 def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:
@@ -97,11 +105,63 @@ def plot(record: Mapping) -> Figure:
         axes.axvline(device / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=told)
     else:
         axes.plot([], [], " ", label=f"{told}, {'beyond the right' if device > most else 'left of all'}")
-    axes.set_xlabel("memory per device (GB)")
-    axes.set_ylabel("seconds per step" if record["training"] else "seconds per forward pass")
-    mesh = "x".join(map(str, record["mesh"]))
-    axes.set_title(f"{record['model']} on {mesh}: {seconds(points[-1]['seconds'])} at best", fontsize=10, loc="left")
+    axes.set(xlabel="memory per device (GB)", ylabel=f"seconds per {'step' if record['training'] else 'forward pass'}")
     axes.legend(frameon=False, fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    titled(axes, f"{record['model']} on {shape_text(record['mesh'])}: {seconds(points[-1]['seconds'])} at best")
     return figure
+
+
+# -- a frontier's file ----------------------------------------------------------------------------------------------------------------
+
+
+def load_frontier(path: str) -> dict:
+    """The file's content, checked; ValueError in one sentence where it is no frontier."""
+    data = data_of(path, "frontier")
+    frontier_points(data, path)
+    return data
+
+
+def frontier_points(data: Any, what: str = "the frontier") -> list[dict]:
+    """Rows of memory_bytes, seconds, bound_seconds (None where there is none) and status; ValueError where it is no frontier."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("points"), (list, tuple)):
+        raise ValueError(f"{what} holds no points; expected what `autoshard frontier --out` wrote, of format {FORMAT}")
+    written = data.get("format")
+    if not isinstance(written, str) or written != FORMAT:
+        raise ValueError(f"{what} has format {str(written)[:40]!r}; expected {FORMAT}, so make it with `autoshard frontier`")
+    rows = []
+    for point in data["points"]:
+        if not isinstance(point, Mapping):
+            raise ValueError(f"{what} has a point {str(point)[:40]!r}; expected memory_bytes, seconds, bound_seconds and status")
+        numbers = {key: _number(point.get(key), f"{what} has a point whose {key}") for key in ("memory_bytes", "seconds", "bound_seconds")}
+        rows.append({**numbers, "status": str(point.get("status") or "")})
+    return rows
+
+
+def written_for(data: Mapping) -> str:
+    """`models/gpt2.py:small on 2x4`, as far as the frontier says."""
+    mesh = data.get("mesh")
+    parts = [str(data["model"])] if data.get("model") else []
+    parts += [f"on {shape_text(mesh)}"] if isinstance(mesh, (list, tuple)) and mesh else []
+    return " ".join(parts)
+
+
+def exact(value: float | None, units: tuple[tuple[float, str], ...] = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))) -> str:
+    """Five digits: the points of a frontier differ by little."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    scale, unit = next((pair for pair in units if abs(value) >= pair[0]), units[-1])
+    return f"{value / scale:.5g} {unit}"
+
+
+def exact_size(value: float | None) -> str:
+    return exact(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
+
+
+def _number(value: Any, what: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{what} is {str(value)[:40]!r}; expected a number or null")
+    if MOST < abs(value) < math.inf:
+        raise ValueError(f"{what} is {str(value)[:40]}; expected seconds or bytes, {MOST:g} at most")
+    return float(value) if math.isfinite(value) else None

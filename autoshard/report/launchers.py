@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from autoshard.report.figures import blank, save
+from autoshard.report.figures import blank, save, titled
+from autoshard.report.terminal import shown
+from autoshard.report.values import ReportTable, numbers
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
@@ -28,51 +28,35 @@ def degrees_table(answer: Any, top: int) -> RenderableType:
     ranked = answer.ranked
     fits, site = int(ranked.prices.fits.sum()), ranked.site
     best = ranked.launch(0)
-    head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} fit in {_memory(site)}"
+    memory = f"{size(site.usable)} of {size(site.memory)}"
+    head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} fit in {memory}"
     model = (
         f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {best.global_batch} sequences of {best.seq} tokens per step, {best.precision}"
     )
-    table = _launches(ranked.rows(top))
     illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
-    lines = [
-        f"illegal splits of the devices, of {ranked.splits}: {illegal}",
-        *_regret_lines(answer),
-        f"{answer.cpu_seconds:.1f} CPU seconds",
-    ]
-    return Group(Text(head), Text(model), Text(""), table, Text(""), *map(Text, lines))
+    splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
+    return shown(head, model, "", launches_table(ranked.rows(top)), "", splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
 
 
-def _memory(site: Any) -> str:
-    return f"{size(site.usable)} of {size(site.memory)}"
-
-
-def _regret_lines(answer: Any) -> list[str]:
+def _regret(answer: Any) -> str | None:
     against = answer.against
     if against is None:
-        return []
-    at = (
-        "the first row" if answer.compared == 0 else f"row {answer.compared + 1}, the best without pipeline, context and expert parallelism"
-    )
-    return [
+        return None
+    first = answer.compared == 0
+    at = "the first row" if first else f"row {answer.compared + 1}, the best without pipeline, context and expert parallelism"
+    return (
         f"at a plan's prices, serial: a pass and update of {at}, as {against.scheme}, takes {seconds(against.cost)}; "
         f"no plan takes less than {seconds(against.bound)}: regret <= {against.regret:.1%}"
-    ]
+    )
 
 
-def _launches(rows: list[Mapping[str, Any]]) -> Table:
-    titles = (TITLES.get(name, name) for name in COLUMNS)
-    table = Table(*titles, "tokens\n/s", "MFU", "memory", "fits", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
-    for row in rows:
-        rates = (
-            f"{row['tokens_per_second_per_device']:.0f}",
-            f"{row['mfu']:.1%}",
-            size(row["memory_bytes"]),
-            "yes" if row["fits"] else "no",
-        )
-        table.add_row(*(SHORT.get(row[name], str(row[name])) for name in COLUMNS), *rates)
-    return table
+def launches_table(launches: list[Mapping[str, Any]]) -> ReportTable:
+    rows = []
+    for row in launches:
+        rates = (f"{row['tokens_per_second_per_device']:.0f}", f"{row['mfu']:.1%}", size(row["memory_bytes"]))
+        rows.append((*(SHORT.get(row[name], str(row[name])) for name in COLUMNS), *rates, "yes" if row["fits"] else "no"))
+    names = (TITLES.get(name, name) for name in COLUMNS)
+    return ReportTable("", numbers(*names, "tokens\n/s", "MFU", "memory", "fits"), rows, "tight")
 
 
 def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
@@ -91,7 +75,7 @@ def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
         gain = f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
         rate = change["tokens_per_second_per_device"]
         lines.append(f"{gain}: {change['change']} ({rate:.0f} tokens/s per device, {size(change['memory_bytes'])})")
-    return Group(*map(Text, lines))
+    return shown(*lines)
 
 
 def draw(answer: Any, path: str | os.PathLike[str]) -> None:
@@ -111,13 +95,8 @@ def plot(answer: Any) -> Figure:
     axes.axvline(
         ranked.site.memory / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=f"{ranked.site.device}: {size(ranked.site.memory)}"
     )
-    axes.set_xlabel("memory per device (GB)")
-    axes.set_ylabel("seconds per step")
+    axes.set(xlabel="memory per device (GB)", ylabel="seconds per step")
     best = ranked.launch(0)
-    axes.set_title(
-        f"{ranked.launcher} on {best.devices} {ranked.site.device}: {seconds(float(p.seconds[0]))} at best", fontsize=10, loc="left"
-    )
     axes.legend(frameon=False, fontsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    titled(axes, f"{ranked.launcher} on {best.devices} {ranked.site.device}: {seconds(float(p.seconds[0]))} at best")
     return figure

@@ -1,22 +1,29 @@
-"""A pipeline plan as tables (stages, configurations, speed-up), its configurations as CSV, and a plot of the speed-up."""
+"""A pipeline plan: tables of stages, configurations and speed-up, its page, its configurations as CSV, and a plot of the speed-up.
+
+The time line of the page is drawn from the seconds of the stages that the file holds, by the rules of `pipeline.schedule_times`. A
+zero-bubble schedule splits the backward pass, whose halves the file doesn't hold: there it takes half for the weight gradients.
+"""
 
 from __future__ import annotations
 
 import csv
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from autoshard.pipeline import Pipeline
+from autoshard.pipeline import Pipeline, ScheduleRun, backend_of, run
+from autoshard.report.charts import UNITS, lanes
 from autoshard.report.figures import blank, save
+from autoshard.report.plan_tables import shape_text
+from autoshard.report.terminal import shown
+from autoshard.report.values import ReportTable, numbers
 from autoshard.units import percent, seconds, size
 from autoshard.writing import replacement
 
-SHOWN = 12  # configurations in the table
+SHOWN, MOST_ON_PAGE = 12, 20  # configurations
 COLUMNS = (
     "way", "data", "tensor", "pipeline", "microbatches", "schedule", "devices", "layers", "recompute", "seconds", "peak_bytes", "bubble",
     "fits", "exact",
@@ -32,55 +39,106 @@ def pipeline_report(pipeline: Pipeline) -> RenderableType:
         f"bubble {percent(pipeline.bubble, 1)}, exposed communication {seconds(pipeline.exposed_communication)}, "
         f"{size(pipeline.peak_bytes)} on the fullest device"
     )
-    return Group(Text(head), _stages(pipeline), _configurations(pipeline), *_further(pipeline))
+    more = len(pipeline.configurations) - SHOWN
+    unlisted = f"and {more} more: --csv writes all" if more > 0 else None
+    table = configurations_table(pipeline.configurations[:SHOWN])
+    return shown(head, stages_table(pipeline), table, unlisted, *_further(pipeline))
 
 
-def _stages(pipeline: Pipeline) -> Table:
-    columns = ("layers", "devices", "mesh", "forward", "backward", "per step", "sends", "peak", "in flight", "recomputed")
-    table = Table(*columns, title="stages")
+def stages_table(pipeline: Pipeline) -> ReportTable:
+    """Seconds of a microbatch (per step: those that come once), bytes of a device."""
+    rows = []
     for s in pipeline.stages:
         ranks = f"{s.devices[0]}-{s.devices[-1]}" if len(s.devices) > 1 else str(s.devices[0])
-        table.add_row(
-            f"{s.first}-{s.last - 1}", f"{ranks} ({s.device})", "x".join(map(str, s.mesh)), seconds(s.forward_seconds),
-            seconds(s.backward_seconds), seconds(s.once_seconds), seconds(s.send_seconds), size(s.peak_bytes), str(s.in_flight),
-            "yes" if s.recompute else "no",
-        )  # fmt: skip
-    return table
+        times = map(seconds, (s.forward_seconds, s.backward_seconds, s.once_seconds, s.send_seconds))
+        memory = (size(s.peak_bytes), str(s.in_flight), "yes" if s.recompute else "no")
+        rows.append((f"{s.first}-{s.last - 1}", str(s.group), f"{ranks} ({s.device})", shape_text(s.mesh), *times, *memory))
+    columns = (
+        "layers",
+        "group",
+        "devices",
+        "mesh",
+        *numbers("forward", "backward", "per step", "sends", "peak", "in flight"),
+        "recomputed",
+    )
+    return ReportTable("Stages", columns, rows)
 
 
-def _configurations(pipeline: Pipeline) -> Table:
-    shown = pipeline.configurations[:SHOWN]
-    table = Table("layouts", "D x H", "P", "microbatches", "schedule", "step", "peak", "bubble", title="configurations, the best first")
-    for row in shown:
-        grid = f"{row['data']} x {row['tensor']}" if row["data"] else "x".join(map(str, sorted(set(row["devices"])))) + " devices"
-        fits = "" if row["fits"] else " (does not fit)"
-        table.add_row(
-            row["way"], grid, str(row["pipeline"]), str(row["microbatches"]), row["schedule"], seconds(row["seconds"]) + fits,
-            size(row["peak_bytes"]), percent(row["bubble"], 1),
-        )  # fmt: skip
-    if len(pipeline.configurations) > SHOWN:
-        table.caption = f"and {len(pipeline.configurations) - SHOWN} more: --csv writes all"
-    return table
+def configurations_table(configurations: Sequence[Mapping]) -> ReportTable:
+    rows = []
+    for row in configurations:
+        fits = "" if row.get("fits") else " (does not fit)"
+        degrees = (str(row.get("pipeline")), str(row.get("microbatches")), str(row.get("schedule")))
+        taken = (seconds(row.get("seconds")) + fits, size(row.get("peak_bytes")), percent(row.get("bubble") or 0.0, 1))
+        rows.append((str(row.get("way")), _grid(row), *degrees, *taken))
+    columns = ("layouts", "D x H", *numbers("P", "microbatches"), "schedule", *numbers("step", "peak", "bubble"))
+    return ReportTable("Configurations, the best first", columns, rows)
 
 
-def _further(pipeline: Pipeline) -> list[RenderableType]:
-    parts: list[RenderableType] = []
+def _grid(row: Mapping) -> str:
+    if row.get("data"):
+        return f"{row['data']} x {row['tensor']}"
+    return f"{shape_text(sorted(set(row['devices'])))} devices" if row.get("devices") else "-"
+
+
+def _further(pipeline: Pipeline) -> Iterator[ReportTable | str]:
     if pipeline.speed_up:
-        table = Table("devices", "step", "speed-up", title="fewer devices")
+        counted = []
         for row in pipeline.speed_up:
             said = f"{row['speed_up']:.2f}" if row["speed_up"] else "-" if row["seconds"] else "does not fit"
-            table.add_row(str(row["devices"]), seconds(row["seconds"]), said)
+            counted.append((str(row["devices"]), seconds(row["seconds"]), said))
+        yield ReportTable("Fewer devices", numbers("devices", "step", "speed-up"), counted)
         fewest = next((row["devices"] for row in pipeline.speed_up if row["speed_up"]), 1)
         if fewest > 1:
-            table.caption = f"{fewest} devices, the fewest that fit, count as {fewest}"
-        parts.append(table)
+            yield f"{fewest} devices, the fewest that fit, count as {fewest}"
     if pipeline.budgets:
-        table = Table("memory", "step", "stages", "microbatches", "schedule", title="other limits")
+        rows = []
         for row in pipeline.budgets:
             cells = [str(row[key] or "-") for key in ("stages", "microbatches", "schedule")]
-            table.add_row(size(row["memory_bytes"]), seconds(row["seconds"]) if row["seconds"] else "nothing fits", *cells)
-        parts.append(table)
-    return parts
+            rows.append((size(row["memory_bytes"]), seconds(row["seconds"]) if row["seconds"] else "nothing fits", *cells))
+        yield ReportTable("Other limits", (*numbers("memory", "step", "stages", "microbatches"), "schedule"), rows)
+
+
+# id: heading, in the order of the page
+SECTIONS = {"summary": "The plan", "timeline": "Stages over time", "stages": "Stages", "configurations": "Configurations"}
+
+
+def content(pipeline: Pipeline) -> dict[str, Any]:
+    """What the page shows: the values that templates/pipeline.html.j2 puts in place."""
+    stages, groups, times = len(pipeline.stages), pipeline.num_groups, time_line(pipeline)
+    parts = f"{stages} stage{'s' if stages > 1 else ''} on {groups} device group{'s' if groups > 1 else ''}"
+    microbatches = f"{pipeline.microbatches} microbatch{'es' if pipeline.microbatches != 1 else ''}"
+    timed = [row for row in pipeline.configurations if row.get("seconds") is not None]
+    return {
+        "pipeline": pipeline,
+        "title": f"{pipeline.assumptions.get('model') or 'A pipeline'} on {len({d for s in pipeline.stages for d in s.devices})} devices",
+        "sub": f"{parts}, {pipeline.schedule}, {microbatches}",
+        "prices_of": "that the pipeline was planned with",
+        "drawn": times.seconds,
+        "chart": chart(times),
+        "stages": stages_table(pipeline),
+        "configurations": configurations_table(timed[:MOST_ON_PAGE]),
+    }
+
+
+def time_line(pipeline: Pipeline) -> ScheduleRun:
+    """One step of the pipeline: when each unit of each device group runs."""
+    stages, groups = pipeline.stages, pipeline.num_groups
+    return run(
+        pipeline.timed,
+        forward=[stage.forward_seconds for stage in stages],
+        backward=[stage.backward_seconds for stage in stages],
+        transfer=[stage.send_seconds for stage in stages],
+        finish=[math.fsum(stage.once_seconds for stage in stages[d::groups]) for d in range(groups)],
+        in_turn=False,
+        backend=backend_of(stage.prices for stage in stages),
+    )
+
+
+def chart(times: ScheduleRun) -> dict[str, Any]:
+    """A row per device group, in it a path per kind of unit; each unit is a box of its own."""
+    rows = [[(UNITS[s.kind], s.start, s.end) for s in times.spans if s.device == d and s.end > s.start] for d in range(len(times.busy))]
+    return lanes({f"group {d}": spans for d, spans in enumerate(rows)}, times.seconds, tuple(UNITS.values()), apart=True)
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
@@ -101,13 +159,11 @@ def plot_speed_up(pipeline: Pipeline, path: str | os.PathLike[str]) -> None:
     if rows:
         axes.plot(counts, counts, color="0.7", linestyle="--", label="ideal")
         axes.plot(counts, [row["speed_up"] for row in rows], marker="o", label="pipeline")
-        axes.set_xscale("log", base=2)  # which refuses axes without a point
-        axes.set_yscale("log", base=2)
+        axes.loglog(base=2)  # which refuses axes without a point
         axes.legend()
     else:
         axes.text(0.5, 0.5, "no fewer devices to compare with", ha="center", va="center", transform=axes.transAxes)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.set_yticks(counts, [str(n) for n in counts])
-    axes.set_xlabel("devices")
-    axes.set_ylabel("speed-up")
+    axes.set(xlabel="devices", ylabel="speed-up")
     save(figure, path)

@@ -1,59 +1,165 @@
-"""The report of `plan`: the meshes that were compared, the plan, and what each pin costs."""
+"""A plan in a terminal: its cost and proof, the usual plans, where the time goes, layouts of parameters. As a flat record too."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from autoshard.report.text import plan_report
+from autoshard.graph import Chosen
+from autoshard.report import plan_tables
+from autoshard.report.plan_tables import axis_line, interval_words, shape_text
+from autoshard.report.proof import overlapped_words, proof, verdict
+from autoshard.report.terminal import shown, spaced
+from autoshard.report.values import ReportTable, TableRow, numbers
 from autoshard.solution import ROUNDING, Solution
-from autoshard.units import seconds, size
+from autoshard.units import percent, seconds, size
+
+FEW = 5  # placement mismatches listed
+# assumptions that other lines of the report hold
+ELSEWHERE = (
+    "axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches", "objective", "recomputed", "offloaded",
+    "saved",
+)  # fmt: skip
 
 
 def planned_report(solution: Solution, meshes: Sequence[Mapping] | None = None) -> RenderableType:
     """The meshes compared (rows of `MeshPlans.to_dicts`), the plan, and the price of its pins where that was asked for."""
-    parts: list[RenderableType] = [] if meshes is None else [meshes_table(meshes), Text("")]
-    parts.append(plan_report(solution))
-    if rows := solution.pin_prices:
-        parts += [pins_table(rows, solution.cost), Text("")]
-    return Group(*parts)
+    compared = () if meshes is None else (meshes_table(meshes),)
+    pins = (pins_table(solution.pin_prices, solution.cost),) if solution.pin_prices else ()
+    return shown(*(spaced(table) for table in compared), plan_report(solution), *(spaced(table) for table in pins))
 
 
-def meshes_table(rows: Sequence[Mapping]) -> Table:
+def plan_report(solution: Solution) -> RenderableType:
+    """The full report of a plan."""
+    tables = (plan_tables.usual_table, plan_tables.time_table, plan_tables.parameters_table, plan_tables.replicated_table)
+    return spaced(header(solution), *(table(solution) for table in tables))
+
+
+def header(solution: Solution) -> ReportTable:
+    """Status, cost, bound, memory, mesh and assumptions."""
+    of = f"{solution.microbatches} microbatches of forward and backward" if solution.microbatches > 1 else "forward, backward"
+    what = f"step ({of}, optimizer)" if solution.training else "forward pass"
+    rows = [("plan", f"{verdict(solution)}: {proof(solution)}")]
+    if solution.overlapped:
+        rows.append(("overlapped", f"{seconds(solution.objective_seconds)} per {what}; {overlapped_words(solution)}"))
+    alone = ", one task after the other" if solution.overlapped else ""
+    least = f"no plan takes less than {seconds(solution.bound)}{alone and ' so'}"
+    rows += [("cost", f"{seconds(solution.cost)} per {what}{alone}; {least}"), ("", interval_words(solution))]
+    rows += [("prices", plan_tables.prices_known_from(solution)), ("memory", _memory(solution)), ("saved", _saved(solution.chosen))]
+    device = f"{solution.mesh.device.name}{', float32 matmuls as TF32' if solution.mesh.device.tf32 else ''}"
+    rows.append(("mesh", "; ".join([f"{shape_text(solution.mesh.shape)} of {device}", *map(axis_line, solution.mesh.axes)])))
+    rows.append(("assumed", ", ".join(f"{key} {words}" for key, words in plan_tables.assumed(solution, ELSEWHERE).items())))
+    rows += [("solved", _solved(solution)), *(("offer", offer) for offer in plan_tables.offers(solution))]
+    return ReportTable("", ("", ""), [row for row in rows if row[1]], "pairs")
+
+
+def _memory(solution: Solution) -> str:
+    """The peak, when it is, and what is in it."""
+    peak = f"{size(solution.peak_bytes)} per device at the peak"
+    parts = ", ".join(f"{kind.replace('_', ' ')} {size(held)}" for kind, held in dict(solution.peak.get("parts", {})).items())
+    return f"{peak}, {plan_tables.peak_place(solution)}: {parts}" if solution.peak else peak
+
+
+def _saved(chosen: Chosen) -> str:
+    """Which of the forward's values the backward pass does not find on the device: how often each op, views last."""
+    ways = {"recomputed": chosen.recomputed, "offloaded": [name.rpartition(".")[0] for name in chosen.offloaded]}
+    said = []
+    for way, names in ways.items():
+        counts = Counter(re.sub(r"_\d+$", "", name) for name in names)
+        said += [f"{way} in the backward pass: " + ", ".join(f"{n} x {op}" for op, n in sorted(counts.items()))] if counts else []
+    exposed = max((one.exposed for one in chosen.offloaded.values()), default=0.0)
+    return "; ".join(said) + (f"; {percent(exposed, 1.0)} of the copies to and from the host are waited for" if chosen.offloaded else "")
+
+
+def _solved(solution: Solution) -> str:
+    sizes = ", ".join(f"{solution.counts[key]} {key.replace('_', ' ')}" for key in ("nodes", "choices", "edges") if key in solution.counts)
+    total = solution.seconds.get("cpu", {}).get("total")
+    spent = f" in {seconds(total)} of CPU" if total is not None else ""
+    return f"by {solution.solver or 'nobody'}" + (f" ({sizes})" if sizes else "") + spent
+
+
+def meshes_table(rows: Sequence[Mapping]) -> ReportTable:
     """A row per mesh, in the order of planning; the best one in bold."""
     best = next((row["cost_seconds"] for row in rows if row["best"]), None)
-    table = Table(title="Meshes compared", title_justify="left", title_style="bold")
-    for column in ("mesh", "cost", "to best", "gap", "peak memory", "planned in", "status"):
-        table.add_column(column, justify="left" if column in ("mesh", "status") else "right", overflow="fold")
+    listed = []
     for row in rows:
         cost, gap = row["cost_seconds"], row["gap"]
         ratio = f"{cost / best:.2f}x" if cost is not None and best else "-"
-        shown = "-" if gap is None else f"{gap if gap > ROUNDING else 0:.2g}"
-        status = ("proven" if row["status"] == "optimal" and (gap or 0.0) > ROUNDING else row["status"]) + (", best" if row["best"] else "")
-        cells = (row["mesh"], seconds(cost), ratio, shown, size(row["peak_bytes"]), seconds(row["cpu_seconds"]), _why(row, status))
-        table.add_row(*cells, style="bold" if row["best"] else None)
-    return table
+        told = "-" if gap is None else f"{gap if gap > ROUNDING else 0:.2g}"
+        cells = (row["mesh"], seconds(cost), ratio, told, size(row["peak_bytes"]), seconds(row["cpu_seconds"]), _mesh_status(row))
+        listed.append(TableRow(cells, strong=row["best"]))
+    columns = ("mesh", *numbers("cost", "to best", "gap", "peak memory", "planned in"), "status")
+    return ReportTable("Meshes compared", columns, listed)
 
 
-def _why(row: Mapping, status: str) -> str:
+def _mesh_status(row: Mapping) -> str:
     """The status, and of a mesh on which nothing fits the limit that would do."""
-    limit = row.get("smallest_limit_bytes")
+    limit, proven = row.get("smallest_limit_bytes"), row["status"] == "optimal" and (row["gap"] or 0.0) > ROUNDING
     if row["status"] == "infeasible" and limit:
         return f"infeasible; fits in {size(limit[1])}"
+    status = ("proven" if proven else row["status"]) + (", best" if row["best"] else "")
     return f"{status}: {row['message']}" if row.get("message") else status
 
 
-def pins_table(rows: Sequence[Mapping], cost: float) -> Table:
+def pins_table(rows: Sequence[Mapping], cost: float) -> ReportTable:
     """What each pin, forbidden layout, and all kept layouts together cost."""
-    table = Table(title="What each pin costs", title_justify="left", title_style="bold")
-    for column in ("", "tensor", "layout", "costs", "of the plan"):
-        table.add_column(column, justify="right" if column in ("costs", "of the plan") else "left", overflow="fold")
+    listed = []
     for row in rows:
         paid = row["costs_seconds"] if row["costs_seconds"] > ROUNDING * cost else 0.0
-        about = "" if row["proven"] else "about "
-        share = f"{100 * paid / cost:.2g}%" if cost else "-"
-        table.add_row(row["kind"], str(row["name"]), row["layout"] or "", about + seconds(paid), share)
-    return table
+        about = ("" if row["proven"] else "about ") + seconds(paid)
+        listed.append((row["kind"], str(row["name"]), row["layout"] or "", about, f"{100 * paid / cost:.2g}%" if cost else "-"))
+    return ReportTable("What each pin costs", ("", "tensor", "layout", *numbers("costs", "of the plan")), listed)
+
+
+def verify_report(report: Mapping) -> RenderableType:
+    """What a check on simulated ranks found, plan by plan; "plan" is the solution's own, the others are drawn at random."""
+    rows, mismatches = [], []
+    for row in report["plans"]:
+        drawn = "plan" if row.get("seed") is None else f"random, seed {row['seed']}"
+        errors = [row.get(f"max_relative_error_{what}") for what in ("outputs", "gradients")]
+        told = ["-" if value is None else f"{value:.1e}" if value else "0" for value in errors]
+        rows.append((drawn, *told, str(len(row["placement_mismatches"])), str(row.get("redistributes", ""))))
+        mismatches += row["placement_mismatches"][:FEW]
+    columns = ("layouts", *numbers("worst error, outputs", "worst error, gradients", "placement mismatches", "redistributes"))
+    table = ReportTable(f"{'ok' if report['ok'] else 'NOT OK'}, on {report['ranks']} simulated ranks", columns, rows)
+    said = (f"{r.get('op')}, output {r.get('output')}: planned {r.get('planned')}, found {r.get('found')}" for r in mismatches[:FEW])
+    return shown(table, *said)
+
+
+def summary(solution: Solution) -> dict:
+    """Plain data, which `plan --json` and `show --json` print; None where a number isn't known. Cost, bound and gap are of tasks one after
+    the other; `status` is of the objective, and `overlapped` has its own seconds, bound and gap."""
+    counts = {key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")}
+    return {
+        "status": solution.status,
+        "objective": solution.objective,
+        "proof": proof(solution),
+        "cost_seconds": _finite(solution.cost),
+        "bound_seconds": _finite(solution.bound),
+        "interval_seconds": None if solution.interval is None else list(solution.interval),
+        "gap": _finite(solution.gap),
+        "overlapped": {**solution.overlapped, "gap": solution.objective_gap} if solution.overlapped else None,
+        "solver": solution.solver,
+        "peak_bytes": _finite(solution.peak_bytes),
+        "peak": solution.peak,
+        "training": solution.training,
+        "microbatches": solution.microbatches,
+        "mesh": {"shape": list(solution.mesh.shape), **solution.mesh.to_dict()},
+        **counts,
+        "baselines": solution.baselines,
+        "replicated_ops": list(solution.replicated_ops),
+        "parameters": {name: row["layout"] for name, row in solution.parameters.items()},
+        "fingerprint": solution.fingerprint,
+        "prices": solution.prices,
+        "assumptions": solution.assumptions,
+        "cpu_seconds": solution.seconds.get("cpu", {}),
+        "wall_seconds": solution.seconds.get("wall", {}),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

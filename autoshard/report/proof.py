@@ -1,9 +1,9 @@
 """What is proven about a plan, in words. "Optimal" is said only where no plan is better at all; a gap that was asked for is said as it is.
 
-    optimal     no plan is better; gap 0
-    proven      no plan is better by more than the gap that was asked for; a file says "optimal" with its gap
-    feasible    the gap is larger than that
-    unjudged    layouts without a cost
+optimal     no plan is better; gap 0
+proven      no plan is better by more than the gap that was asked for; a file says "optimal" with its gap
+feasible    the gap is larger than that
+unjudged    layouts without a cost
 """
 
 from __future__ import annotations
@@ -36,7 +36,24 @@ def sentence(status: str, gap: float, said: str = "") -> str:
     """What a status and a relative gap say of all other plans."""
     if status != "optimal":
         return "the best found in the time given; a longer time limit may find a better one"
-    return f"no plan is faster{said}{f' by more than {percents(gap)}' if gap > ROUNDING else ''} under these prices"
+    return f"no plan is faster{said}{f' by more than {100 * gap:.2g} %' if gap > ROUNDING else ''} under these prices"
+
+
+def plan_card(solution: Solution) -> dict[str, str]:
+    """The card of a page about one plan: its proof, and the bound where that is below the plan."""
+    gap = solution.objective_gap
+    bound = f"; the bound is {seconds(solution.objective_bound)}" if ROUNDING < gap < math.inf else ""
+    return card(solution.status, gap, proof(solution) + bound)
+
+
+def card(status: str, gap: float, words: str) -> dict[str, str]:
+    """For a page: how far from the best a plan may be, in short and in a sentence, and a mood: good, open or none."""
+    mood, short = "open", f"at most {100 * gap:.2g}% from the best" if math.isfinite(gap) else "no bound"
+    if status == "unjudged":
+        mood, short = "none", "not judged"
+    elif status == "optimal":
+        mood, short = "good", f"within {100 * gap:.2g}% of the best" if gap > ROUNDING else "proven best"
+    return {"mood": mood, "short": short, "long": words + "."}
 
 
 def overlapped_words(solution: Solution) -> str:
@@ -50,7 +67,3 @@ def usual_verdict(row: Mapping) -> str:
     """The status of a usual plan: its scheme leaves layouts open, and these are completed to a small gap."""
     status = str(row.get("status", ""))
     return "proven" if status == "optimal" else status
-
-
-def percents(share: float) -> str:
-    return f"{100 * share:.2g} %"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from autoshard.units import seconds, size
 
-from .figures import save
+from .figures import blank, save
+from .terminal import shown
+from .values import ReportTable, numbers
 
 COLUMNS = ("Step #", "Operation", "Distribution", "Cost [s]", "Memory Usage [MB]")
 COLORS = 20
@@ -40,19 +40,14 @@ def _megabytes(value: float) -> str:
 
 def route_table(routes: Sequence[Mapping]) -> RenderableType:
     """One table per route."""
-    parts: list[RenderableType] = []
+    parts: list[ReportTable | str] = []
     for route in routes:
         title = (
             f"{route['id'] or 'route'}: {route['status']}, {seconds(route['cost_seconds'])}, peak {size(route['peak_bytes'])} "
             f"({route['counted']}), run by {route['executable_by']}, {route['explored']} states"
         )
-        table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for name in COLUMNS:
-            table.add_column(name, justify="right" if name[0] in "CM" else "left", overflow="fold")
-        for row in rows(route):
-            table.add_row(*map(Text, row))
-        parts += [table, Text("")]
-    return Group(*parts[:-1])
+        parts += [title, ReportTable("", (*COLUMNS[:3], *numbers(*COLUMNS[3:])), rows(route), "open"), ""]
+    return shown(*parts[:-1])
 
 
 def latex(routes: Sequence[Mapping]) -> str:
@@ -77,27 +72,22 @@ def _latex(layout: str) -> str:
 
 def draw(path: str, title: str, names: Sequence[str], panels: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
     """Write a picture. panels[layout][dim][rank][sample]: 1 where the rank holds that index of the dim."""
-    import matplotlib  # here: it takes a second to import, which other output need not pay
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps  # here: it takes a second to import, which other output need not pay
     from matplotlib.colors import ListedColormap
 
-    colors = [(1.0, 1.0, 1.0, 1.0), *(pyplot.get_cmap("tab20")(i) for i in range(COLORS))]
+    colors = ListedColormap([(1.0, 1.0, 1.0, 1.0), *(colormaps["tab20"](i) for i in range(COLORS))])
     dims = len(panels[0])
-    figure, axes = pyplot.subplots(len(panels), dims, figsize=(1.5 + 2.6 * dims, 1.0 + 1.6 * len(panels)), squeeze=False)
+    figure = blank(1.5 + 2.6 * dims, 1.0 + 1.6 * len(panels))
+    axes = figure.subplots(len(panels), dims, squeeze=False)
     for row, (name, layout) in enumerate(zip(names, panels, strict=True)):
         for d, ranks in enumerate(layout):
             cells = [[cell * (1 + rank % COLORS) for cell in line] for rank, line in enumerate(ranks)]
             axis = axes[row][d]
-            axis.imshow(cells, aspect="auto", interpolation="nearest", cmap=ListedColormap(colors), vmin=0, vmax=COLORS)
-            axis.set_xticks([])
-            axis.set_yticks(range(len(ranks)) if len(ranks) <= 16 else [])
+            axis.imshow(cells, aspect="auto", interpolation="nearest", cmap=colors, vmin=0, vmax=COLORS)
+            axis.set(xticks=[], yticks=range(len(ranks)) if len(ranks) <= 16 else [], xlabel=f"dim {d}" if row == len(panels) - 1 else "")
             axis.tick_params(labelsize=6, length=0)
-            axis.set_xlabel(f"dim {d}" if row == len(panels) - 1 else "")
         axes[row][0].set_ylabel("rank", fontsize=7)
         axes[row][0].set_title(name, fontsize=8, loc="left")
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     save(figure, path, dpi=120)
-    pyplot.close(figure)

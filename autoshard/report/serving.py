@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from autoshard.mesh import UNMEASURED_DEVICE
+from autoshard.report.terminal import shown
+from autoshard.report.values import ReportTable, numbers
 from autoshard.units import seconds, size
 
 WORTH_SAYING = 0.1  # share of the weights that is replicated
@@ -16,13 +16,8 @@ WORTH_SAYING = 0.1  # share of the weights that is replicated
 
 def serving_report(record: Mapping) -> RenderableType:
     """One row per pair of degrees, those that fit first; the reasons of the others below."""
-    columns = ("tp", "pp", "replicas", "first", "per token", "tokens/s", "weights", "cache", "memory", "most", "fits")
-    table = Table(*columns, box=None, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.justify, column.no_wrap = "right", True
-    for row in record["configurations"]:
-        if row["memory_bytes"] is not None:
-            table.add_row(*_cells(row))
+    columns = numbers("tp", "pp", "replicas", "first", "per token", "tokens/s", "weights", "cache", "memory", "most", "fits")
+    table = ReportTable("", columns, [_cells(row) for row in record["configurations"] if row["memory_bytes"] is not None], "tight")
     head = (
         f"{record['batch']} sequences of {record['max_tokens']} tokens ({record['prompt']} of them the prompt) of {record['model']} on "
         f"{record['devices']} {record['device']}, {size(record['memory_limit_bytes'])} each"
@@ -31,7 +26,7 @@ def serving_report(record: Mapping) -> RenderableType:
         "first: seconds to the first token; most: sequences that fit. Prices of data sheets: kernels are off by "
         f"{UNMEASURED_DEVICE:.0%} on average. Sampling isn't priced."
     )
-    return Group(Text(head), Text(""), table, *_reasons(record["configurations"]), Text(""), Text(tail), *_styles(record["styles"]))
+    return shown(head, "", table, *_reasons(record["configurations"]), "", tail, *_styles(record["styles"]))
 
 
 def _cells(row: Mapping) -> list[str]:
@@ -41,7 +36,7 @@ def _cells(row: Mapping) -> list[str]:
     return [*degrees, *times, *sizes, str(row["most_sequences"]), "yes" if row["fits"] else "no"]
 
 
-def _reasons(rows: Sequence[Mapping]) -> list[RenderableType]:
+def _reasons(rows: Sequence[Mapping]) -> list[str]:
     """Why degrees don't fit, and what is to be known about those that do; equal words once."""
     words: dict[str, list[str]] = {}
     for row in rows:
@@ -52,14 +47,10 @@ def _reasons(rows: Sequence[Mapping]) -> list[RenderableType]:
             said.append(f"{size(row['replicated_bytes'])} of weights are on every device: no tensor parallel style shards them")
         for one in said:
             words.setdefault(one, []).append(f"tp {row['tensor']} pp {row['pipeline']}")
-    return [Text(""), *(Text(f"{', '.join(degrees)}: {one}") for one, degrees in words.items())] if words else []
+    return ["", *(f"{', '.join(degrees)}: {one}" for one, degrees in words.items())] if words else []
 
 
-def _styles(styles: Mapping[str, Mapping[str, str]]) -> list[RenderableType]:
+def _styles(styles: Mapping[str, Mapping[str, str]]) -> list[str | ReportTable]:
     plan = {name: style for name, style in styles.get("tp_plan", {}).items() if style != "replicate"}
-    if not plan:
-        return []
-    table = Table("module", "style", box=None, padding=(0, 2, 0, 0))
-    for name, style in plan.items():
-        table.add_row(name, style)
-    return [Text(""), Text("styles (`--json` has them for transformers, vLLM and SGLang):"), table]
+    table = ReportTable("", ("module", "style"), list(plan.items()), "open")
+    return ["", "styles (`--json` has them for transformers, vLLM and SGLang):", table] if plan else []

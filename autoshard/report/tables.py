@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from autoshard.units import percent, seconds, size
 
 from .figures import blank, save
+from .terminal import shown
+from .values import Code, Number, ReportTable, numbers
 
 BAR = 24  # characters of the slowest device
 ROWS = 40  # tables shown, unless all are asked for
@@ -24,17 +25,12 @@ def table_of(plan: Mapping, every: bool = False) -> RenderableType:
     if not plan["devices"]:
         return Text(f"{plan['status']}: {plan['reason']}")
     longest = sorted(plan["tables"].items(), key=lambda item: -sum(item[1]["seconds"]))
-    shown = longest if every else longest[:ROWS]
-    grid = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("table", "sharding", "memory", "devices", "per shard", "why"):
-        grid.add_column(name, justify="right" if name == "per shard" else "left", overflow="fold")
-    for name, row in shown:
-        cells = (name, row["sharding"], row["memory"], devices_of(row["devices"]), seconds(max(row["seconds"])), row["why"])
-        grid.add_row(*map(Text, cells))
-    parts: list[RenderableType] = [grid]
-    if len(shown) < len(longest):
-        parts.append(Text(f"... and {len(longest) - len(shown)} tables that take less; --all prints them"))
-    return Group(*parts, Text(""), bars(plan), Text(""), Text(verdict(plan)))
+    listed = longest if every else longest[:ROWS]
+    rows = [(name, r["sharding"], r["memory"], devices_of(r["devices"]), seconds(max(r["seconds"])), r["why"]) for name, r in listed]
+    table = ReportTable("", ("table", "sharding", "memory", "devices", Number("per shard"), "why"), rows, "open")
+    rest = len(longest) - len(listed)
+    more = f"... and {rest} tables that take less; --all prints them" if rest else None
+    return shown(table, more, "", bars(plan), "", verdict(plan))
 
 
 def devices_of(devices: Sequence[int]) -> str:
@@ -43,16 +39,14 @@ def devices_of(devices: Sequence[int]) -> str:
     return f"{devices[0]}-{devices[-1]}" if run else ",".join(map(str, devices))
 
 
-def bars(plan: Mapping) -> Table:
+def bars(plan: Mapping) -> ReportTable:
     """Seconds and memory, device by device."""
-    grid, slowest = Table(box=None, padding=(0, 2, 0, 0)), plan["slowest_device_seconds"]
-    for name in ("device", "time", "", "hbm", "of limit", "host"):
-        grid.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+    rows, slowest = [], plan["slowest_device_seconds"]
     for d, (load, limit) in enumerate(zip(plan["devices"], plan["hbm_limit_bytes"])):
         bar = "█" * round(BAR * load["seconds"] / slowest) if slowest else ""
-        of_limit = percent(load["hbm_bytes"], limit)
-        grid.add_row(*map(Text, (str(d), seconds(load["seconds"]), bar, size(load["hbm_bytes"]), of_limit, size(load["host_bytes"]))))
-    return grid
+        memory = (size(load["hbm_bytes"]), percent(load["hbm_bytes"], limit), size(load["host_bytes"]))
+        rows.append((str(d), seconds(load["seconds"]), bar, *memory))
+    return ReportTable("", (*numbers("device", "time"), Code(""), *numbers("hbm", "of limit", "host")), rows, "open")
 
 
 def verdict(plan: Mapping) -> str:
@@ -71,11 +65,10 @@ def draw(path: str, plan: Mapping) -> None:
     at = range(len(plan["devices"]))
     time.bar(at, [1e3 * d["seconds"] for d in plan["devices"]])
     time.axhline(1e3 * plan["bound_seconds"], color="black", linewidth=1, linestyle="--", label="bound")
-    time.set_ylabel("ms per step")
+    time.set(ylabel="ms per step")
     time.legend()
     memory.bar(at, [d["hbm_bytes"] / 1e9 for d in plan["devices"]])
     memory.scatter(at, [limit / 1e9 for limit in plan["hbm_limit_bytes"]], marker="_", color="black", label="limit")
-    memory.set_ylabel("GB of device memory")
-    memory.set_xlabel("device")
+    memory.set(xlabel="device", ylabel="GB of device memory")
     memory.legend()
     save(figure, path)

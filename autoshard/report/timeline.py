@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from autoshard.pipeline import ScheduleRun
 from autoshard.simulate import COMPUTE, Timeline
-from autoshard.units import percent, seconds, size
+from autoshard.units import seconds, size
 from autoshard.writing import write_atomically
 
-from .figures import blank, legend_of, save
-from .text import tested_on
+from .figures import blank, legend_of, save, titled
+from .plan_tables import tested_on
+from .terminal import shown
+from .values import ReportTable, TableRow, numbers, share
 
 COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
 # of kinds of tasks that are no collectives
@@ -31,41 +33,28 @@ def save_trace(trace: Mapping, path: str) -> None:
 
 def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
     """A pipeline's time line: a row per device, a box per unit with the number of its microbatch, sends as thin lines below."""
-    devices = run.schedule.devices
+    schedule, devices = run.schedule, run.schedule.devices
     figure = blank(12, 1.2 + 0.55 * devices)
     axes = figure.subplots()
     numbered = len(run.spans) <= NUMBERED
     for span in run.spans:
-        box = _box(COLORS[span.kind], 0 if span.kind == "finish" else span.part // devices)
-        axes.broken_barh([(span.start * 1e3, (span.end - span.start) * 1e3)], (span.device - 0.36, 0.62), **box)
+        chunk = 0 if span.kind == "finish" else span.part // devices
+        style: dict[str, Any] = {"facecolors": COLORS[span.kind], "edgecolor": "white", "alpha": 1.0 if chunk % 2 == 0 else 0.7}
+        axes.broken_barh([(span.start * 1e3, (span.end - span.start) * 1e3)], (span.device - 0.36, 0.62), linewidth=0.5, **style)
         if numbered and span.kind != "finish":
             middle = (span.start + span.end) * 5e2
             axes.text(middle, span.device - 0.05, str(span.microbatch), ha="center", va="center", fontsize=7, color="white", clip_on=True)
     for span in run.sends:
         axes.broken_barh([(span.start * 1e3, (span.end - span.start) * 1e3)], (span.device + 0.3, 0.1), facecolors="#e15759")
     axes.set_yticks(range(devices), [f"stage {d}" for d in range(devices)])
-    axes.set_ylim(devices - 0.45, -0.55)
-    axes.set_xlim(0, run.seconds * 1e3)
-    axes.set_xlabel("ms")
-    kinds = [kind for kind in COLORS if any(span.kind == kind for span in run.spans)]
+    axes.set(ylim=(devices - 0.45, -0.55), xlim=(0, run.seconds * 1e3), xlabel="ms")
     words = {"F": "forward", "B": "backward", "W": "weight gradients", "finish": "gradients, optimizer"}
-    colors = {words[kind]: COLORS[kind] for kind in kinds} | ({"transfer": "#e15759"} if run.sends else {})
+    colors = {words[kind]: color for kind, color in COLORS.items() if any(span.kind == kind for span in run.spans)}
+    colors |= {"transfer": "#e15759"} if run.sends else {}
     axes.legend(handles=legend_of(colors), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=5, frameon=False, fontsize=8)
-    axes.set_title(title or _title(run), fontsize=10, loc="left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    shape = f"{schedule.name}: {devices} stages, {schedule.microbatches} microbatches"
+    titled(axes, title or f"{shape}, {seconds(run.seconds)}, bubble {run.bubble:.1%}")
     save(figure, path, dpi=130, bbox_inches="tight")
-
-
-def _box(color: str, chunk: int) -> dict:
-    return {"facecolors": color, "edgecolor": "white", "linewidth": 0.5, "alpha": 1.0 if chunk % 2 == 0 else 0.7}
-
-
-def _title(run: ScheduleRun) -> str:
-    schedule = run.schedule
-    return (
-        f"{schedule.name}: {schedule.devices} stages, {schedule.microbatches} microbatches, {seconds(run.seconds)}, bubble {run.bubble:.1%}"
-    )
 
 
 def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
@@ -92,9 +81,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     if kinds:
         bottom.stackplot(memory["seconds"] * 1e3, *[memory[kind] / 1e9 for kind in kinds], labels=kinds, step="post", linewidth=0)
         bottom.legend(loc="upper left", fontsize=6, ncols=3)
-    bottom.set_ylabel("GB")
-    bottom.set_xlabel("ms")
-    bottom.set_xlim(0, max(timeline.seconds * 1e3, 1e-9))
+    bottom.set(xlabel="ms", ylabel="GB", xlim=(0, max(timeline.seconds * 1e3, 1e-9)))
     save(figure, path, dpi=130, bbox_inches="tight")
 
 
@@ -106,46 +93,44 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
             f", peak {size(record['peak_bytes'])} per device; communication that nothing hides: "
             f"{seconds(record['exposed_communication_seconds'])}; bubble {record['bubble']:.1%}"
         )
-    parts: list[RenderableType] = [Text(said)]
+    parts: list[str | ReportTable] = [said]
     if record.get("interval_seconds") is not None:
         low, high = record["interval_seconds"]
-        parts += [
-            Text(f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were"),
-            Text(f"prices: {record['prices']}; {tested_on(record['tested'])}"),
-        ]
+        parts.append(f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were")
+        parts.append(f"prices: {record['prices']}; {tested_on(record['tested'])}")
     if record.get("cost_seconds") is not None:
-        parts.append(Text(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}"))
+        parts.append(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}")
     if len(record["configurations"]) > 1:
-        parts += [Text(""), _configurations(record["configurations"])]
+        parts += ["", _configurations(record["configurations"])]
     if len(record["stages"]) > 1:
-        parts += [Text(""), _stages(record["stages"])]
+        parts += ["", _stages(record["stages"])]
     if critical:
-        total = sum(critical.values())
-        table = Table("on the critical path", "seconds", "share", box=None, padding=(0, 2, 0, 0))
-        for kind, part in critical.items():
-            table.add_row(kind, seconds(part), percent(part, total))
-        parts += [Text(""), table]
-    return Group(*parts)
+        parts += ["", critical_table(critical)]
+    return shown(*parts)
 
 
-def _configurations(rows: Sequence[Mapping]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("data", "tensor", "pipeline", "microbatches", "devices", "per step", "peak", "bubble", "exposed"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        numbers = [str(row[key]) for key in ("data", "tensor", "pipeline", "microbatches", "devices")]
+def critical_table(critical: Mapping[str, float]) -> ReportTable:
+    """Seconds of a step's critical path by kind of task."""
+    total = math.fsum(critical.values())
+    cells = ((kind, seconds(part), share(part, total)) for kind, part in critical.items())
+    rows = [TableRow(row, kind=row[0], share=100 * part / total if total else 0.0) for row, part in zip(cells, critical.values())]
+    return ReportTable("", ("on the critical path", *numbers("seconds", "share")), rows, "open")
+
+
+def _configurations(configurations: Sequence[Mapping]) -> ReportTable:
+    rows = []
+    for row in configurations:
+        degrees = [str(row[key]) for key in ("data", "tensor", "pipeline", "microbatches", "devices")]
         bubble = "-" if row["bubble"] is None else f"{row['bubble']:.1%}"
-        exposed = seconds(row["exposed_communication_seconds"])
         peak = size(row["peak_bytes"]) + ("" if row.get("fits", True) else " (too much)")
-        table.add_row(*numbers, seconds(row["seconds"]), peak, bubble, exposed)
-    return table
+        rows.append((*degrees, seconds(row["seconds"]), peak, bubble, seconds(row["exposed_communication_seconds"])))
+    columns = numbers("data", "tensor", "pipeline", "microbatches", "devices", "per step", "peak", "bubble", "exposed")
+    return ReportTable("", columns, rows, "open")
 
 
-def _stages(rows: Sequence[Mapping]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("stage", "forward", "backward", "at the end", "peak", "sends"):
-        table.add_column(name, justify="right")
-    for n, row in enumerate(rows):
+def _stages(stages: Sequence[Mapping]) -> ReportTable:
+    rows = []
+    for n, row in enumerate(stages):
         times = (row["forward_seconds"], row["backward_seconds"], row["finish_seconds"])
-        table.add_row(str(n), *map(seconds, times), size(row["peak_bytes"]), size(row["send_bytes"]))
-    return table
+        rows.append((str(n), *map(seconds, times), size(row["peak_bytes"]), size(row["send_bytes"])))
+    return ReportTable("", numbers("stage", "forward", "backward", "at the end", "peak", "sends"), rows, "open")

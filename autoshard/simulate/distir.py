@@ -86,7 +86,9 @@ def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC
     clocks = [0.0] * P
     root = 0.0  # the clock of the additional device
     if grid.data == 1:
-        root = clocks[0] = _bytes_from_root(mlp, P, moved) / constants.link_bandwidth
+        rows, weights = 16 * mlp.batch * mlp.width, 16 * mlp.layers * mlp.width**2  # bytes, item size counted twice
+        sent = {"nothing": 0, "inputs": 2 * rows if P > 1 else 0, "everything": 2 * rows + weights}[moved]
+        root = clocks[0] = sent / constants.link_bandwidth
     if P > 1 and moved != "nothing":
         clocks[0] += 2 * constants.launch  # Split x and the labels
 
@@ -94,9 +96,9 @@ def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC
         clocks[a] = clocks[b] = max(clocks[a], clocks[b]) + seconds
 
     for units in _timesteps(P, grid.microbatches):
-        for device, kind, i, sent_late in units:
-            if sent_late:  # computed in this timestep: sent now, and a second time with the others
-                send(device - 1 if kind == "F" else device + 1, device, costs.send)
+        for device, kind, i, late_sender in units:
+            if late_sender is not None:  # its input, computed in this timestep, is sent now and a second time with the others
+                send(late_sender, device, costs.send)
             if kind == "B":
                 clocks[device] += costs.backward + (costs.accumulate if i else 0.0)
                 continue
@@ -109,8 +111,8 @@ def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC
                     send(0, device, costs.send)  # its labels
                 clocks[device] += costs.loss
         for device, kind, _, _ in units:
-            to = device + 1 if kind == "F" else device - 1
-            if 0 <= to < P:
+            to, _ = _next(P, device, kind)
+            if to not in (device, None):
                 send(device, to, costs.send)
     if grid.data > 1:
         clocks = [clock + costs.finish for clock in clocks]
@@ -119,20 +121,12 @@ def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC
     return max(root, *clocks)
 
 
-def _bytes_from_root(mlp: MLP, P: int, moved: str) -> float:
-    """Bytes (item size counted twice) that the additional device sends to the first one."""
-    rows, weights = 16 * mlp.batch * mlp.width, 16 * mlp.layers * mlp.width**2
-    return {"nothing": 0, "inputs": 2 * rows if P > 1 else 0, "everything": 2 * rows + weights}[moved]
-
-
 def _check(mlp: MLP, grid: Parallel, moved: str) -> None:
     if moved not in MOVED:
         raise ValueError(f"moved is {moved!r}; expected one of {', '.join(MOVED)}")
-    for what, size, parts in (
-        ("layers", mlp.layers, grid.pipeline),
-        ("width", mlp.width, grid.tensor),
-        ("batch", mlp.batch, grid.data * grid.microbatches),
-    ):
+    divided = {"layers": grid.pipeline, "width": grid.tensor, "batch": grid.data * grid.microbatches}
+    for what, parts in divided.items():
+        size = getattr(mlp, what)
         if parts < 1 or size < 1 or size % parts:
             raise ValueError(f"{size} {what} don't divide into {parts} parts; expected a number that does")
     if grid.tensor > 1 and mlp.layers // grid.pipeline % 2:
@@ -170,7 +164,7 @@ def _costs(mlp: MLP, grid: Parallel, c: Constants) -> _Costs:
     )
 
 
-Scheduled = tuple[int, str, int, bool]  # device, kind, microbatch, whether its input was computed in the same timestep
+Scheduled = tuple[int, str, int, int | None]  # device, kind, microbatch, the device that computed its input in the same timestep
 
 
 @lru_cache(maxsize=256)
@@ -180,33 +174,33 @@ def _timesteps(P: int, K: int) -> tuple[tuple[Scheduled, ...], ...]:
     The scheduler visits the devices in order, a device from the timestep after the one in which its first microbatch became ready. A
     later device can run a microbatch that became ready in the same timestep.
     """
-    ready: list[dict[str, list[int]]] = [{"F": [], "B": []} for _ in range(P)]
-    ready[0]["F"].extend(range(K))
+    ready: list[dict[str, set[int]]] = [{"F": set(), "B": set()} for _ in range(P)]
+    ready[0]["F"] |= set(range(K))
     turn = ["B"] * P
     known, left = 1, 2 * P * K
     steps = []
     while left:
         step: list[Scheduled] = []
-        new: set[tuple[int, str, int]] = set()  # ready since this timestep
+        new: dict[tuple[int, str, int], int] = {}  # ready since this timestep, with the device that computed the input
         for device in range(known):
-            forwards, backwards = ready[device]["F"], ready[device]["B"]
-            if forwards or backwards:
-                kind = ("B" if backwards else "F") if turn[device] == "F" else ("F" if forwards else "B")
-                turn[device] = kind
+            if any(ready[device].values()):
+                other = "B" if turn[device] == "F" else "F"
+                turn[device] = kind = other if ready[device][other] else turn[device]
                 i = min(ready[device][kind])
                 ready[device][kind].remove(i)
-                step.append((device, kind, i, (device, kind, i) in new))
-                for to, what in _next(P, device, kind):
-                    ready[to][what].append(i)
-                    new.add((to, what, i))
-        known = max(known, *(to + 1 for to, _, _ in new)) if new else known
+                step.append((device, kind, i, new.get((device, kind, i))))
+                to, what = _next(P, device, kind)
+                if to is not None:
+                    ready[to][what].add(i)
+                    new[to, what, i] = device
+        known = max([known, *(to + 1 for to, _, _ in new)])
         left -= len(step)
         steps.append(tuple(step))
     return tuple(steps)
 
 
-def _next(P: int, device: int, kind: str) -> tuple[tuple[int, str], ...]:
-    """The devices and kinds that become ready once `kind` has run on `device`."""
+def _next(P: int, device: int, kind: str) -> tuple[int | None, str]:
+    """The device and kind that become ready once `kind` has run on `device`."""
     if kind == "F":
-        return ((device + 1, "F"),) if device + 1 < P else ((device, "B"),)
-    return ((device - 1, "B"),) if device > 0 else ()
+        return (device + 1, "F") if device + 1 < P else (device, "B")
+    return (device - 1 if device > 0 else None), "B"

@@ -10,7 +10,8 @@ max(end of the stream's preceding task, ends of the tasks waited for), in time l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 
@@ -37,6 +38,12 @@ def run_tasks(tasks: Sequence[Runnable], links: Sequence[int] | None = None) -> 
     of = {stream: -1 if links is None or stream >= len(links) else links[stream] for stream in used}
     in_use = [link for link in of.values() if link >= 0]
     return _one_pass(tasks) if len(in_use) == len(set(in_use)) else _events(tasks, of)
+
+
+def run_in_turn(seconds: Iterable[float]) -> Times:
+    """Times of tasks that run one after the other."""
+    end = list(accumulate(seconds))
+    return Times([0.0, *end[:-1]], end, list(range(-1, len(end) - 1)))
 
 
 def _one_pass(tasks: Sequence[Runnable]) -> Times:

@@ -1,7 +1,7 @@
 """Buckets: small reductions of gradients joined to one collective, as in the lowered program.
 
     a bucket    consecutive gradients whose routes are the same reductions over the same axes, and whose buffers together have at most
-                `cost.bucket_limit` bytes (the rule of lower/bucketing.py)
+                `cost.bucket_limit` bytes (the rule of runtime/bucketing.py)
     it begins   when the last member's gradient is computed, and takes the seconds of a collective of all their bytes
 
 Only the optimizer reads a reduced gradient, so a bucket delays no other task.

@@ -24,7 +24,7 @@ from autoshard.formulate import Formulation
 from autoshard.graph import ACCUMULATED, Graph
 from autoshard.mesh import Mesh
 from autoshard.problem import Usage
-from autoshard.simulate.engine import Times, run_tasks
+from autoshard.simulate.engine import Times, run_in_turn, run_tasks
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.joining import with_joined_gradients
 from autoshard.simulate.tasks import COMPUTE, Task, TaskProgram, program_of
@@ -69,9 +69,7 @@ class Timeline:
     def exposed_communication_seconds(self) -> float:
         """Seconds in which collectives run and no kernel does."""
         kernels = [i for i, task in enumerate(self.tasks) if task.kind in KERNELS]
-        others = [i for i, task in enumerate(self.tasks) if task.kind not in KERNELS]
-        both = _covered(self.times, [*kernels, *others])
-        return both - _covered(self.times, kernels)
+        return _covered(self.times, range(len(self.tasks))) - _covered(self.times, kernels)
 
     @cached_property
     def memory(self) -> dict[str, np.ndarray]:
@@ -136,16 +134,9 @@ def timeline_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None = N
 
 def run_program(program: TaskProgram, links: Sequence[int] | None = None) -> Times:
     if not program.overlap:
-        return run_tasks([_Serial(task.seconds) for task in program.tasks])
+        return run_in_turn(task.seconds for task in program.tasks)
     shared = shared_links(program.formulation.mesh) if links is None else tuple(links)
     return run_tasks(program.tasks, (-1, *shared))
-
-
-@dataclass(frozen=True)
-class _Serial:
-    seconds: float
-    stream: int = COMPUTE
-    after: tuple[int, ...] = ()
 
 
 def _covered(times: Times, tasks: Sequence[int]) -> float:

@@ -32,7 +32,7 @@ FULL = 0.9  # of the limit: rows that the first answer fills so far are watched 
 
 def graph_of(messages: Messages, rows: Sequence[int]) -> EdgeGraph:
     """The arrays of the kernels; `rows` are the binding times that are watched, ascending."""
-    problem, watched = messages.problem, np.array(rows, dtype=np.int64)
+    problem, edges, watched = messages.problem, messages.tables.half_edges, np.array(rows, dtype=np.int64)
     held: list[dict[int, np.ndarray]] = [{} for _ in problem.node_costs]
     low, high = np.searchsorted(watched, messages.rows.first).tolist(), np.searchsorted(watched, messages.rows.last).tolist()
     for u, a, b in zip(problem.usages, low, high, strict=True):
@@ -42,7 +42,7 @@ def graph_of(messages: Messages, rows: Sequence[int]) -> EdgeGraph:
                 of_node[r] = of_node.get(r, 0.0) + u.bytes
     bytes_of = [np.array([h[r] for r in sorted(h)]).T.ravel() for h in held]
     return EdgeGraph(
-        messages.first, messages.costs, messages.start, messages.neighbour, messages.table, messages.pool,
+        messages.first, messages.tables.costs, edges.start, edges.neighbour, edges.table, messages.pool,
         np.cumsum([0, *map(len, held)]), np.array([r for h in held for r in sorted(h)], dtype=np.int64),
         np.cumsum([0, *map(len, bytes_of)]), np.concatenate(bytes_of),
     )  # fmt: skip

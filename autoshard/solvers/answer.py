@@ -67,6 +67,11 @@ class Answer:
         return relative_gap(self.cost, self.bound)
 
 
+def lowered(bound: float, tolerance: float = TOLERANCE) -> float:
+    """A bound, lowered by the relative tolerance to which a solver proves, or to which it rounds."""
+    return bound - tolerance * abs(bound) if math.isfinite(bound) else bound
+
+
 def relative_gap(cost: float, bound: float) -> float:
     """(cost - bound) / |cost|; 0 where they are equal, inf where one of them is unknown."""
     if cost == bound:

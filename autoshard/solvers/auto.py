@@ -8,17 +8,14 @@ settle   Then reductions, dual ascent, and branch and bound on the choices that 
 from dataclasses import dataclass
 
 from ..problem import Problem
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 from .price_search import search_prices
 from .settle import reduce_and_settle
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Solver):
     """The solver to use when nothing else is asked for."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         if problem.usage_limit is not None and any(u.edge is not None for u in problem.usages):

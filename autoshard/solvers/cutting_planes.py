@@ -15,7 +15,7 @@ from ..problem import Problem
 from .dual_ascent import Messages, ascend
 from .incumbent import Incumbent
 from .linear_program import worst_of_runs
-from .linprog import SparseRows, linprog
+from .linprog import highest
 
 SETTLED = 1e-4  # of the gap: sweeps at one price end when ten of them raise the bound by less
 MOST_SWEEPS = 300  # at one price
@@ -108,14 +108,12 @@ class PriceAscent:
         self.largest = self.largest or LARGEST_PRICE
         excess = np.array([g[self.rows] for _, g in self.planes]) / limit
         costs = np.array([c for c, _ in self.planes]) / scale
-        matrix = SparseRows.dense(np.hstack([np.ones((len(costs), 1)), -excess]))  # value - y . excess <= cost
-        objective = np.concatenate([[-1.0], np.zeros(len(self.rows))])
-        least, most = np.append(-np.inf, np.zeros(len(self.rows))), np.append(np.inf, np.full(len(self.rows), self.largest))
-        solved = linprog(objective, matrix, np.full(len(costs), -np.inf), costs, least, most)
+        solved = highest(costs, excess, self.largest)
         if solved is None:
             return self.prices, self.bound
-        if (solved.x[1:] > 0.99 * self.largest).any():
+        best, value = solved
+        if (best > 0.99 * self.largest).any():
             self.largest *= 2
         prices = np.zeros(len(self.messages.rows.times))
-        prices[self.rows] = solved.x[1:] * scale / limit
-        return prices, float(solved.x[0]) * scale
+        prices[self.rows] = best * scale / limit
+        return prices, value * scale

@@ -11,17 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import Problem, Usage
+from ..problem import Problem
 from .answer import TOLERANCE
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 
 
 @dataclass(frozen=True)
-class CVX:
+class CVX(Solver):
     """cvxpy with HiGHS; for problems of some hundred nodes."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         import cvxpy as cp  # ugly delayed import because it takes seconds and no other solver needs it
@@ -71,9 +68,6 @@ def _memory(cp, problem: Problem, x: list, pairs: list) -> list:
     rows = []
     for t in sorted({u.start for u in problem.usages if u.start < u.end}):
         alive = [u for u in problem.usages if u.start <= t < u.end]
-        rows.append(sum(_held(cp, u, x, pairs) for u in alive) / unit <= limit / unit)
+        held = (u.bytes @ x[u.ends[0]] if u.edge is None else cp.sum(cp.multiply(u.bytes, pairs[u.edge])) for u in alive)
+        rows.append(sum(held) / unit <= limit / unit)
     return rows
-
-
-def _held(cp, usage: Usage, x: list, pairs: list):
-    return usage.bytes @ x[usage.ends[0]] if usage.edge is None else cp.sum(cp.multiply(usage.bytes, pairs[usage.edge]))

@@ -14,15 +14,16 @@ size before it is reported. The best prices are found in cutting_planes.py.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..problem import Problem, held, without_limit
 from . import loops
 from .binding_times import binding_rows, load
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 
 ROUNDING = 2e-13  # relative to the sum of sizes: floats are rounded to 1.1e-16, a thousand times over
 PATIENCE = 20  # sweeps without progress before the loop gives up
@@ -34,107 +35,125 @@ OFFER_EVERY = 10  # sweeps: to evaluate an answer of the original problem takes 
 
 
 @dataclass(frozen=True)
-class Dual:
+class Dual(Solver):
     """Dual ascent alone: proves most planning problems; elsewhere a bound and a good answer."""
 
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
     sweeps: int = 2000
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         ascend(Messages(problem), incumbent, self.sweeps)
 
 
-class Messages:
-    """The arrays of `sweep`: half-edges in the order of their nodes, each distinct table once, and messages in both directions."""
+class HalfEdges(NamedTuple):
+    """Each edge as seen from both of its ends, in the order of the nodes: the first arguments of `loops.sweep`."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.rows = binding_rows(problem)
-        self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
-        self.prices = np.zeros(len(self.rows.times))  # per byte over the limit
-        self.first = np.cumsum([0, *map(len, problem.node_costs)])
-        self.costs = np.concatenate(problem.node_costs)
-        self._set_tables()
-        self._set_usages()
-        self.message = np.zeros(int(self._message_size))
-        self.reduced = np.zeros(len(self.costs))
-        self.previous_bound = self._bound = -math.inf  # before and after the sweep that wrote `reduced`
-        self.price(self.prices)
+    first: np.ndarray  # per node, into the costs of all choices; one more at the end
+    start: np.ndarray  # per node, into the half-edges; one more at the end
+    split: np.ndarray  # per node: its first half-edge to a later node
+    neighbour: np.ndarray  # per half-edge
+    table: np.ndarray  # place in the pool; rows are the choices of the node, columns those of the neighbour
+    into: np.ndarray  # place of the message into the node
+    out: np.ndarray  # and of that into the neighbour
 
-    def _set_tables(self) -> None:
-        """One copy of every distinct table and of its transpose; an edge whose pairs hold bytes has a copy of its own, which is priced."""
-        problem, nodes = self.problem, len(self.problem.node_costs)
-        live = self.rows.first < self.rows.last
-        own = {u.edge for k, u in enumerate(problem.usages) if live[k] and u.edge is not None}
+
+@dataclass(frozen=True, eq=False)
+class CostTables:
+    """The costs of a problem in flat arrays: every distinct table once, and its transpose behind it."""
+
+    half_edges: HalfEdges
+    costs: np.ndarray
+    pool: np.ndarray
+    num_shared: int  # entries; behind them each edge whose pairs hold bytes has a copy of its own, which is priced
+    place_of_own: Mapping[int, int]  # by such an edge
+    num_messages: int
+    cells: int  # of a sweep
+
+    @staticmethod
+    def of(problem: Problem, own: Iterable[int]) -> "CostTables":
         place: dict[int, int] = {}
-        at: dict[int, int] = {}
-        shared, priced, size = [], [], 0
+        tables, size = [np.zeros(0)], 0
         for e in problem.edges:
             if id(e.table) not in place:
                 place[id(e.table)] = size
-                shared += [e.table.ravel(), e.table.T.ravel()]
+                tables += [e.table.ravel(), e.table.T.ravel()]
                 size += 2 * e.table.size
-        self.num_shared = size
+        num_shared, place_of_own = size, {}
         for k in sorted(own):
-            at[k] = size
-            priced += [problem.edges[k].table.ravel(), problem.edges[k].table.T.ravel()]
+            place_of_own[k] = size
+            tables += [problem.edges[k].table.ravel(), problem.edges[k].table.T.ravel()]
             size += 2 * problem.edges[k].table.size
-        self.pool = np.concatenate([np.zeros(0), *shared, *priced])
-        self._priced_tables, self._place_of_own = self.pool[self.num_shared :].copy(), at
         a, b = _integers(e.a for e in problem.edges), _integers(e.b for e in problem.edges)
-        forth = _integers(at.get(k, place[id(e.table)]) for k, e in enumerate(problem.edges))
-        counts = _integers(map(len, problem.node_costs))
+        forth = _integers(place_of_own.get(k, place[id(e.table)]) for k, e in enumerate(problem.edges))
+        counts, nodes = _integers(map(len, problem.node_costs)), len(problem.node_costs)
         m, n = counts[a], counts[b]
-        self._message_size = int((m + n).sum())
-        self.cells = int((m * n).sum()) + len(self.costs)  # of a sweep
-        self._entries = loops.INTERPRETED * self.cells
         into_a = np.cumsum(m + n) - (m + n)
         half = [(a, b), (b, a), (forth, forth + m * n), (into_a, into_a + m), (into_a + m, into_a)]
         table = np.stack([np.concatenate(both) for both in half], axis=1)  # node, neighbour, table, message into node, into neighbour
         table = table[np.lexsort(table.T[::-1])]
-        self.start = np.searchsorted(table[:, 0], np.arange(nodes + 1))
-        self.split = self.start[:-1] + np.bincount(table[:, 0], weights=table[:, 1] < table[:, 0], minlength=nodes).astype(np.int64)
-        self.neighbour, self.table, self.into, self.out = (np.ascontiguousarray(column) for column in table[:, 1:].T)
+        start = np.searchsorted(table[:, 0], np.arange(nodes + 1))
+        split = start[:-1] + np.bincount(table[:, 0], weights=table[:, 1] < table[:, 0], minlength=nodes).astype(np.int64)
+        columns = (np.ascontiguousarray(column) for column in table[:, 1:].T)
+        costs, first = np.concatenate(problem.node_costs), np.cumsum([0, *map(len, problem.node_costs)])
+        cells = int((m * n).sum()) + len(costs)
+        half_edges = HalfEdges(first, start, split, *columns)
+        return CostTables(half_edges, costs, np.concatenate(tables), num_shared, place_of_own, int((m + n).sum()), cells)
 
-    def _set_usages(self) -> None:
-        """The bytes of all usages in flat arrays, with the entry of theta (one end) or of the pool (two ends) that each adds to."""
-        none, nothing = np.zeros(0, np.int64), np.zeros(0)
-        live = [(k, self.problem.usages[k]) for k in np.flatnonzero(self.rows.first < self.rows.last).tolist()]
-        of_nodes, of_pairs = [(k, u) for k, u in live if u.edge is None], [(k, u, u.edge) for k, u in live if u.edge is not None]
-        self._node_of = np.repeat(_integers(k for k, _ in of_nodes), _integers(u.bytes.size for _, u in of_nodes))
-        self._node_slots = np.concatenate([none, *(self.first[u.ends[0]] + np.arange(u.bytes.size) for _, u in of_nodes)])
-        self._node_bytes = np.concatenate([nothing, *(u.bytes for _, u in of_nodes)])
-        usages = _integers(k for k, _, _ in of_pairs).astype(np.int32)  # these arrays are the largest of all
-        self._pair_of = np.repeat(usages, _integers(2 * u.bytes.size for _, u, _ in of_pairs))
-        places = [np.arange(2 * u.bytes.size, dtype=np.int32) + (self._place_of_own[edge] - self.num_shared) for _, u, edge in of_pairs]
-        self._pair_slots = np.concatenate([none.astype(np.int32), *places])
-        self._pair_bytes = np.concatenate([nothing, *(half for _, u, _ in of_pairs for half in (u.bytes.ravel(), u.bytes.T.ravel()))])
+
+class Amounts(NamedTuple):
+    """The bytes of usages in flat arrays, each with its usage and the place that it adds to."""
+
+    usage: np.ndarray
+    place: np.ndarray
+    bytes: np.ndarray
+
+    @staticmethod
+    def of(parts: Sequence[tuple[int, int, np.ndarray]]) -> "Amounts":
+        """parts: a usage, the place of its first number, and its bytes."""
+        sizes = _integers(len(held) for _, _, held in parts)
+        usage = np.repeat(_integers(k for k, _, _ in parts).astype(np.int32), sizes)  # these arrays are the largest of all
+        places = [place + np.arange(len(held), dtype=np.int32) for _, place, held in parts]
+        return Amounts(usage, np.concatenate([usage[:0], *places]), np.concatenate([np.zeros(0), *(held for _, _, held in parts)]))
+
+
+class Messages:
+    """The state of dual ascent on a problem: its prices per byte, its messages in both directions, and what the last sweep wrote."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.rows = problem, binding_rows(problem)
+        self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
+        live = [(k, problem.usages[k]) for k in np.flatnonzero(self.rows.first < self.rows.last).tolist()]
+        self.tables = CostTables.of(problem, {u.edge for _, u in live if u.edge is not None})
+        self.first = self.tables.half_edges.first
+        self.pool = self.tables.pool.copy() if self.tables.place_of_own else self.tables.pool  # with prices
+        self.of_nodes = Amounts.of([(k, int(self.first[u.ends[0]]), u.bytes) for k, u in live if u.edge is None])
+        own = [(k, self.tables.place_of_own[u.edge] - self.tables.num_shared, u.bytes) for k, u in live if u.edge is not None]
+        self.of_pairs = Amounts.of([(k, at + i * b.size, t.ravel()) for k, at, b in own for i, t in enumerate((b, b.T))])
+        self.message = np.zeros(self.tables.num_messages)
+        self.reduced = np.zeros(len(self.tables.costs))
+        self.previous_bound = self._bound = -math.inf  # before and after the sweep that wrote `reduced`
+        self.price(np.zeros(len(self.rows.times)))
 
     def price(self, prices: np.ndarray) -> None:
         """Set the price per byte of every binding time."""
         self.prices = prices
         self._bound = -math.inf
-        of_usage = self.rows.of_usages(prices)
-        extra = np.bincount(self._node_slots, self._node_bytes * of_usage[self._node_of], minlength=len(self.costs))
-        self.theta = self.costs + extra
-        if len(self._priced_tables):
-            self.pool[self.num_shared :] = self._priced_tables
+        of_usage, costs, num_shared = self.rows.of_usages(prices), self.tables.costs, self.tables.num_shared
+        usage, place, held = self.of_nodes
+        self.theta = costs + np.bincount(place, held * of_usage[usage], minlength=len(costs))
+        if self.tables.place_of_own:
+            self.pool[num_shared:] = self.tables.pool[num_shared:]
             if prices.any():
-                extra = of_usage[self._pair_of]
-                extra *= self._pair_bytes
-                np.add.at(self.pool[self.num_shared :], self._pair_slots, extra)
+                extra = of_usage[self.of_pairs.usage]
+                extra *= self.of_pairs.bytes
+                np.add.at(self.pool[num_shared:], self.of_pairs.place, extra)
         self.fee = float(prices.sum() * self.limit) if len(prices) else 0.0
 
     def sweep(self, forward: bool) -> tuple[float, np.ndarray, float]:
         """One pass over the nodes: (bound, answer, the answer's cost with its bytes priced)."""
         choice = np.zeros(len(self.first) - 1, np.int64)
-        run = loops.compiled(loops.sweep, self._entries) or loops.sweep
+        run = loops.compiled(loops.sweep, loops.INTERPRETED * self.tables.cells) or loops.sweep
         with np.errstate(invalid="ignore"):  # infinite costs: compiled code doesn't warn
-            swept = run(
-                self.first, self.theta, self.start, self.split, self.neighbour, self.table, self.into, self.out,
-                self.pool, self.message, self.reduced, choice, forward,
-            )  # fmt: skip
+            swept = run(*self.tables.half_edges, self.theta, self.pool, self.message, self.reduced, choice, forward)
         bound, size, energy = map(float, swept)
         self.previous_bound, self._bound = self._bound, bound - self.fee - ROUNDING * (size + abs(self.fee))
         return self._bound, choice, energy - self.fee
@@ -170,7 +189,7 @@ def ascend(messages: Messages, incumbent: Incumbent, sweeps: int, progress: floa
     recent: list[float] = []
     for k in range(sweeps):
         bound, choice, energy = messages.sweep(forward=k % 2 == 0)
-        incumbent.record.work += messages.cells
+        incumbent.record.work += messages.tables.cells
         best_bound = max(best_bound, bound)
         if energy < best_energy:
             best_energy, best_choice = energy, choice
@@ -187,13 +206,6 @@ def ascend(messages: Messages, incumbent: Incumbent, sweeps: int, progress: floa
         incumbent.offer(best_choice)
 
 
-def converge(problem: Problem, incumbent: Incumbent, sweeps: int = CONVERGED) -> np.ndarray:
-    """Sweep over the problem without reductions. Returns the messages in the order of the edges, into the first end and the second."""
-    messages = Messages(problem)
-    ascend(messages, incumbent, sweeps)
-    return messages.message
-
-
 def look(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
     """Continue from given messages, for example those of a similar problem, for few sweeps; any messages give a valid bound."""
     messages = Messages(without_limit(problem))  # the bound holds under any limit
@@ -204,12 +216,4 @@ def look(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Message
         incumbent.raise_bound(messages.sweep(forward=k % 2 == 0)[0])
         if incumbent.done:
             break
-    return messages
-
-
-def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
-    """Continue from given messages until they give no better bound."""
-    messages = look(problem, incumbent, message)
-    if not incumbent.done:
-        ascend(messages, incumbent, RESUMED)
     return messages

@@ -9,14 +9,17 @@ eliminated after it. Memory is ignored: the bound remains a bound, and the answe
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..problem import Problem
-from .answer import TOLERANCE
-from .incumbent import Incumbent
+from .answer import TOLERANCE, lowered
+from .incumbent import Incumbent, Solver
 from .reduce import reduce
+
+ROUNDING = TOLERANCE / 10  # relative: what sums of floats may have added to a bound
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,15 @@ class Factor:
     nodes: tuple[int, ...]
     table: np.ndarray
 
+    @staticmethod
+    def of(nodes: tuple[int, ...], table: np.ndarray) -> "Factor":
+        return Factor(nodes, table) if list(nodes) == sorted(nodes) else Factor(nodes[::-1], table.T)
+
 
 @dataclass(frozen=True)
-class DP:
+class DP(Solver):
     """Variable elimination after the reductions, with tables of at most `cells` cells."""
 
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
     cells: int = 4 * 10**6
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
@@ -45,7 +50,7 @@ class DP:
         if solved is not None:
             choice, bound = solved
             inner.offer(choice)
-            inner.raise_bound(lowered(bound))
+            inner.raise_bound(lowered(bound, ROUNDING))
 
 
 @dataclass(frozen=True)
@@ -93,17 +98,12 @@ def elimination(problem: Problem, single: int | None = None) -> Elimination:
     return Elimination(tuple(order), total, largest, widest, steps)
 
 
-def lowered(bound: float) -> float:
-    """A bound, lowered by what rounding in sums of floats may have added."""
-    return bound - TOLERANCE / 10 * abs(bound) if math.isfinite(bound) else bound
-
-
 def eliminate(problem: Problem, most_cells: int, incumbent: Incumbent, way: Elimination | None = None) -> tuple[list[int], float] | None:
     """(choice, bound); where no table was split, the choice costs the bound. None where time ran out."""
     sizes = [len(c) for c in problem.node_costs]
     factors = {v: [Factor((v,), c)] for v, c in enumerate(problem.node_costs)}
     for e in problem.edges:
-        factor = Factor((e.a, e.b), e.table) if e.a < e.b else Factor((e.b, e.a), e.table.T)
+        factor = Factor.of((e.a, e.b), e.table)
         for v in factor.nodes:
             factors[v].append(factor)
     order: list[tuple[int, list[Factor]]] = []
@@ -142,11 +142,11 @@ def _buckets(factors: list[Factor], sizes: list[int], most_cells: int) -> list[l
 
 def _minimise(v: int, bucket: list[Factor]) -> Factor:
     nodes = tuple(sorted({n for f in bucket for n in f.nodes}))
-    total = sum(_spread(f, nodes) for f in sorted(bucket, key=lambda f: f.table.size))  # only the last sums are as large as the result
+    total = sum(spread(f, nodes) for f in sorted(bucket, key=lambda f: f.table.size))  # only the last sums are as large as the result
     return Factor(tuple(n for n in nodes if n != v), np.asarray(total).min(axis=nodes.index(v)))
 
 
-def _spread(factor: Factor, nodes: tuple[int, ...]) -> np.ndarray:
+def spread(factor: Factor, nodes: Sequence[int]) -> np.ndarray:
     """The table with one dim per node of `nodes`."""
     where = dict(zip(factor.nodes, factor.table.shape, strict=True))
     return factor.table.reshape([where.get(n, 1) for n in nodes])

@@ -12,6 +12,8 @@ two corners of a hull there are as many proven answers as there are parts, for e
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,7 @@ from ..problem import Problem
 from .binding_times import Rows
 from .lagrangian import KnownAnswer
 
+Change = tuple[int, float, float]  # of which group, from what to what
 EVEN = 1e-9  # relative to the cost: parts whose worth differs by less are exchanged in the order of the nodes
 
 
@@ -61,25 +64,38 @@ def between(problem: Problem, rows: Rows, peaks: list[int], a: KnownAnswer, b: K
 
 def differences(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.ndarray) -> Differences:
     """The parts in which y differs from x, with their extra cost and their extra bytes at the rows `peaks`."""
-    differ = x != y
-    part = _parts(problem, differ, x, y)
+    part = _parts(problem, x != y, x, y)
     count = int(part.max(initial=-1)) + 1
-    cost, held = np.zeros(count), np.zeros((len(peaks), count))
-    alive = np.array([(rows.first <= row) & (row < rows.last) for row in peaks]).reshape(len(peaks), -1)
-    for v in np.flatnonzero(differ).tolist():
-        cost[part[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
+    cost, _, held = changes(problem, rows, peaks, x, y, part, count, lambda table, ends: _shares(table, ends, part, x, y))
+    return Differences(part, cost, held)
+
+
+def changes(
+    problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.ndarray, group: np.ndarray, count: int,
+    of_edge: Callable[[np.ndarray, tuple[int, ...]], Iterable[Change]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """What changes per group of nodes, of 0 to `count`, that gets the choices y in place of x: (cost, forbidden pairs, bytes at the peaks).
+
+    of_edge: the changes of the entry of a table of two nodes. The group of a node that keeps its choice is outside of 0 to `count`.
+    """
+    cost, forbidden, held = np.zeros(count), np.zeros(count), np.zeros((len(peaks), count))
+    changing = (group >= 0) & (group < count)
+    for v in np.flatnonzero(changing).tolist():
+        cost[group[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
     for e in problem.edges:
-        if differ[e.a] or differ[e.b]:
-            for k, change in _shares(e.table, (e.a, e.b), part, x, y):
-                cost[k] += change
+        if changing[e.a] or changing[e.b]:
+            for k, old, new in of_edge(e.table, (e.a, e.b)):
+                cost[k] += (new if math.isfinite(new) else 0.0) - (old if math.isfinite(old) else 0.0)
+                forbidden[k] += math.isinf(new) - math.isinf(old)
+    alive = np.array([(rows.first <= row) & (row < rows.last) for row in peaks]).reshape(len(peaks), -1)
     for j in np.flatnonzero(alive.any(axis=0)).tolist():
         u = problem.usages[j]
         if u.edge is not None:
-            for k, change in _shares(u.bytes, u.ends, part, x, y):
-                held[alive[:, j], k] += change
-        elif differ[v := u.ends[0]]:
-            held[alive[:, j], part[v]] += u.bytes[y[v]] - u.bytes[x[v]]
-    return Differences(part, cost, held)
+            for k, old, new in of_edge(u.bytes, u.ends):
+                held[alive[:, j], k] += new - old
+        elif changing[v := u.ends[0]]:
+            held[alive[:, j], group[v]] += u.bytes[y[v]] - u.bytes[x[v]]
+    return cost, forbidden, held
 
 
 def parts_that_differ(problem: Problem, x: np.ndarray, y: np.ndarray) -> list[list[int]]:
@@ -91,17 +107,21 @@ def parts_that_differ(problem: Problem, x: np.ndarray, y: np.ndarray) -> list[li
     return nodes
 
 
-def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[tuple[int, float]]:
-    """The change of an edge's entry due to the part of each of its ends: (part, change)."""
+def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.ndarray, y: np.ndarray) -> Iterator[Change]:
+    """The change of an edge's entry due to the part of each of its ends."""
     a, b = ends
     old = table[x[a], x[b]]
-    if part[a] == part[b]:
-        return [(part[a], table[y[a], y[b]] - old)] if part[a] >= 0 else []
-    of_a = [(part[a], table[y[a], x[b]] - old)] if part[a] >= 0 else []
-    return of_a + ([(part[b], table[x[a], y[b]] - old)] if part[b] >= 0 else [])
+    if part[a] == part[b] >= 0:
+        yield part[a], old, table[y[a], y[b]]
+    elif part[a] != part[b]:
+        for k, new in ((part[a], table[y[a], x[b]]), (part[b], table[x[a], y[b]])):
+            if k >= 0:
+                yield k, old, new
 
 
 def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    import networkx  # here: it takes a sixth of a second to load
+
     joined = {k for k, e in enumerate(problem.edges) if differ[e.a] and differ[e.b] and _coupled(e.table, e.a, e.b, x, y)}
     for u in problem.usages:
         if u.edge is not None and u.edge not in joined:
@@ -109,16 +129,10 @@ def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -
             if differ[a] and differ[b] and _coupled(u.bytes, a, b, x, y):
                 joined.add(u.edge)
     first = np.arange(len(differ))  # of each node's part
-    for nodes in connected([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)]):
-        first[nodes] = min(nodes)
+    graph = networkx.Graph([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)])
+    for nodes in networkx.connected_components(graph):
+        first[list(nodes)] = min(nodes)
     return np.where(differ, np.searchsorted(np.unique(first[differ]), first), -1)
-
-
-def connected(edges: list[tuple[int, int]]) -> list[list[int]]:
-    """The nodes of each connected component of a graph."""
-    import networkx  # here: it takes a sixth of a second to load
-
-    return [list(nodes) for nodes in networkx.connected_components(networkx.Graph(edges))]
 
 
 def _coupled(table: np.ndarray, a: int, b: int, x: np.ndarray, y: np.ndarray) -> bool:

@@ -14,10 +14,10 @@ import highspy
 import numpy as np
 
 from ..problem import Problem
-from .answer import TOLERANCE
-from .incumbent import Incumbent
+from .answer import TOLERANCE, lowered
+from .incumbent import Incumbent, Solver
 from .linear_program import LinearProgram
-from .linprog import SparseRows
+from .linprog import SparseRows, model_of, quiet_highs
 
 OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tolerances are absolute
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
@@ -29,11 +29,8 @@ GRACE = 1.0  # seconds: HiGHS looks at its clock and at a cancellation only from
 
 
 @dataclass(frozen=True)
-class ILP:
+class ILP(Solver):
     """HiGHS on the marginal form, nothing reduced before."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         program = LinearProgram(problem)
@@ -82,7 +79,7 @@ def branch(program: LinearProgram, incumbent: Incumbent, memory: list[int], most
         info = model.highs.getInfo()
         if math.isfinite(info.mip_dual_bound):
             bound = info.mip_dual_bound / model.scale + program.constant
-            incumbent.raise_bound_below(bound - ROUNDING * abs(bound))
+            incumbent.raise_bound_below(lowered(bound, ROUNDING))
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return
         choice = program.round(np.array(model.highs.getSolution().col_value))
@@ -98,20 +95,11 @@ class Model:
 
     def __init__(self, program: LinearProgram, incumbent: Incumbent, memory: list[int], *, integer: bool) -> None:
         self.scale = OBJECTIVE / _magnitude(program, incumbent)
-        self.highs = highspy.Highs()
+        self.highs = quiet_highs(
+            mip_rel_gap=max(incumbent.gap, TOLERANCE / 10), mip_abs_gap=0.0, primal_feasibility_tolerance=FEASIBILITY,
+            dual_feasibility_tolerance=FEASIBILITY, mip_feasibility_tolerance=FEASIBILITY,
+        )  # fmt: skip
         self.highs.HandleUserInterrupt = True
-        options = {
-            "output_flag": False,
-            "threads": 1,
-            "random_seed": 0,
-            "mip_rel_gap": max(incumbent.gap, TOLERANCE / 10),
-            "mip_abs_gap": 0.0,
-        }
-        options |= {
-            name: FEASIBILITY for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance")
-        }
-        for name, value in options.items():
-            self.highs.setOptionValue(name, value)
         self.highs.passModel(self._lp(program, memory, integer))
         if integer and incumbent.choice is not None:
             start = highspy.HighsSolution()
@@ -120,19 +108,14 @@ class Model:
 
     def _lp(self, program: LinearProgram, memory: list[int], integer: bool) -> highspy.HighsLp:
         rows = [program.memory_row(row) for row in memory]
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = program.num_columns, len(program.rhs) + len(rows)
-        lp.col_cost_ = program.cost * self.scale
-        lp.col_lower_ = np.zeros(program.num_columns)
-        # implied by the rows; without it the presolve of HiGHS 1.15.1 never ends on some programs of twenty columns
-        lp.col_upper_ = np.ones(program.num_columns)
-        lp.row_lower_ = np.concatenate([program.rhs, np.full(len(rows), -highspy.kHighsInf)])
-        lp.row_upper_ = np.concatenate([program.rhs, np.full(len(rows), program.scaled_limit)])
         ends = np.cumsum([0, *(len(columns) for columns, _ in rows)])
-        memory_rows = SparseRows(
-            ends, np.concatenate([ends[:0], *(c for c, _ in rows)]), np.concatenate([np.zeros(0), *(a for _, a in rows)])
-        )
-        program.matrix.below(memory_rows).put_into(lp.a_matrix_)
+        columns, amounts = (np.concatenate(one) for one in zip((ends[:0], np.zeros(0)), *rows))
+        matrix = program.matrix.below(SparseRows(ends, columns, amounts))
+        low = np.concatenate([program.rhs, np.full(len(rows), -highspy.kHighsInf)])
+        high = np.concatenate([program.rhs, np.full(len(rows), program.scaled_limit)])
+        # at most 1 is implied by the rows; without it the presolve of HiGHS 1.15.1 never ends on some programs of twenty columns
+        bounds = np.zeros(program.num_columns), np.ones(program.num_columns)
+        lp = model_of(program.cost * self.scale, matrix, low, high, *bounds)
         if integer:
             kinds = [highspy.HighsVarType.kInteger] * program.num_x
             lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (program.num_columns - program.num_x)

@@ -151,6 +151,17 @@ class Incumbent:
         return self.proven or self.time_left() <= 0
 
 
+@dataclass(frozen=True)
+class Solver:
+    """A method that improves an incumbent until it is proven or its time is up. None: what `solve` was asked for."""
+
+    time_limit: float | None = None  # seconds
+    gap: float | None = None  # relative
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        raise NotImplementedError
+
+
 class Fixed(Incumbent):
     """The incumbent for the certificate of one choice: bounds are recorded, other choices are ignored."""
 

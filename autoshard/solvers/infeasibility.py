@@ -17,7 +17,8 @@ from ..problem import Edge, Problem, anchored, evaluate, held
 from .answer import Infeasibility
 from .binding_times import load, maximal_rows
 from .incumbent import Incumbent, Record
-from .settle import MOST_PAIR_BYTES, reduce_and_settle, settle, shrink
+from .restrict import shrink
+from .settle import has_many_pair_bytes, reduce_and_settle, settle
 
 TOP_NODES = 10
 MOST_SECONDS = 10.0  # for the smallest limit, after it is proven that no answer fits; the contest's G takes 0.3
@@ -109,11 +110,11 @@ def level(
     low, high, best = _floor(free), math.inf, None
     rows = maximal_rows(free, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
     prices = np.full(len(rows.times), 1.0 / max(len(rows.times), 1))
-    large = len(prices) > 0 and sum(u.bytes.size for u in free.usages if u.edge is not None) > MOST_PAIR_BYTES
+    large = len(prices) > 0 and has_many_pair_bytes(free)
     everywhere = everywhere_in_total = 0.0  # a further price per byte, at whatever time; all of it together is below SLIGHT of the floor
     if large:  # few times have a price of their own, so that equal layers still share their tables
         fewest = np.array([u.bytes.min() for u in free.usages])
-        prices = _one(len(prices), int(load(rows, fewest).argmax()))
+        prices = np.eye(1, len(prices), int(load(rows, fewest).argmax()))[0]
         everywhere_in_total = SLIGHT * low
         everywhere = everywhere_in_total / math.fsum(u.bytes.max() for u in free.usages)
     patient_until = clock() + PATIENT_SECONDS
@@ -137,13 +138,9 @@ def level(
         if high - low <= (0.0 if clock() < patient_until else CLOSE) * high or not len(prices) or clock() > deadline:
             break
         loads = load(rows, held(free, record.choice))
-        prices = prices + _one(len(prices), int(loads.argmax())) / (k + 1) if large else prices * (loads / peak + 1e-3) ** SHARPEN
+        prices = prices + np.eye(1, len(prices), int(loads.argmax()))[0] / (k + 1) if large else prices * (loads / peak + 1e-3) ** SHARPEN
         prices /= prices.sum()
     return min(low, high), high, best
-
-
-def _one(size: int, at: int) -> np.ndarray:
-    return np.where(np.arange(size) == at, 1.0, 0.0)
 
 
 def priced(free: Problem, prices: np.ndarray) -> Problem:

@@ -69,30 +69,9 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(f"u{array.itemsize}")
 
 
-def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return a + b
-
-
-def transpose(table: np.ndarray) -> np.ndarray:
-    return table.T
-
-
-def take(table: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The rows (of a table) or entries (of a list) at index."""
-    return table[index]
-
-
-def first_row(table: np.ndarray) -> np.ndarray:
-    return table[0]
-
-
 def supported(table: np.ndarray) -> np.ndarray:
     """Mask of the rows that have a finite entry."""
     return np.isfinite(table).any(axis=1)
-
-
-def finite(values: np.ndarray) -> np.ndarray:
-    return np.isfinite(values)
 
 
 def separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..problem import Problem, evaluate, held
-from .answer import TOLERANCE
+from .answer import lowered
 from .binding_times import binding_rows, load
 from .dual_ascent import look
 from .incumbent import Incumbent, Record
 from .infeasibility import priced
-from .linprog import SparseRows, linprog
+from .linprog import highest
 from .settle import polish, reduce_and_settle
 
 AGREED = 1e-9  # relative: answers and bound agree
@@ -153,27 +153,24 @@ class Lagrangian:
             if len(self.answers) == known:  # the next prices would be the same
                 return
 
+    def chord(self, a: KnownAnswer, b: KnownAnswer, tolerance: float) -> bool:
+        """Look for an answer below the line from a to b, by more than a relative tolerance; returns whether one is known now."""
+        price = (a.cost - b.cost) / (b.memory - a.memory)
+        before = a.cost + price * a.memory
+        self.minimise(price)
+        return min(f.cost + price * f.memory for f in self.answers.values()) < before - tolerance * abs(before)
+
 
 def scale(problem: Problem, fastest: KnownAnswer) -> float:
     """Seconds that memory is compared with: those of the fastest answer, or if that costs 0, the largest cost difference within a node."""
     return abs(fastest.cost) or max((float(np.ptp(c[np.isfinite(c)])) for c in problem.node_costs), default=0.0) or 1.0
 
 
-def lowered(bound: float) -> float:
-    """A solver's bound, lowered by the TOLERANCE to which solvers prove."""
-    return bound - TOLERANCE * abs(bound) if math.isfinite(bound) else bound
-
-
 def best_shares(costs: np.ndarray, loads: np.ndarray) -> np.ndarray:
     """The shares, of sum 1, at which the smallest of costs + loads @ shares is largest."""
-    scale = max(float(np.abs(costs).max()), float(loads.max())) or 1.0
-    count = loads.shape[1]
-    below = np.hstack([np.ones((len(costs), 1)), -loads / scale])  # z - loads . shares <= costs
-    matrix = SparseRows.dense(np.vstack([below, [0.0] + [1.0] * count]))  # and the shares add up to 1
-    objective = np.concatenate([[-1.0], np.zeros(count)])
-    low, high = np.append(np.full(len(costs), -np.inf), 1.0), np.append(costs / scale, 1.0)
-    solved = linprog(objective, matrix, low, high, np.append(-np.inf, np.zeros(count)), np.full(count + 1, np.inf))
-    return np.full(count, 1.0 / count) if solved is None else np.maximum(solved.x[1:], 0.0)  # any prices give a bound
+    scale, count = max(float(np.abs(costs).max()), float(loads.max())) or 1.0, loads.shape[1]
+    solved = highest(costs / scale, loads / scale, total=1.0)
+    return np.full(count, 1.0 / count) if solved is None else np.maximum(solved[0], 0.0)  # any prices give a bound
 
 
 def corners(answers: Sequence[KnownAnswer]) -> list[KnownAnswer]:

@@ -42,10 +42,6 @@ class SparseRows:
         """Per column, the sum of its entries times the prices of their rows."""
         return np.bincount(self.index, self.values * np.repeat(prices, np.diff(self.start)), num_columns)
 
-    def put_into(self, matrix: highspy.HighsSparseMatrix) -> None:
-        matrix.format_ = highspy.MatrixFormat.kRowwise
-        matrix.start_, matrix.index_, matrix.value_ = self.start, self.index, self.values
-
 
 @dataclass(frozen=True)
 class Optimum:
@@ -56,16 +52,42 @@ class Optimum:
 
 def linprog(cost: np.ndarray, matrix: SparseRows, low: np.ndarray, high: np.ndarray, least: np.ndarray, most: np.ndarray) -> Optimum | None:
     """The optimum; None where HiGHS finds none. Bounds may be infinite."""
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = len(cost), len(low)
-    lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.row_lower_, lp.row_upper_ = cost, least, most, low, high
-    matrix.put_into(lp.a_matrix_)
-    highs = highspy.Highs()
-    for name, value in {"output_flag": False, "threads": 1, "random_seed": 0}.items():
-        highs.setOptionValue(name, value)
-    highs.passModel(lp)
+    highs = quiet_highs()
+    highs.passModel(model_of(cost, matrix, low, high, least, most))
     highs.run()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
     solution = highs.getSolution()
     return Optimum(np.array(solution.col_value), highs.getObjectiveValue(), np.array(solution.row_dual))
+
+
+def highest(costs: np.ndarray, slopes: np.ndarray, most: float = np.inf, total: float | None = None) -> tuple[np.ndarray, float] | None:
+    """The y at which the smallest of costs + slopes @ y is largest, and that value; 0 <= y <= most, of the sum `total` if there is one."""
+    count = slopes.shape[1]
+    rows, low, high = np.hstack([np.ones((len(costs), 1)), -slopes]), np.full(len(costs), -np.inf), costs  # value - slopes @ y <= costs
+    if total is not None:
+        rows, low, high = np.vstack([rows, [0.0] + [1.0] * count]), np.append(low, total), np.append(high, total)
+    objective = np.concatenate([[-1.0], np.zeros(count)])
+    bounds = np.append(-np.inf, np.zeros(count)), np.append(np.inf, np.full(count, most))
+    solved = linprog(objective, SparseRows.dense(rows), low, high, *bounds)
+    return None if solved is None else (solved.x[1:], float(solved.x[0]))
+
+
+def model_of(
+    cost: np.ndarray, matrix: SparseRows, low: np.ndarray, high: np.ndarray, least: np.ndarray, most: np.ndarray
+) -> highspy.HighsLp:
+    """The linear program in HiGHS's record."""
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(cost), len(low)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.row_lower_, lp.row_upper_ = cost, least, most, low, high
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.start, matrix.index, matrix.values
+    return lp
+
+
+def quiet_highs(**options: float) -> highspy.Highs:
+    """HiGHS with these options, silent, on one thread."""
+    highs = highspy.Highs()
+    for name, value in {"output_flag": False, "threads": 1, "random_seed": 0, **options}.items():
+        highs.setOptionValue(name, value)
+    return highs

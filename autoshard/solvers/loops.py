@@ -57,7 +57,7 @@ def eliminate_link(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np
     return out
 
 
-def sweep(first, theta, start, split, neighbour, table, into, out, pool, message, reduced, choice, forward):  # pragma: no cover
+def sweep(first, start, split, neighbour, table, into, out, theta, pool, message, reduced, choice, forward):  # pragma: no cover
     """Pass messages along the order of the nodes or against it. Fills reduced and choice; returns bound, size and energy."""
     nodes = len(first) - 1
     bound, size, energy = 0.0, 0.0, 0.0

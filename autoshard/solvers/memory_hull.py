@@ -1,7 +1,7 @@
 """Memory against cost, with proof: answers on the lower hull of (memory, cost), and a bound for every memory limit.
 
     chord     The slope of the line between two neighbouring corners of the hull is the next price of a byte. An answer below
-              the line is a new corner; if there is none, the hull is this line (Eisner and Severance 1976)  -> Sweep.chord
+              the line is a new corner; if there is none, the hull is this line (Eisner and Severance 1976)  -> Lagrangian.chord
     exchange  Between two corners: parts of one answer in the other                                          -> Sweep.exchange
     limit     Small problems only: what is above the hull, by branch and bound under a limit                 -> Sweep.under
     bound(B)  the largest of the bounds from all prices that were tried and all limits that were solved      -> Hull.bound
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..problem import Problem, anchored, without_limit
-from .answer import TOLERANCE, Status, relative_gap
+from .answer import TOLERANCE, Status, lowered, relative_gap
 from .exchange_parts import between
-from .lagrangian import KnownAnswer, Lagrangian, Line, corners, lowered, scale, slope, undominated
+from .lagrangian import KnownAnswer, Lagrangian, Line, corners, scale, slope, undominated
 from .solve import TIME_LIMIT, solve
 
 PROVEN_GAP = 1e-3  # relative: the default gap up to which a point counts as proven
@@ -70,16 +70,10 @@ def _bound(lines: Sequence[Line], limits: Sequence[tuple[float, float]], limit: 
 
 
 def hull(
-    problem: Problem,
-    *,
-    points: int = 12,
-    gap: float = PROVEN_GAP,
-    starts: Sequence[Sequence[int]] = (),
-    messages: np.ndarray | None = None,
-    time_limit: float = TIME_LIMIT,
-    progress: Callable[[int, int], None] | None = None,
+    problem: Problem, *, points: int = 12, gap: float = PROVEN_GAP, starts: Sequence[Sequence[int]] = (),
+    messages: np.ndarray | None = None, time_limit: float = TIME_LIMIT, progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Hull:
+) -> Hull:  # fmt: skip
     """At least `points` answers of least cost for their memory, proven within `gap` (relative), as far as there are so many.
 
     The problem's own limit is ignored. `starts`: known answers. `messages`: those of dual ascent on the problem without a limit
@@ -107,7 +101,7 @@ class Sweep:
         self.points, self.gap = points, max(gap, LEAST_GAP)
         self.limits: list[tuple[float, float]] = []
         self.limit_seconds = LIMIT_SECONDS
-        self.small = sum(e.table.size for e in self.problem.edges) <= SMALL
+        self.small = self.problem.cells <= SMALL
         self.straight: list[tuple[KnownAnswer, KnownAnswer]] = []  # pairs of corners without an answer below their chord
         self.empty: set[tuple] = set()  # pairs of neighbours between which no answer is known
 
@@ -166,7 +160,9 @@ class Sweep:
             if p.memory >= a.memory and q.memory <= b.memory and not self._is_straight(p, q)
         ]
         if edges:
-            self.chord(*max(edges, key=width))
+            p, q = max(edges, key=width)
+            if not self.lagrangian.chord(p, q, TOLERANCE):
+                self.straight.append((p, q))
         elif not self.exchange(a, b) and not self.search(a, b):
             self.empty.add((a.choice, b.choice))
         return True
@@ -177,14 +173,6 @@ class Sweep:
         if unproven:
             self.under(unproven[0].memory)
         return bool(unproven)
-
-    def chord(self, a: KnownAnswer, b: KnownAnswer) -> None:
-        """Look for an answer below the line from a to b."""
-        price = (a.cost - b.cost) / (b.memory - a.memory)
-        before = a.cost + price * a.memory
-        self.lagrangian.minimise(price)
-        if min(f.cost + price * f.memory for f in self.answers) >= before - TOLERANCE * abs(before):
-            self.straight.append((a, b))
 
     def _is_straight(self, p: KnownAnswer, q: KnownAnswer) -> bool:
         """Whether both are on a chord without an answer below it."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..problem import Problem, held, without_limit
 from .binding_times import load
 from .exchange_parts import differences
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 from .infeasibility import refute
 from .lagrangian import KnownAnswer, Lagrangian, corners, scale
 from .settle import reduce_and_settle
@@ -38,11 +38,8 @@ SPLITS = 3  # parts, those with the largest savings, of which a beginning or an 
 
 
 @dataclass(frozen=True)
-class PriceSearch:
+class PriceSearch(Solver):
     """Price search alone, without branch and bound: soon an answer whose gap is less than one part saves, and its bound."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         if problem.usage_limit is None:
@@ -69,12 +66,9 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
         ends = around(lagrangian, limit)
         if ends is None or incumbent.done:
             return
-        p, q = ends
-        price = (p.cost - q.cost) / (q.memory - p.memory)
-        before = p.cost + price * p.memory
-        lagrangian.minimise(price)
+        improved = lagrangian.chord(*ends, lagrangian.gap)
         report(lagrangian, incumbent, limit)
-        if min(f.cost + price * f.memory for f in lagrangian.answers.values()) >= before - lagrangian.gap * abs(before):
+        if not improved:
             if lagrangian.gap <= fine:
                 break
             lagrangian.gap = fine

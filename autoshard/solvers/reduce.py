@@ -15,22 +15,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import getitem
 
 import numpy as np
 
 from ..problem import Edge, Problem, Usage
-from .interning import (
-    eliminate_leaf,
-    eliminate_link,
-    finite,
-    first_row,
-    function_of,
-    graph_values,
-    separate,
-    supported,
-    take,
-    worst_loss,
-)
+from .interning import eliminate_leaf, eliminate_link, function_of, graph_values, separate, supported, worst_loss
 from .reducible import NothingFits, Reducible
 
 DOMINANCE_CELLS = 3 * 10**7  # most operations to compare all rows of one table
@@ -55,7 +45,6 @@ class Reduced:
         for step in reversed(self.steps):
             _undo(step, x)
         return x
-
 
     def choices_left(self, v: int, num_choices: int) -> np.ndarray:
         """Which of its choices a node of the original problem still has in the reduced one."""
@@ -141,7 +130,7 @@ class _Reducer(Reducible):
             self.eliminate(v)
 
     def drop_forbidden(self, v: int) -> None:
-        mask = self.pool.of(finite, self.cost[v])
+        mask = self.pool.of(np.isfinite, self.cost[v])
         for table in self.tables[v].values():
             mask = self.pool.of(np.logical_and, mask, self.pool.of(supported, table))
         if not mask.all():
@@ -153,9 +142,9 @@ class _Reducer(Reducible):
         for (first, last), b in self.items[v].items():
             self.room[first:last] -= b[0]
         for n, table in self.tables[v].items():
-            self.add_cost(n, self.pool.of(first_row, table))
+            self.add_cost(n, self.pool.of(np.ravel, table))
             for first, last, b in self.pair_items[v].get(n, ()):
-                self.add_item(n, first, last, self.pool.of(first_row, b))
+                self.add_item(n, first, last, self.pool.of(np.ravel, b))
         self.remove(v)
 
     def dissolve_separable(self, v: int) -> None:
@@ -193,16 +182,16 @@ class _Reducer(Reducible):
         """Merge n = f(v) into v."""
         pool = self.pool
         self.add_cost(v, pool.of(graph_values, self.tables[v][n], f))
-        self.add_cost(v, pool.of(take, self.cost[n], f))
+        self.add_cost(v, pool.of(getitem, self.cost[n], f))
         for first, last, b in self.pair_items[v].get(n, ()):
             self.add_item(v, first, last, pool.of(graph_values, b, f))
         for (first, last), b in self.items[n].items():
-            self.add_item(v, first, last, pool.of(take, b, f))
+            self.add_item(v, first, last, pool.of(getitem, b, f))
         for w, table in self.tables[n].items():
             if w != v:
-                self.add_edge(v, w, pool.of(take, table, f))
+                self.add_edge(v, w, pool.of(getitem, table, f))
                 for first, last, b in self.pair_items[n].get(w, ()):
-                    self.add_pair_item(v, w, (first, last, pool.of(take, b, f)))
+                    self.add_pair_item(v, w, (first, last, pool.of(getitem, b, f)))
         self.steps.append(("function", n, v, f))
         self.remove(n)
 

@@ -6,12 +6,13 @@ Tables and bytes are interned (interning.py). `steps` records what the lift of a
 
 import math
 from collections.abc import Callable
+from operator import getitem
 
 import numpy as np
 
 from ..problem import Problem
 from .binding_times import maximal_rows
-from .interning import Pool, add, take, transpose
+from .interning import Pool
 
 ROUNDING = 1e-9  # relative to the limit: a row that misses the limit by less is kept
 
@@ -55,19 +56,19 @@ class Reducible:
 
     def add_edge(self, v: int, n: int, table: np.ndarray) -> None:
         if n in self.tables[v]:
-            table = self.pool.of(add, self.tables[v][n], table)
+            table = self.pool.of(np.add, self.tables[v][n], table)
         self.tables[v][n] = table
-        self.tables[n][v] = self.pool.of(transpose, table)
+        self.tables[n][v] = self.pool.of(np.transpose, table)
         self.dirty[v] = self.dirty[n] = None
 
     def add_item(self, v: int, first: int, last: int, amount: np.ndarray) -> None:
         known = self.items[v].get((first, last))
-        self.items[v][first, last] = amount if known is None else self.pool.of(add, known, amount)
+        self.items[v][first, last] = amount if known is None else self.pool.of(np.add, known, amount)
 
     def add_pair_item(self, v: int, n: int, item: tuple[int, int, np.ndarray]) -> None:
         first, last, amount = item
         self.pair_items[v].setdefault(n, []).append(item)
-        self.pair_items[n].setdefault(v, []).append((first, last, self.pool.of(transpose, amount)))
+        self.pair_items[n].setdefault(v, []).append((first, last, self.pool.of(np.transpose, amount)))
 
     def drop_edge(self, v: int, n: int) -> None:
         del self.tables[v][n], self.tables[n][v]
@@ -76,7 +77,7 @@ class Reducible:
         self.dirty[v] = self.dirty[n] = None
 
     def add_cost(self, v: int, costs: np.ndarray) -> None:
-        self.cost[v] = self.pool.of(add, self.cost[v], costs)
+        self.cost[v] = self.pool.of(np.add, self.cost[v], costs)
         self.dirty[v] = None
 
     def remove(self, v: int) -> None:
@@ -91,16 +92,16 @@ class Reducible:
         if len(index) == 0:
             raise NothingFits
         self.steps.append(("kept", v, index))
-        self.cost[v] = self.pool.of(take, self.cost[v], index)
-        self.items[v] = {rows: self.pool.of(take, b, index) for rows, b in self.items[v].items()}
+        self.cost[v] = self.pool.of(getitem, self.cost[v], index)
+        self.items[v] = {rows: self.pool.of(getitem, b, index) for rows, b in self.items[v].items()}
         for n, table in list(self.tables[v].items()):
-            small = self.pool.of(take, table, index)
-            self.tables[v][n], self.tables[n][v] = small, self.pool.of(transpose, small)
+            small = self.pool.of(getitem, table, index)
+            self.tables[v][n], self.tables[n][v] = small, self.pool.of(np.transpose, small)
             self.dirty[n] = None
         for n, items in list(self.pair_items[v].items()):
             del self.pair_items[v][n], self.pair_items[n][v]
             for first, last, b in items:
-                self.add_pair_item(v, n, (first, last, self.pool.of(take, b, index)))
+                self.add_pair_item(v, n, (first, last, self.pool.of(getitem, b, index)))
         self.dirty[v] = None
 
     # ---- memory

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -19,32 +18,20 @@ from .answer import TOLERANCE, Answer, Status
 from .auto import Auto
 from .cutting_planes import bound_below
 from .cvx import CVX
-from .dual_ascent import Dual, converge, resume
+from .dual_ascent import CONVERGED, RESUMED, Dual, Messages, ascend, look
 from .elimination import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
-from .incumbent import Fixed, Incumbent, Record
+from .incumbent import Fixed, Incumbent, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
 from .price_search import PriceSearch
-from .settle import FIRST_SWEEPS, continue_from, polish
+from .settle import Settling, continue_from, polish
 
 TIME_LIMIT = 10000.0  # seconds
 EXPLAIN_SECONDS = 1.0  # which at least have to be left to look for the smallest limit that works
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
 PREFERENCE_WORK, LEAST_WORK = 0.1, 8e9  # of the search's; cells, which take two seconds
 PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large problem
-
-
-class Solver(Protocol):
-    """A method that improves an incumbent until it is proven or its time is up."""
-
-    @property
-    def time_limit(self) -> float | None: ...
-
-    @property
-    def gap(self) -> float | None: ...
-
-    def run(self, problem: Problem, incumbent: Incumbent) -> None: ...
 
 
 SOLVERS: dict[str, type[Solver]] = {
@@ -122,15 +109,9 @@ def solve(
 
 
 def certified(
-    problem: Problem,
-    choice: Sequence[int],
-    *,
-    messages: np.ndarray | None = None,
-    gap: float = 0.0,
-    time_limit: float = TIME_LIMIT,
-    progress: Callable[[float, float], None] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Answer:
+    problem: Problem, choice: Sequence[int], *, messages: np.ndarray | None = None, gap: float = 0.0, time_limit: float = TIME_LIMIT,
+    progress: Callable[[float, float], None] | None = None, clock: Callable[[], float] = time.monotonic,
+) -> Answer:  # fmt: skip
     """The choice as an answer, with the best bound on all answers from dual ascent, which starts from `messages` if there are some.
 
     ValueError where the choice doesn't fit.
@@ -141,7 +122,9 @@ def certified(
     if record.choice is None:
         raise ValueError("the choice that is to be certified costs inf or exceeds the memory limit")
     if messages is not None:
-        resume(problem, incumbent, messages)
+        met = look(problem, incumbent, messages)
+        if not incumbent.done:
+            ascend(met, incumbent, RESUMED)
     if not incumbent.done:
         bound_below(problem, incumbent)
     return Answer(_status(incumbent), record.choice, record.cost, record.bound, "dual", {}, record.size, evaluate(problem, choice).peak)
@@ -151,11 +134,13 @@ def converged(
     problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, patience: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Sequence[int] | None, np.ndarray]:  # fmt: skip
-    """The best choice that dual ascent decodes without the memory limit, and its messages: a start and messages for `solve`."""
+    """The best choice that dual ascent decodes without the memory limit and without reductions, and its messages, in the order of the
+    edges, into the first end and the second: a start and messages for `solve`."""
     free = without_limit(problem)
     record = Record(free, clock() + time_limit, gap, clock, patience=clock() + patience)
-    messages = converge(free, Incumbent(free, record))
-    return record.choice, messages
+    messages = Messages(free)
+    ascend(messages, Incumbent(free, record), CONVERGED)
+    return record.choice, messages.message
 
 
 def _named(solver: str | Solver) -> Solver:
@@ -186,7 +171,7 @@ def _prefer(record: Record, preference: Sequence[np.ndarray]) -> None:
         return
     assert record.choice is not None
     work = max(PREFERENCE_WORK * record.work, LEAST_WORK)
-    if FIRST_SWEEPS * record.size.get("cells", 0) > work:  # nothing would come of it
+    if Settling.FIRST_SWEEPS * record.size.get("cells", 0) > work:  # nothing would come of it
         return
     for share in PREFERENCE_SHARES:
         scale = share * abs(record.cost) / spread

@@ -11,15 +11,13 @@ not at all. A split part costs one change of layout more than the straight line 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from ..problem import Problem
 from .binding_times import Rows
-
-Change = tuple[int, float, float]  # at which step, from what to what
+from .exchange_parts import Change, changes
 
 
 def split(
@@ -60,24 +58,8 @@ def _along(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.
     count = len(way)
     turn = np.full(len(problem.node_costs), count)  # the step at which a node changes; `count`: it doesn't change
     turn[way] = np.arange(count)
-    cost, forbidden, held = np.zeros(count + 1), np.zeros(count + 1), np.zeros((len(peaks), count + 1))
-    for v in way.tolist():
-        cost[turn[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
-    for e in problem.edges:
-        for t, old, new in _changes(e.table, (e.a, e.b), turn, count, x, y):
-            cost[t] += (new if math.isfinite(new) else 0.0) - (old if math.isfinite(old) else 0.0)
-            forbidden[t] += math.isinf(new) - math.isinf(old)
-    alive = np.array([(rows.first <= row) & (row < rows.last) for row in peaks]).reshape(len(peaks), -1)
-    for j in np.flatnonzero(alive.any(axis=0)).tolist():
-        u = problem.usages[j]
-        if u.edge is None:
-            (v,) = u.ends
-            held[alive[:, j], turn[v]] += u.bytes[y[v]] - u.bytes[x[v]]
-        else:
-            for t, old, new in _changes(u.bytes, u.ends, turn, count, x, y):
-                held[alive[:, j], t] += new - old
-    total = np.where(np.cumsum(forbidden) > 0, np.inf, np.cumsum(cost))
-    return total[:count], np.cumsum(held, axis=1)[:, :count]
+    cost, forbidden, held = changes(problem, rows, peaks, x, y, turn, count, lambda table, ends: _changes(table, ends, turn, count, x, y))
+    return np.where(np.cumsum(forbidden) > 0, np.inf, np.cumsum(cost)), np.cumsum(held, axis=1)
 
 
 def _changes(table: np.ndarray, ends: tuple[int, ...], turn: np.ndarray, never: int, x: np.ndarray, y: np.ndarray) -> Iterator[Change]:

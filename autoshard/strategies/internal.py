@@ -37,11 +37,8 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     if op.target in BATCH_NORMS:  # sums and squares forward, two sums in one backward
         position, per_reduction, count = BATCH_NORMS[op.target]
         channels = local_shape(inputs[0].shape, layouts[0], mesh)[1] * 4 * per_reduction
-        return (
-            [("all_reduce", axis, channels) for axis in _axes_that_shard(layouts[0], 0) for _ in range(count)]
-            if argument(op, position)
-            else []
-        )
+        axes = _axes_that_shard(layouts[0], 0) if argument(op, position) else []
+        return [("all_reduce", axis, channels) for axis in axes for _ in range(count)]
     if op.target in WEIGHT_NORMS:  # squares of v, or the products of v with the gradient
         dim = int(argument(op, WEIGHT_NORMS[op.target], "dim", 0)) % len(inputs[0].shape)
         norms = local_shape(inputs[0].shape, layouts[0], mesh)[dim] * 4
@@ -80,9 +77,8 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
     if op.target == "aten.index_copy.default" and _axes_that_shard(layouts[0], int(argument(op, 1, "dim")) % len(inputs[0].shape)):
         shape = local_shape(inputs[0].shape, layouts[0], mesh)  # a value for each position, unless there is one value only
         return math.prod(shape) * inputs[0].itemsize if inputs[2].shape != () and max(inputs[1].shape, default=1) > 1 else 0
-    if op.target == "aten.embedding.default" and _axes_that_shard(
-        layouts[0], 0
-    ):  # the looked up rows, before those of other ranks are masked
+    if op.target == "aten.embedding.default" and _axes_that_shard(layouts[0], 0):
+        # the looked up rows, before those of other ranks are masked
         tokens = math.prod(local_shape(inputs[1].shape, layouts[1], mesh))
         return tokens * local_shape(inputs[0].shape, layouts[0], mesh)[1] * inputs[0].itemsize
     return 0
@@ -100,8 +96,6 @@ WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {
     "aten._native_batch_norm_legit_functional.default": (None, 0, 2, 2),
     "aten.native_batch_norm_backward.default": (None, 0, 2, 3),
 }
-
-
 # target: the position of `dim`
 WEIGHT_NORMS = {"aten._weight_norm_interface.default": 2, "aten._weight_norm_interface_backward.default": 4}
 NLL_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
@@ -117,9 +111,7 @@ def _axes_that_shard(layout: Layout, dim: int) -> list[int]:
     return [k for k, placement in enumerate(layout) if placement.is_shard(dim)]
 
 
-def _over_dim(
-    op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, *, count: int, position: int = 1
-) -> list[InternalCollective]:
+def _over_dim(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, count: int, position: int = 1) -> list[InternalCollective]:
     dim = int(argument(op, position, "dim")) % len(inputs[0].shape)
     local = local_shape(inputs[0].shape, layouts[0], mesh)
     rest = math.prod(n for d, n in enumerate(local) if d != dim) * inputs[0].itemsize

@@ -11,48 +11,27 @@ from autoshard.graph import Op, Tensor
 from autoshard.layout import P, Placement, R, S
 from autoshard.strategies.rows import Inputs, Row, argument, row, rule
 
-
-@rule("aten.addmm.default")
-def addmm(op: Op, inputs: Inputs) -> list[Row]:
-    """out[m,n] = bias + a[m,k] b[k,n]"""
-    rows, columns = _of_bias(inputs[0], -2), _of_bias(inputs[0], -1)
-    return [row(P(), R, S(1), S(0)), row(S(0), rows, S(0), R), row(S(1), columns, R, S(1))]
-
-
-@rule("aten.baddbmm.default")
-def baddbmm(op: Op, inputs: Inputs) -> list[Row]:
-    """out[b,m,n] = bias + a[b,m,k] c[b,k,n]"""
-    batch, rows, columns = _of_bias(inputs[0], -3), _of_bias(inputs[0], -2), _of_bias(inputs[0], -1)
-    return [row(P(), R, S(2), S(1)), row(S(0), batch, S(0), S(0)), row(S(1), rows, S(1), R), row(S(2), columns, R, S(2))]
+# the dims of the factors and of the output, by letters; a bias, where there is one, is the first input
+PRODUCTS = {
+    "aten.addmm.default": "mk,kn->mn", "aten.baddbmm.default": "bmk,bkn->bmn", "aten.addbmm.default": "bmk,bkn->mn",
+    "aten.addr.default": "m,n->mn", "aten.addmv.default": "mk,k->m", "aten.mv.default": "mk,k->m", "aten.vdot.default": "i,i->",
+}  # fmt: skip
 
 
-@rule("aten.addbmm.default")
-def addbmm(op: Op, inputs: Inputs) -> list[Row]:
-    """out[m,n] = bias + sum over b of a[b,m,k] c[b,k,n]"""
-    rows, columns = _of_bias(inputs[0], -2), _of_bias(inputs[0], -1)
-    batch, contraction = row(P(), R, S(0), S(0)), row(P(), R, S(2), S(1))
-    return [batch, contraction, row(S(0), rows, S(1), R), row(S(1), columns, R, S(2))]
-
-
-@rule("aten.addr.default")
-def outer_product(op: Op, inputs: Inputs) -> list[Row]:
-    """out[m,n] = bias + a[m] b[n]"""
-    return [row(S(0), _of_bias(inputs[0], -2), S(0), R), row(S(1), _of_bias(inputs[0], -1), R, S(0))]
-
-
-@rule("aten.mv.default")
-def matrix_vector(op: Op, inputs: Inputs) -> list[Row]:
-    return [row(P(), S(1), S(0)), row(S(0), S(0), R), row(P(), P(), R), row(P(), R, P())]
-
-
-@rule("aten.vdot.default")
-def vector_vector(op: Op, inputs: Inputs) -> list[Row]:
-    return [row(P(), S(0), S(0)), row(P(), P(), R), row(P(), R, P())]
-
-
-@rule("aten.addmv.default")
-def addmv(op: Op, inputs: Inputs) -> list[Row]:
-    return [row(P(), R, S(1), S(0)), row(S(0), _of_bias(inputs[0], -1), S(0), R)]
+@rule(*PRODUCTS)
+def product(op: Op, inputs: Inputs) -> list[Row]:
+    """One row per letter: those that are summed over first, then those of the output in their order."""
+    left, out = PRODUCTS[op.target].split("->")
+    factors = left.split(",")
+    bias, rows = inputs[: len(inputs) - len(factors)], []
+    for letter in dict.fromkeys([*(x for x in left if x not in "," + out), *out]):
+        places = [S(factor.index(letter)) if letter in factor else R for factor in factors]
+        if letter in out:
+            d = out.index(letter)
+            rows.append(row(S(d), *(_of_bias(t, d - len(out)) for t in bias), *places))
+        else:
+            rows.append(row(P(), *(R for _ in bias), *places))
+    return rows if bias else [*rows, row(P(), P(), R), row(P(), R, P())]
 
 
 def _of_bias(bias: Tensor, dim: int) -> Placement:

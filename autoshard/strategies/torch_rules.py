@@ -78,9 +78,9 @@ def _clean(op: Op, inputs: Inputs, lines: list[tuple[list, list]]) -> list[Row]:
     kept = []
     for outputs, inputs_of_line in lines:
         outs = tuple(None if t is None else _placement(p, t) for p, t in zip(outputs, op.outputs, strict=True))
-        ins = (
-            tuple(_placement(p, t) for p, t in zip(inputs_of_line, inputs, strict=True)) if len(inputs_of_line) == len(inputs) else (None,)
-        )
+        if len(inputs_of_line) != len(inputs):
+            continue
+        ins = tuple(_placement(p, t) for p, t in zip(inputs_of_line, inputs, strict=True))
         complete = all(p is not None for p, t in zip(outs, op.outputs, strict=True) if t is not None)
         if complete and None not in ins and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in ins):
             kept.append(Row(outs, ins))  # type: ignore[arg-type]

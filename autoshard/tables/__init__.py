@@ -1,7 +1,6 @@
 """Plans for embedding tables: the sharding and the devices of each table such that the slowest device is as fast as possible."""
 
 from autoshard.tables.dp import dp_proposals as dp_proposals
-from autoshard.tables.dp import dp_proposals_2d as dp_proposals_2d
 from autoshard.tables.plan import plan_tables as plan_tables
 from autoshard.tables.records import Option as Option
 from autoshard.tables.records import PlacedTable as PlacedTable

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import SparseRows, linprog
-from autoshard.tables.arrays import Arrays, Devices
+from autoshard.tables.arrays import TablesInstance
 
 STEPS = tuple(range(1, 13))  # k of u_k
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5)  # e of the other function
@@ -53,16 +53,16 @@ class Weights(NamedTuple):
     excess: float
 
 
-def totals_of(arrays: Arrays) -> Totals:
-    shards_of_part = np.diff(arrays.first_shard)
-    option_of_part = np.repeat(np.arange(len(arrays.scope)), np.diff(arrays.first_part))
+def totals_of(instance: TablesInstance) -> Totals:
+    shards_of_part = np.diff(instance.first_shard)
+    option_of_part = np.repeat(np.arange(len(instance.scope)), np.diff(instance.first_part))
     option_of = np.repeat(option_of_part, shards_of_part)
-    start = arrays.first_shard[arrays.first_part[:-1]]
+    start = instance.first_shard[instance.first_part[:-1]]
     reduce = np.add.reduceat, np.maximum.reduceat
     add, most = ((lambda x, f=f: f(x, start) if len(start) else np.zeros(0)) for f in reduce)
-    table_of = np.repeat(np.arange(arrays.num_tables), np.diff(arrays.first_option))
+    table_of = np.repeat(np.arange(instance.num_tables), np.diff(instance.first_option))
     return Totals(
-        add(arrays.seconds), add(arrays.hbm), add(arrays.host), most(arrays.seconds), most(arrays.hbm), option_of, table_of
+        add(instance.seconds), add(instance.hbm), add(instance.host), most(instance.seconds), most(instance.hbm), option_of, table_of
     )  # fmt: skip
 
 
@@ -74,20 +74,20 @@ def dual_feasible(z: np.ndarray) -> list[np.ndarray]:
     return values
 
 
-def rows_at(arrays: Arrays, totals: Totals, devices: Devices, T: float, *, packing: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def rows_at(instance: TablesInstance, totals: Totals, T: float, *, packing: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """a[k, option] and b[k] of the rows at T, each divided so that b is 1 (0 where there is no memory at all)."""
-    rows, limits = [totals.seconds], [devices.num * T]
-    for used, limit in ((totals.hbm, devices.hbm_limit.sum()), (totals.host, devices.host_limit.sum())):
+    rows, limits = [totals.seconds], [instance.num * T]
+    for used, limit in ((totals.hbm, instance.hbm_limit.sum()), (totals.host, instance.host_limit.sum())):
         if np.isfinite(limit) and used.any():
             rows.append(used)
             limits.append(float(limit))
     if packing:
-        largest = devices.hbm_limit.max()
-        for amounts, limit in ((arrays.seconds, T), (arrays.hbm, largest)):
+        largest = instance.hbm_limit.max()
+        for amounts, limit in ((instance.seconds, T), (instance.hbm, largest)):
             if 0 < limit < np.inf:
                 for u in dual_feasible(amounts / limit):
                     rows.append(np.bincount(totals.option_of, u, minlength=len(totals.seconds)))
-                    limits.append(float(devices.num))
+                    limits.append(float(instance.num))
     a, b = np.array(rows), np.array(limits)
     scale = np.where(b > 0, b, 1.0)
     return a / scale[:, None], np.where(b > 0, 1.0, 0.0)
@@ -122,8 +122,8 @@ def solve_weights(a: np.ndarray, b: np.ndarray, allowed: np.ndarray, totals: Tot
 class Bound:
     """The lower bound of one problem; `value` is the largest T that was refuted so far."""
 
-    def __init__(self, arrays: Arrays, devices: Devices) -> None:
-        self.arrays, self.devices, self.totals = arrays, devices, totals_of(arrays)
+    def __init__(self, instance: TablesInstance) -> None:
+        self.instance, self.totals = instance, totals_of(instance)
         self.value = 0.0
 
     def refutes(self, T: float, *, packing: bool = True) -> bool:
@@ -135,11 +135,11 @@ class Bound:
 
     def _excess_at(self, T: float, packing: bool) -> float:
         allowed = self.totals.longest <= T
-        a, b = rows_at(self.arrays, self.totals, self.devices, T, packing=packing)
-        weights = solve_weights(a, b, allowed, self.totals, self.arrays.num_tables)
+        a, b = rows_at(self.instance, self.totals, T, packing=packing)
+        weights = solve_weights(a, b, allowed, self.totals, self.instance.num_tables)
         if weights is None:
             return np.inf
-        return lagrangian(a, b, weights.y, allowed, self.arrays.first_option) / max(weights.y.sum(), 1e-300)
+        return lagrangian(a, b, weights.y, allowed, self.instance.first_option) / max(weights.y.sum(), 1e-300)
 
     def raise_to(self, high: float, *, packing: bool = True, keep_on: Callable[[], bool] = lambda: True) -> float:
         """Bisect between the bound and `high`, the seconds of a plan."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import compiled
-from autoshard.tables.arrays import Arrays, Devices, Spots
+from autoshard.tables.arrays import Spots, TablesInstance
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 
 MOST_WAYS = 4000  # in all, over the tables
@@ -33,87 +33,87 @@ class Ways(NamedTuple):
     spots: list[tuple[int, tuple[int, ...]]]  # option, places
 
 
-def ways_of(arrays: Arrays, devices: Devices, order: np.ndarray) -> Ways | None:
+def ways_of(instance: TablesInstance, order: np.ndarray) -> Ways | None:
     """All ways of the tables in `order`; None where there are too many."""
     first, spots = [0], []
     for t in order.tolist():
-        for o in range(arrays.first_option[t], arrays.first_option[t + 1]):
-            places = (devices.num, devices.num_nodes, 1)[arrays.scope[o]]
-            parts = range(arrays.first_part[o], arrays.first_part[o + 1])
+        for o in range(instance.first_option[t], instance.first_option[t + 1]):
+            places = instance.num // int(instance.size[o])
+            parts = range(instance.first_part[o], instance.first_part[o + 1])
             if places ** len(parts) > MOST_WAYS * 10:
                 return None
-            is_uniform = all(_same_shards(arrays, parts[0], p) for p in parts)
+            is_uniform = all(_same_shards(instance, parts[0], p) for p in parts)
             each = itertools.combinations_with_replacement if is_uniform else lambda some, n: itertools.product(some, repeat=n)
             spots += [(o, tuple(place)) for place in each(range(places), len(parts))]
             if len(spots) > MOST_WAYS:
                 return None
         first.append(len(spots))
     n = len(spots)
-    ways = Ways(np.array(first), np.zeros((n, devices.num)), np.zeros((n, devices.num)), np.zeros((n, len(devices.host_limit))),
+    ways = Ways(np.array(first), np.zeros((n, instance.num)), np.zeros((n, instance.num)), np.zeros((n, len(instance.host_limit))),
                 np.full(n, -1), spots)  # fmt: skip
     for w, (o, place) in enumerate(spots):
-        size = (1, devices.per_node, devices.num)[arrays.scope[o]]
+        size = instance.size[o]
         for k, at in enumerate(place):
-            s = arrays.first_shard[arrays.first_part[o] + k]
+            s = instance.first_shard[instance.first_part[o] + k]
             on = slice(at * size, (at + 1) * size)
-            ways.seconds[w, on] += arrays.seconds[s : s + size]
-            ways.hbm[w, on] += arrays.hbm[s : s + size]
-            np.add.at(ways.host[w], devices.host_of[on], arrays.host[s : s + size])
+            ways.seconds[w, on] += instance.seconds[s : s + size]
+            ways.hbm[w, on] += instance.hbm[s : s + size]
+            np.add.at(ways.host[w], instance.host_of[on], instance.host[s : s + size])
         if size == 1 and len(place) == 1:
             ways.alone[w] = place[0]
     return ways
 
 
-def _same_shards(arrays: Arrays, p: int, q: int) -> bool:
-    a, b = (slice(arrays.first_shard[x], arrays.first_shard[x + 1]) for x in (p, q))
-    return all(np.array_equal(column[a], column[b]) for column in (arrays.seconds, arrays.hbm, arrays.host))
+def _same_shards(instance: TablesInstance, p: int, q: int) -> bool:
+    a, b = (slice(instance.first_shard[x], instance.first_shard[x + 1]) for x in (p, q))
+    return all(np.array_equal(column[a], column[b]) for column in (instance.seconds, instance.hbm, instance.host))
 
 
-def equivalent_devices(arrays: Arrays, devices: Devices) -> np.ndarray:
+def equivalent_devices(instance: TablesInstance) -> np.ndarray:
     """Per device a class; devices of one class can be exchanged: those of a node with equal limits, if every part's shards are equal."""
-    size = np.diff(arrays.first_shard)
+    size = np.diff(instance.first_shard)
     for p in np.flatnonzero(size > 1).tolist():
-        part = slice(arrays.first_shard[p], arrays.first_shard[p + 1])
-        if any(np.ptp(column[part]) > 0 for column in (arrays.seconds, arrays.hbm, arrays.host)):
-            return np.arange(devices.num)
-    keys = list(zip((np.arange(devices.num) // devices.per_node).tolist(), devices.hbm_limit.tolist(), devices.host_of.tolist()))
+        part = slice(instance.first_shard[p], instance.first_shard[p + 1])
+        if any(np.ptp(column[part]) > 0 for column in (instance.seconds, instance.hbm, instance.host)):
+            return np.arange(instance.num)
+    keys = list(zip((np.arange(instance.num) // instance.per_node).tolist(), instance.hbm_limit.tolist(), instance.host_of.tolist()))
     first: dict[tuple, int] = {}
     return np.array([first.setdefault(key, d) for d, key in enumerate(keys)])
 
 
-def search_all(arrays: Arrays, devices: Devices, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:
+def search_all(instance: TablesInstance, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:
     """(seconds of the best plan, the plan, whether it is proven best). `best` = seconds of `spots`, inf without one."""
-    if arrays.num_tables > MOST_TABLES:
+    if instance.num_tables > MOST_TABLES:
         return best, spots, False
-    order = np.argsort(-np.maximum.reduceat(bound.totals.longest, arrays.first_option[:-1]), kind="stable")
-    ways = ways_of(arrays, devices, order)
+    order = np.argsort(-np.maximum.reduceat(bound.totals.longest, instance.first_option[:-1]), kind="stable")
+    ways = ways_of(instance, order)
     if ways is None:
         return best, spots, False
-    price, budget = _prices(arrays, devices, bound, best)
+    price, budget = _prices(instance, bound, best)
     priced = np.array([price[o] for o, _ in ways.spots])
     least = np.minimum.reduceat(priced, ways.first[:-1])
     remaining = np.append(np.cumsum(least[::-1])[::-1], 0.0)
-    chosen = np.full(arrays.num_tables, -1)
+    chosen = np.full(instance.num_tables, -1)
     slowest, branches = descend(
-        ways.first, ways.seconds, ways.hbm, ways.host, ways.alone, equivalent_devices(arrays, devices), priced, remaining, budget,
-        devices.hbm_limit, devices.host_limit, best, BRANCHES, chosen,
+        ways.first, ways.seconds, ways.hbm, ways.host, ways.alone, equivalent_devices(instance), priced, remaining, budget,
+        instance.hbm_limit, instance.host_limit, best, BRANCHES, chosen,
     )  # fmt: skip
     if chosen[0] >= 0:
-        spots = Spots(np.zeros(arrays.num_tables, dtype=np.int64), np.zeros((arrays.num_tables, arrays.most_parts), dtype=np.int64))
+        spots = Spots(np.zeros(instance.num_tables, dtype=np.int64), np.zeros((instance.num_tables, instance.most_parts), dtype=np.int64))
         for t, w in zip(order.tolist(), chosen.tolist()):
             option, place = ways.spots[w]
             spots.option[t], spots.place[t, : len(place)] = option, place
     return slowest, spots, branches < BRANCHES
 
 
-def _prices(arrays: Arrays, devices: Devices, bound: Bound, best: float) -> tuple[np.ndarray, float]:
+def _prices(instance: TablesInstance, bound: Bound, best: float) -> tuple[np.ndarray, float]:
     """y . a_o of every option, and y . b at T = best; zeros and inf where there are no weights."""
     if not np.isfinite(best) or best <= 0:
-        return np.zeros(len(arrays.scope)), np.inf
-    a, b = rows_at(arrays, bound.totals, devices, best, packing=False)
-    weights = solve_weights(a, b, bound.totals.longest <= best, bound.totals, arrays.num_tables)
+        return np.zeros(len(instance.scope)), np.inf
+    a, b = rows_at(instance, bound.totals, best, packing=False)
+    weights = solve_weights(a, b, bound.totals.longest <= best, bound.totals, instance.num_tables)
     if weights is None or not weights.y.any():
-        return np.zeros(len(arrays.scope)), np.inf
+        return np.zeros(len(instance.scope)), np.inf
     return weights.y @ a, float(weights.y @ b) * (1 + 1e-9)
 
 

@@ -11,15 +11,15 @@ from autoshard.units import seconds as duration
 
 def reasons(planner: Planner) -> list[str]:
     """Per table: a comparison of its option with its fastest option, and of its place with the best other place."""
-    arrays, devices, spots = planner.arrays, planner.devices, planner.best
+    instance, spots = planner.instance, planner.best
     assert spots is not None
-    seen, totals = rate(arrays, devices, spots), planner.bound.totals
-    free, free_host = devices.hbm_limit - seen.hbm, devices.host_limit - seen.host
+    seen, totals = rate(instance, spots), planner.bound.totals
+    free, free_host = instance.hbm_limit - seen.hbm, instance.host_limit - seen.host
     sentences = []
     for t, o in enumerate(spots.option.tolist()):
-        low, high = arrays.first_option[t], arrays.first_option[t + 1]
+        low, high = instance.first_option[t], instance.first_option[t + 1]
         fastest = low + int(np.argmin(totals.seconds[low:high]))
-        place = _on_place(arrays, devices, spots, seen, free, free_host, t, o)
+        place = _on_place(instance, spots, seen, free, free_host, t, o)
         sentences.append(f"{_on_option(totals, o, fastest, high - low)}; {place}")
     return sentences
 
@@ -40,28 +40,28 @@ def _on_option(totals, o: int, fastest: int, count: int) -> str:
     return f"{more}; the search found no better use of the memory"
 
 
-def _on_place(arrays, devices, spots, seen, free, free_host, t: int, o: int) -> str:
-    if arrays.scope[o] == 2:
+def _on_place(instance, spots, seen, free, free_host, t: int, o: int) -> str:
+    if instance.scope[o] == 2:
         return "one shard on every device"
-    part, place = arrays.first_part[o], int(spots.place[t, 0])
-    first, size = arrays.first_shard[part], arrays.first_shard[part + 1] - arrays.first_shard[part]
+    part, place = instance.first_part[o], int(spots.place[t, 0])
+    first, size = instance.first_shard[part], instance.first_shard[part + 1] - instance.first_shard[part]
     shards = slice(first, first + size)
-    at = part_devices(arrays, devices, o, place)
+    at = part_devices(instance, o, place)
     best, full = None, 0
-    for other in range(devices.num // size):
-        there = part_devices(arrays, devices, o, other)
+    for other in range(instance.num // size):
+        there = part_devices(instance, o, other)
         if other == place:
             continue
         on = slice(there.start, there.stop)
-        host_there = devices.host_of[there.start]
-        more_host = arrays.host[shards].sum() if host_there != devices.host_of[at.start] else 0.0
-        if (arrays.hbm[shards] > free[on]).any() or more_host > free_host[host_there]:
+        host_there = instance.host_of[there.start]
+        more_host = instance.host[shards].sum() if host_there != instance.host_of[at.start] else 0.0
+        if (instance.hbm[shards] > free[on]).any() or more_host > free_host[host_there]:
             full += 1
             continue
-        slowest = float((seen.seconds[on] + arrays.seconds[shards]).max())
+        slowest = float((seen.seconds[on] + instance.seconds[shards]).max())
         if best is None or slowest < best[0]:
             best = slowest, other
-    what, here = ("node", place) if arrays.scope[o] == 1 else ("device", at.start)
+    what, here = ("node", place) if instance.scope[o] == 1 else ("device", at.start)
     now = f"{what} {here} takes {duration(float(seen.seconds[at.start : at.stop].max()))}"
     if best is None:
         return f"{now}, the others have no memory free for it" if full else now

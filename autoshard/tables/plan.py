@@ -1,7 +1,7 @@
 """`plan_tables`: choose options and devices for embedding tables such that the slowest device is as fast as possible.
 
 options  = the possible shardings of each table, priced on the mesh or given     prices.py
-arrays   = the options as arrays of numbers                                      arrays.py
+instance = the options as arrays of numbers                                      arrays.py
 planner  = bound, search, proof                                                  planner.py
 plan     = the result by table name, with a reason for each table's placement     explain.py
 """
@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.mesh import Mesh
-from autoshard.tables.arrays import Devices, arrays_of, part_devices, rate
+from autoshard.tables.arrays import Devices, instance_of, part_devices, rate
 from autoshard.tables.explain import reasons
 from autoshard.tables.planner import Planner, Progress
 from autoshard.tables.prices import Workload, nodes_of, options_of
@@ -99,11 +99,11 @@ def plan_options(
     only_hbm: the tables whose options in host memory were left out, because no host memory was given; a `reason` says so.
     """
     check_shards(names, options, devices)
-    arrays, assumptions = arrays_of(options, devices), assumptions or {}
-    reason = too_large(names, options, arrays.first_option, devices, only_hbm)
+    instance, assumptions = instance_of(options, devices), assumptions or {}
+    reason = too_large(names, options, instance.first_option, devices, only_hbm)
     if reason:
         return no_plan(devices, "infeasible", math.inf, reason, assumptions)
-    planner = Planner(arrays, devices, seed, progress)
+    planner = Planner(instance, seed, progress)
     if planner.bound.refutes(planner.high):
         return no_plan(devices, "infeasible", math.inf, too_much(planner, devices) + host_remedy(only_hbm), assumptions)
     planner.solve(effort)
@@ -117,18 +117,18 @@ def plan_options(
 
 
 def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner: Planner, assumptions: dict) -> TablePlan:
-    arrays, devices, spots = planner.arrays, planner.devices, planner.best
+    instance, spots = planner.instance, planner.best
     assert spots is not None
-    seen, why, bound = rate(arrays, devices, spots), reasons(planner), planner.bound.value
+    seen, why, bound = rate(instance, spots), reasons(planner), planner.bound.value
     assert bound <= seen.slowest * (1 + 1e-9), f"the bound {bound} is above a plan's {seen.slowest}"
     placed = {}
     for t, name in enumerate(names):
         o = int(spots.option[t])
-        parts = range(arrays.first_part[o + 1] - arrays.first_part[o])
-        on = [d for k in parts for d in part_devices(arrays, devices, o, int(spots.place[t, k]))]
-        index = int(arrays.listed[o])
+        parts = range(instance.first_part[o + 1] - instance.first_part[o])
+        on = [d for k in parts for d in part_devices(instance, o, int(spots.place[t, k]))]
+        index = int(instance.listed[o])
         placed[name] = PlacedTable(options[t][index], tuple(on), index, why[t])
-    host = np.zeros(devices.num)
+    host = np.zeros(instance.num)
     for p in placed.values():
         for d, used in zip(p.devices, p.option.host_bytes):
             host[d] += used
@@ -136,7 +136,7 @@ def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner
     status = "optimal" if seen.slowest - bound <= 1e-9 * seen.slowest else "feasible"
     return TablePlan(
         status, placed, tuple(loads), tuple(seen.host.tolist()), seen.slowest, bound,
-        tuple(devices.hbm_limit.tolist()), tuple(devices.host_limit.tolist()), "", planner.solver, assumptions,
+        tuple(instance.hbm_limit.tolist()), tuple(instance.host_limit.tolist()), "", planner.solver, assumptions,
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def too_large(
 
 def too_much(planner: Planner, devices: Devices) -> str:
     """A sentence about tables that do not fit together."""
-    first, totals = planner.arrays.first_option, planner.bound.totals
+    first, totals = planner.instance.first_option, planner.bound.totals
     least_hbm, least_host = (float(np.minimum.reduceat(x, first[:-1]).sum()) for x in (totals.hbm, totals.host))
     if least_hbm <= devices.hbm_limit.sum() and least_host <= devices.host_limit.sum():
         least, single = f"the least bytes in all, {_gb(least_hbm)} of device memory,", "the single devices"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.tables.arrays import Arrays, Devices, Spots, rate
+from autoshard.tables.arrays import Spots, TablesInstance, rate
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 from autoshard.tables.dp import bins_of, dp_proposals
 from autoshard.tables.exact import search_all
@@ -35,12 +35,12 @@ ENOUGH = 2e-4  # relative: the search stops this near to the bound
 class Planner:
     """One problem: its arrays, its bound, and the best plan so far."""
 
-    def __init__(self, arrays: Arrays, devices: Devices, seed: int, progress: Progress | None) -> None:
-        self.arrays, self.devices, self.bound = arrays, devices, Bound(arrays, devices)
+    def __init__(self, instance: TablesInstance, seed: int, progress: Progress | None) -> None:
+        self.instance, self.bound = instance, Bound(instance)
         self.rng, self.progress = np.random.default_rng(seed), progress
         self.best: Spots | None = None
         self.slowest, self.solver = math.inf, ""
-        longest = np.maximum.reduceat(self.bound.totals.seconds, arrays.first_option[:-1])
+        longest = np.maximum.reduceat(self.bound.totals.seconds, instance.first_option[:-1])
         self.high = float(longest.sum()) * (1 + 1e-9)  # seconds that no plan exceeds: everything on one device
 
     def say(self, what: str, fraction: float) -> None:
@@ -52,7 +52,7 @@ class Planner:
 
     def offer(self, spots: Spots, solver: str) -> bool:
         """Evaluate a plan; whether it is the best so far, and then kept."""
-        seen = rate(self.arrays, self.devices, spots)
+        seen = rate(self.instance, spots)
         if seen.slowest < self.slowest:
             self.best, self.slowest, self.solver = spots, seen.slowest, solver
             return True
@@ -62,14 +62,14 @@ class Planner:
         """The best of three packings: the options placed one by one, the largest first in three senses. Plans that fit are offered."""
         totals = self.bound.totals
         of_time = totals.longest[option] / T
-        of_hbm = totals.largest[option] / max(self.devices.hbm_limit.max(), 1.0)
+        of_hbm = totals.largest[option] / max(self.instance.hbm_limit.max(), 1.0)
         best, rank = None, (math.inf, math.inf)
         for key, weight in ((of_time + of_hbm, 1.0), (of_hbm, 1e6), (of_time, 1.0)):
-            state = empty_state(self.arrays, self.devices)
+            state = empty_state(self.instance)
             order = np.argsort(-key, kind="stable")
-            pack(self.arrays, self.devices, self.scale(T, weight), state, order, option)
-            slowest = recount(self.arrays, self.devices, state)
-            over = np.maximum(state.hbm - self.devices.hbm_limit, 0).sum() + np.maximum(state.host - self.devices.host_limit, 0).sum()
+            pack(self.instance, self.scale(T, weight), state, order, option)
+            slowest = recount(self.instance, state)
+            over = np.maximum(state.hbm - self.instance.hbm_limit, 0).sum() + np.maximum(state.host - self.instance.host_limit, 0).sum()
             if slowest < self.slowest:
                 self.offer(copy_of(state), "packing")
             if (over, slowest) < rank:
@@ -78,23 +78,23 @@ class Planner:
         return best
 
     def scale(self, T: float, price: float) -> Scale:
-        host = self.devices.host_limit[np.isfinite(self.devices.host_limit)]
-        return Scale(T, max(self.devices.hbm_limit.max(), 1.0) / price, max(host.max(initial=0.0), 1.0) / price)
+        host = self.instance.host_limit[np.isfinite(self.instance.host_limit)]
+        return Scale(T, max(self.instance.hbm_limit.max(), 1.0) / price, max(host.max(initial=0.0), 1.0) / price)
 
     def chosen_by_program(self, slack: float) -> tuple[np.ndarray, np.ndarray] | None:
         """The options of the program with a share of the memory kept free, and how much more expensive each option is at its prices."""
-        less = self.devices._replace(hbm_limit=self.devices.hbm_limit * (1 - slack), host_limit=self.devices.host_limit * (1 - slack))
+        less = self.instance._replace(hbm_limit=self.instance.hbm_limit * (1 - slack), host_limit=self.instance.host_limit * (1 - slack))
         T = max(self.bound.value, 1e-300)
         for _ in range(40):  # raise T until the program is feasible
             allowed = self.bound.totals.longest <= T
-            a, b = rows_at(self.arrays, self.bound.totals, less, T, packing=False)
-            weights = solve_weights(a, b, allowed, self.bound.totals, self.arrays.num_tables)
+            a, b = rows_at(less, self.bound.totals, T, packing=False)
+            weights = solve_weights(a, b, allowed, self.bound.totals, self.instance.num_tables)
             if weights is not None and weights.excess < 1e-6:
                 break
             T *= 1.02 if weights is not None and weights.excess < 0.1 else 1.3
         else:
             return None
-        first = self.arrays.first_option
+        first = self.instance.first_option
         option = np.array([low + int(np.argmax(weights.share[low:high])) for low, high in zip(first, first[1:])])
         priced = weights.y @ a
         least = np.minimum.reduceat(np.where(allowed, priced, np.inf), first[:-1])
@@ -102,21 +102,21 @@ class Planner:
 
     def least_bytes(self) -> np.ndarray:
         """Each table's option of least memory, as a sum of shares of the devices' and the hosts' memory."""
-        totals, limit, host = self.bound.totals, self.devices.hbm_limit.sum(), self.devices.host_limit.sum()
+        totals, limit, host = self.bound.totals, self.instance.hbm_limit.sum(), self.instance.host_limit.sum()
         share = totals.hbm / max(limit, 1.0) + (totals.host / max(host, 1.0) if np.isfinite(host) else 0.0)
         return self.least(share)
 
     def least(self, key: np.ndarray) -> np.ndarray:
-        first = self.arrays.first_option
+        first = self.instance.first_option
         return np.array([low + int(np.argmin(key[low:high])) for low, high in zip(first, first[1:])])
 
     def by_knapsack(self) -> list[np.ndarray]:
         """Some proposals of the published knapsack, spread over the amounts of memory."""
-        first, totals = self.arrays.first_option, self.bound.totals
-        bins = DP_BINS * self.devices.num
+        first, totals = self.instance.first_option, self.bound.totals
+        bins = DP_BINS * self.instance.num
         hbm = [totals.hbm[low:high].tolist() for low, high in zip(first, first[1:])]
         seconds = [totals.seconds[low:high].tolist() for low, high in zip(first, first[1:])]
-        limit = float(self.devices.hbm_limit.sum())
+        limit = float(self.instance.hbm_limit.sum())
         if not 0 < limit < math.inf:
             return []
         proposals = dp_proposals(bins_of(hbm, limit, bins), seconds, bins)
@@ -125,19 +125,19 @@ class Planner:
 
     def find_any(self, moves: int) -> None:
         """Find any plan that fits, as a start for the search: only memory counts, seconds do not."""
-        first, totals = self.arrays.first_option, self.bound.totals
-        a, b = rows_at(self.arrays, totals, self.devices, self.high, packing=False)
-        weights = solve_weights(a[1:], b[1:], np.ones(len(totals.longest), dtype=bool), totals, self.arrays.num_tables)
+        first, totals = self.instance.first_option, self.bound.totals
+        a, b = rows_at(self.instance, totals, self.high, packing=False)
+        weights = solve_weights(a[1:], b[1:], np.ones(len(totals.longest), dtype=bool), totals, self.instance.num_tables)
         assert weights is not None
         spread = np.array([low + int(np.argmax(weights.share[low:high])) for low, high in zip(first, first[1:])])
         usable = np.arange(len(totals.longest))
         scale = self.scale(2 * self.high, 1.0)  # no device reaches T
         for option in (spread, self.least_bytes(), spread):
             self.say("looking for a plan that fits", 0.08)
-            state, best = self.packed(option, self.high), empty_state(self.arrays, self.devices)
+            state, best = self.packed(option, self.high), empty_state(self.instance)
             if self.best is not None:
                 return
-            hot = max(float(np.mean(totals.largest[option])) / max(self.devices.hbm_limit.max(), 1.0), 1e-9)
+            hot = max(float(np.mean(totals.largest[option])) / max(self.instance.hbm_limit.max(), 1.0), 1e-9)
             self.anneal(scale, math.inf, usable, first, state, best, math.inf, hot, hot * COOLING, moves)
             if self.best is not None:
                 return
@@ -150,9 +150,9 @@ class Planner:
         usable = extra <= window
         usable[start.option] = True
         allowed = np.flatnonzero(usable)
-        first = np.searchsorted(allowed, self.arrays.first_option)
+        first = np.searchsorted(allowed, self.instance.first_option)
         z = float(np.mean(self.bound.totals.longest[start.option])) / T
-        best = empty_state(self.arrays, self.devices)
+        best = empty_state(self.instance)
         hottest, coldest = max(hot * z * z, 1e-12), max(hot * z * z * COOLING, 1e-15)
         self.anneal(self.scale(T, 1.0), self.slowest, allowed, first, start, best, self.bound.value, hottest, coldest, moves)
 
@@ -164,7 +164,7 @@ class Planner:
         now, given = Annealed(scale.hbm, scale.host, slowest, hot, False, 0), (allowed, first, state, best, low, hot, cold, moves, self.rng)
         while now.moves < moves:
             known = now.slowest
-            now = Annealed(*anneal_slice(self.arrays, self.devices, scale.T, tuple(now), *given))
+            now = Annealed(*anneal_slice(self.instance, scale.T, tuple(now), *given))
             if now.slowest < known:
                 self.offer(copy_of(best), "annealing")
 
@@ -173,7 +173,7 @@ class Planner:
         return self.slowest - self.bound.value <= ENOUGH * self.slowest
 
     def state_of(self, spots: Spots) -> State:
-        state = empty_state(self.arrays, self.devices)
+        state = empty_state(self.instance)
         state.option[:], state.place[:] = spots.option, spots.place
         return state
 
@@ -190,7 +190,7 @@ class Planner:
         self.say("bounding", 0.0)
         self.bound.raise_to(self.high, packing=False)
         starts = self.starts()
-        moves = int(effort * max(MOVES[0], MOVES[1] * self.arrays.num_tables))
+        moves = int(effort * max(MOVES[0], MOVES[1] * self.instance.num_tables))
         if self.best is None:
             self.find_any(moves * FIT)
         plan = [(k, window) for window in WINDOWS for k in range(len(starts))]
@@ -225,7 +225,7 @@ class Planner:
                     starts.append((self.packed(option, T), extra))
         least = self.packed(self.least_bytes(), T)
         if not starts:
-            starts.append((least, np.zeros(len(self.arrays.scope))))
+            starts.append((least, np.zeros(len(self.instance.scope))))
         for option in [*self.by_knapsack(), self.least(self.bound.totals.seconds), self.least(self.bound.totals.longest)]:
             self.packed(option, T)
         if self.best is None:
@@ -235,7 +235,7 @@ class Planner:
     def prove(self) -> None:
         """The exhaustive search; without its proof, an attempt to refute every plan faster than the best one."""
         if self.slowest - self.bound.value > PROVEN * self.slowest or self.best is None:
-            slowest, spots, proven = search_all(self.arrays, self.devices, self.bound, self.slowest, self.best)
+            slowest, spots, proven = search_all(self.instance, self.bound, self.slowest, self.best)
             if spots is not None and slowest < self.slowest:
                 self.offer(spots, "exact")
             if proven:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCOPES = ("device", "node", "mesh")
@@ -149,31 +149,19 @@ class TablePlan:
 
     def to_dict(self) -> dict:
         """Plain data, as `autoshard tables --json` prints it."""
+        tables = {
+            name: {
+                "sharding": p.option.sharding, "memory": p.option.memory, "devices": list(p.devices), "seconds": list(p.option.seconds),
+                "hbm_bytes": list(p.option.hbm_bytes), "host_bytes": list(p.option.host_bytes), "option": p.index, "why": p.why,
+            }
+            for name, p in self.tables.items()
+        }  # fmt: skip
         return {
-            "status": self.status,
-            "slowest_device_seconds": self.slowest_device_seconds,
-            "bound_seconds": self.bound_seconds,
-            "gap": self.gap,
-            "tables": {
-                name: {
-                    "sharding": p.option.sharding,
-                    "memory": p.option.memory,
-                    "devices": list(p.devices),
-                    "seconds": list(p.option.seconds),
-                    "hbm_bytes": list(p.option.hbm_bytes),
-                    "host_bytes": list(p.option.host_bytes),
-                    "option": p.index,
-                    "why": p.why,
-                }
-                for name, p in self.tables.items()
-            },
-            "devices": [{"seconds": d.seconds, "hbm_bytes": d.hbm_bytes, "host_bytes": d.host_bytes} for d in self.devices],
+            "status": self.status, "slowest_device_seconds": self.slowest_device_seconds, "bound_seconds": self.bound_seconds,
+            "gap": self.gap, "tables": tables, "devices": [asdict(device) for device in self.devices],
             "hosts": [{"host_bytes": used, "host_limit_bytes": limit} for used, limit in zip(self.hosts, self.host_limits)],
-            "hbm_limit_bytes": list(self.hbm_limits),
-            "reason": self.reason,
-            "solver": self.solver,
-            "assumptions": self.assumptions,
-        }
+            "hbm_limit_bytes": list(self.hbm_limits), "reason": self.reason, "solver": self.solver, "assumptions": self.assumptions,
+        }  # fmt: skip
 
 
 def _options(value: object, what: str) -> tuple[Option, ...]:

@@ -30,8 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autoshard
 from autoshard.calibrate.measure import agree_on, buffer_of, measure
 from autoshard.graph import Graph
-from autoshard.lower import lower, run_on
-from autoshard.lower.collectives import Ask, Groups
+from autoshard.lower import lower
+from autoshard.lower.collectives import CollectiveCall, Groups
+from autoshard.lower.run import run_rank
+from autoshard.runtime.distribute import Where
 from autoshard.solution import Solution
 
 HOURS = datetime.timedelta(hours=2)  # a rank waits for its orders
@@ -80,7 +82,7 @@ class Rank:
 
     def program_step(self, graph: Graph, solution: Solution) -> Callable[[], None]:
         """The plan's program, record by record: its collectives one after the other, as they are priced."""
-        program = lower(graph, solution.layouts, solution.results, solution.mesh)
+        program, where = lower(graph, solution.layouts, solution.results, solution.mesh), Where.on(solution.mesh, self.device_mesh)
         kinds = {op.name: op.kind for op in graph.ops}
         generator = torch.Generator().manual_seed(self.rank)
         values = {load.name: part(load.slot, kinds[load.name], generator) for load in program.loads}
@@ -89,7 +91,8 @@ class Rank:
 
         def step() -> None:
             with torch.no_grad():
-                results = run_on(program, {name: value.detach() for name, value in values.items()}, self.device_mesh)
+                local = {name: value.detach() for name, value in values.items()}
+                results = run_rank(program, local, where.groups, where.position, where.coordinate)
             for name, parameter in parameters.items():
                 parameter.grad = results.get(f"gradient:{name}")
             optimizer.step()
@@ -149,7 +152,7 @@ class Rank:
             self.step()
         seconds, groups, n = [], Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
         small = {kind: buffer_of(kind, IDLE, n, torch.device("cpu")) for kind in idle or {}}
-        asks = [Ask(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
+        asks = [CollectiveCall(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
         for _ in range(count):
             dist.barrier()
             began = time.perf_counter()

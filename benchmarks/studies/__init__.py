@@ -25,4 +25,4 @@ class Study:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # further words of the command, as argparse takes them
     data: str = "models"  # the default of DATA
     alone: bool = True  # each case in a process of its own, on one core with one thread
-    note: str = ""  # below the table
+    notes: Mapping[str, str] = field(default_factory=dict)  # below the table, where a case has this in its name

@@ -36,9 +36,8 @@ PUBLISHED = {"gb200, PP 4, EP 64": ("gb200", (64,), 64, (4, 4), 3139), "gb300, P
 NVLINK = 900e9  # bytes/s of a device to the others of its rack of 72, one direction
 REACHED = 0.673  # of which all_gather reaches so much on B200, as measured for SimuMax
 NOT_MODELLED = """\
-  not modelled in --published: stages of unequal work and their transfers; the recomputation of these runs (none is predicted; it isn't
-  published with them), fused kernels and graphs of kernels; all_to_all beside other work; experts are taken to be balanced, as they were
-  forced to be."""
+  not modelled: stages of unequal work and their transfers; the recomputation of these runs (none is predicted; it isn't published with
+  them), fused kernels and graphs of kernels; all_to_all beside other work; experts are taken to be balanced, as they were forced to be."""
 
 
 def experts(case: tuple, given) -> Row:
@@ -109,7 +108,7 @@ def published(device: str, shape: tuple[int, ...], microbatches: int, stages: tu
 
 EXPERTS = Study(
     cases=lambda given: PUBLISHED if given.published else {f"{m} {mesh}": (m, parse_shape(mesh)) for m in MODELS for mesh in given.mesh},
-    measure=experts, note=NOT_MODELLED,
+    measure=experts, notes={"gb200": NOT_MODELLED},
     options={
         "--mesh": {"nargs": "*", "default": ["8x8", "16x8"]}, "--without-gathering": {"action": "store_true"},
         "--memory": {"type": float, "help": "GB per device"}, "--sequences": {"type": int, "default": EACH, "help": "per device"},

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from autoshard.cost import presets
-from autoshard.launchers import Columns, Launch, ModelSizes, why_illegal
-from autoshard.launchers.prices import Site, prices_of
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, ModelSizes, Site, why_illegal
+from autoshard.launch.launch_prices import prices_of
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.torchtitan import FLAVORS
 from autoshard.serving import serve_plan
 from benchmarks.studies import Row, Study
 from benchmarks.studies.commands import ROOT, cpu_seconds
@@ -63,7 +64,7 @@ def serving(case: tuple, given) -> Row:
 
 SERVING = Study(
     cases=lambda given: {f"{model}, tensor {tensor}": (model, tensor, *rest) for model, tensor, *rest in FIGURES}, measure=serving,
-    alone=False, note=f"Llama-2: {GPT_FAST}\nLlama-3.1: {VLLM_A100}",
+    alone=False, notes={"Llama-2": GPT_FAST, "Llama-3.1": VLLM_A100},
 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def launcher_points(case: tuple, given) -> Row:
     tokens/s per GPU, from docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge.
     """
     kind, (sizes, device, one, published) = case
-    prices = prices_of(Columns.of([one]), sizes, Site(device, 72 if device == "gb200" else 8), "megatron")
+    prices = prices_of(TrainingRuns.of([one]), sizes, Site(device, 72 if device == "gb200" else 8), "megatron")
     rate = float(prices.tokens_per_second[0])
     predicted = rate if kind == "mixtures" else float(sizes.flops_per_token(one.seq) * rate / 1e12)
     row = {"kind": kind, "predicted": predicted, "published": published, "error": predicted / published - 1}

@@ -14,9 +14,8 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
 from autoshard.planning.recomputing import as_asked
-from autoshard.recipes.columns import Recipes
-from autoshard.recipes.predict import predicted_seconds, tokens_per_second
 from autoshard.simulate.timeline import timeline_of_solution
+from benchmarks.published import predicted_seconds, runs_of, tokens_per_second
 from benchmarks.studies import Row, Study
 from models import llama
 
@@ -134,7 +133,7 @@ def group(tokens: int, degree: int) -> dict[str, float]:
 def launched(model: dict, tokens: int, degree: int) -> dict[str, float]:
     """The launch itself, by its degrees, in float8; constants of the device as published and as fitted."""
     data = model["gpus"] // (model["tp"] * model["pp"] * degree)
-    runs = Recipes.of_table([{**COMMON, **model, "seq": tokens, "cp": degree, "dp": data, "shard": data * degree}])
+    runs = runs_of([{**COMMON, **model, "seq": tokens, "cp": degree, "dp": data, "shard": data * degree}])
     rates = {fitted: float(tokens_per_second(runs, predicted_seconds(runs, fitted=fitted))[0]) for fitted in (False, True)}
     return {"launch": rates[False], "launch, fitted constants": rates[True]}
 
@@ -149,4 +148,4 @@ def cases(given) -> dict[str, tuple]:
     }
 
 
-LONG_CONTEXT = Study(cases=cases, measure=long_context, note=NOT_MODELLED)
+LONG_CONTEXT = Study(cases=cases, measure=long_context, notes={"published": NOT_MODELLED})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 
@@ -10,7 +9,6 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from autoshard import Mesh
-from autoshard.calibrate.mlp_runs import Runs, held_out
 from autoshard.capture import capture_deep
 from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
@@ -18,6 +16,7 @@ from autoshard.planning.plan import baseline_only
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
 from autoshard.simulate.timeline import timeline_of_solution
+from benchmarks import mlp_runs
 from benchmarks.studies import Row, Study
 from models import llama
 
@@ -73,16 +72,12 @@ def figure_4(given) -> Row:
 
 
 def real_runs(given) -> Row:
-    with (given.data / "real_vs_simulated_mlp.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    columns = ("world_size", "# layers", "batch size", "hidden dim", "real")
-    *sizes, ms = (np.array([float(row[key]) for row in rows]) for key in columns)
-    seconds = ms / 1e3
-    predicted = [held_out(Runs(*sizes), seconds, seed=seed) for seed in (None, *range(10))]
+    runs, seconds = mlp_runs.read(given.data / "real_vs_simulated_mlp.csv")
+    predicted = [mlp_runs.held_out(runs, seconds, seed=seed) for seed in (None, *range(10))]
     errors = [float(np.mean(np.abs(p / seconds - 1))) for p in predicted]
     ranks = [float(spearmanr(p, seconds).statistic) for p in predicted]
     means = {"mean_error": errors[0], "shuffled_error": float(np.mean(errors[1:])), "worst_error": max(errors)}
-    return {"runs": len(rows), **means, "rank_correlation": ranks[0], "worst_rank_correlation": min(ranks)}
+    return {"runs": len(runs), **means, "rank_correlation": ranks[0], "worst_rank_correlation": min(ranks)}
 
 
 def deep(given) -> Row:

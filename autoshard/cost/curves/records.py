@@ -12,6 +12,8 @@ from typing import final
 
 import numpy as np
 
+from autoshard.cost.kernels import p_norm
+
 
 @dataclass(frozen=True)
 class Series:
@@ -71,8 +73,7 @@ class PNorm(Curve):
 
     def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
         x = np.asarray(bytes, dtype=float) / self.B
-        high, low = np.maximum(x, self.a), np.minimum(x, self.a)
-        return high * (1.0 + (low / high) ** self.p) ** (1.0 / self.p)  # the larger in front: no overflow
+        return p_norm(x, self.a, np.maximum(x, self.a), self.p)
 
 
 Numbers = Sequence[float] | np.ndarray
@@ -108,5 +109,3 @@ def tail_slope(x: np.ndarray, t: np.ndarray, last: int = 3) -> float:
     slopes = [(t[-1] - t[-1 - k]) / (x[-1] - x[-1 - k]) for k in range(1, min(last, len(x) - 1) + 1)]
     positive = [slope for slope in slopes if slope > 1e-3 * t[-1] / x[-1]]  # less than that over a doubling is noise
     return float(min(positive, default=t[-1] / x[-1]))
-
-

@@ -6,16 +6,13 @@ changed, and where benchmarks/fit_devices.py has fitted it, the fitted figure. `
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autoshard.reading import text_of
+from autoshard.mesh import constants_of, device_file, known_devices
 
 Numbers = np.ndarray  # one entry per run
 Names = Sequence[str] | np.ndarray
@@ -68,7 +65,7 @@ class StackConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Of software stacks, as columns: factors of autoshard.recipes.memory's formula."""
+    """Of software stacks, as columns: factors of autoshard.launch.peak_memory's formula."""
 
     states: Numbers
     attention: Numbers
@@ -82,53 +79,38 @@ DATA_SHEET, DESCRIPTION = 5, 9  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
-FOLDER = Path(__file__).parent
-
-
-@cache
-def known_devices() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "stacks"))
 
 
 def known_stacks() -> tuple[str, ...]:
-    return tuple(_file("stacks"))
+    return tuple(device_file("stacks"))
 
 
 def device_constants(names: Names, *, fitted: bool = True) -> DeviceConstants:
     """Columns, one entry per name; ValueError for an unknown device."""
-    return DeviceConstants(**_columns(names, {name: _row(_file_of(name), fitted) for name in set(names)}, DeviceConstants))
+    return DeviceConstants(**_columns(names, lambda name: _row(_device(name), fitted), DeviceConstants))
 
 
 def stack_constants(names: Names, *, fitted: bool = True) -> StackConstants:
     """Columns, one entry per name; an unknown stack is the stack "other"."""
-    stacks = _file("stacks")
-    return StackConstants(**_columns(names, {name: _row(stacks.get(name, stacks["other"]), fitted) for name in set(names)}, StackConstants))
+    return StackConstants(**_columns(names, lambda name: _row(_stack(name), fitted), StackConstants))
 
 
 def memory_constants(names: Names, *, fitted: bool = True) -> MemoryConstants:
     """Columns, one entry per name; an unknown stack is the stack "other"."""
-    stacks = _file("stacks")
-    rows = {name: _row({**stacks.get(name, stacks["other"]), "given": {}}, fitted, "memory") for name in set(names)}
-    return MemoryConstants(**_columns(names, rows, MemoryConstants))
+    return MemoryConstants(**_columns(names, lambda name: _row(_stack(name), fitted, "memory"), MemoryConstants))
 
 
 def spread_of(names: Names, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Lowest and highest log(measured / predicted) between which `share` of the runs of each stack were, of runs not fitted to."""
-    stacks = _file("stacks")
     ends = (1 - share) / 2, (1 + share) / 2
-    rows = {name: stacks.get(name, stacks["other"])["errors"] for name in set(names)}
-    spread = {name: np.interp(ends, row["levels"], row["quantiles"]) for name, row in rows.items()}
+    errors = {name: _stack(name)["errors"] for name in set(names)}
+    spread = {name: np.interp(ends, row["levels"], row["quantiles"]) for name, row in errors.items()}
     low, high = np.array([spread[name] for name in names]).reshape(-1, 2).T
     return low, high
 
 
-def host_link_bandwidth(name: str) -> float | None:
-    """Bytes per second of one direction between a device of this kind and its host's memory; None where that is not known."""
-    link = _file(name).get("host_link") if name in known_devices() else None
-    return None if link is None else float(link["bandwidth"])
-
-
-def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
+def _columns(names: Names, row_of: Callable[[str], Mapping[str, float]], record: type) -> dict[str, np.ndarray]:
+    rows = {name: row_of(name) for name in set(names)}
     if len(rows) == 1:  # as for all launches of one job: nothing is copied
         (row,) = rows.values()
         return {field.name: np.broadcast_to(np.float64(row[field.name]), len(names)) for field in fields(record)}
@@ -137,17 +119,16 @@ def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> d
     return {field.name: np.array([row[field.name] for row in rows.values()], dtype=float)[entries] for field in fields(record)}
 
 
-def _row(file: dict[str, Any], fitted: bool, kind: str = "constants") -> dict[str, float]:
-    constants = {name: one.get("fitted", one["published"]) if fitted else one["published"] for name, one in file[kind].items()}
-    return {**file["given"], **constants}
+def _row(file: Mapping[str, Any], fitted: bool, kind: str = "constants") -> dict[str, float]:
+    return {**file["given"], **constants_of(file[kind], ("fitted", "published") if fitted else ("published",))}
 
 
-def _file_of(name: str) -> dict[str, Any]:
+def _device(name: str) -> Mapping[str, Any]:
     if name not in known_devices():
         raise ValueError(f"no constants of device {name!r}; known are {', '.join(known_devices())}")
-    return _file(name)
+    return device_file(name)
 
 
-@cache
-def _file(name: str) -> dict[str, Any]:
-    return json.loads(text_of(FOLDER / f"{name}.json", "measurements"))
+def _stack(name: str) -> Mapping[str, Any]:
+    stacks = device_file("stacks")
+    return stacks.get(name, stacks["other"])

@@ -25,16 +25,21 @@ LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large
 # The links of one node to the others: four (of 200 Gbit/s) or eight (of 400 Gbit/s) adapters, 25e9 or 50e9 bytes/s each.
 EIGHT_400, EIGHT_200, ONE_100 = 8 * 50e9, 8 * 25e9, 12.5e9
 
-# name: Device (FLOP/s dense 16-bit, float32, bytes/s, bytes, TF32), link inside (bytes/s one way), link between nodes, source
+# name: link inside (bytes/s one way), link between nodes, source
 ROWS = {
-    "a100": (DEVICES["a100"], 300e9, EIGHT_200, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": (DEVICES["h100"], 450e9, EIGHT_400, "NVIDIA H100 SXM data sheet"),
-    "h200": (DEVICES["h200"], 450e9, EIGHT_400, "NVIDIA H200 SXM data sheet"),
-    "b200": (DEVICES["b200"], 900e9, EIGHT_400, "NVIDIA HGX B200 data sheet"),
-    "mi300x": (DEVICES["mi300x"], 448e9, EIGHT_400, "AMD Instinct MI300X data sheet"),
-    "l40s": (Device("l40s", 362e12, 91.6e12, 0.864e12, 48e9, flops_tf32=183e12), 32e9, EIGHT_200, "NVIDIA L40S data sheet"),
-    "rtx": (Device("rtx", 165e12, 82.6e12, 1.008e12, 24e9, flops_tf32=82.6e12), 32e9, ONE_100, "NVIDIA GeForce RTX 4090 (Ada white paper)"),
-    "cpu": (DEVICES["cpu"], 5e9, ONE_100, "order of magnitude of one core; measure yours"),
+    "a100": (300e9, EIGHT_200, "NVIDIA A100 80GB SXM data sheet"),
+    "h100": (450e9, EIGHT_400, "NVIDIA H100 SXM data sheet"),
+    "h200": (450e9, EIGHT_400, "NVIDIA H200 SXM data sheet"),
+    "b200": (900e9, EIGHT_400, "NVIDIA HGX B200 data sheet"),
+    "mi300x": (448e9, EIGHT_400, "AMD Instinct MI300X data sheet"),
+    "l40s": (32e9, EIGHT_200, "NVIDIA L40S data sheet"),
+    "rtx": (32e9, ONE_100, "NVIDIA GeForce RTX 4090 (Ada white paper)"),
+    "cpu": (5e9, ONE_100, "order of magnitude of one core; measure yours"),
+}
+# Data sheets of devices without a file of constants: FLOP/s dense 16-bit, float32, bytes/s, bytes, TF32.
+SHEETS = {
+    "l40s": Device("l40s", 362e12, 91.6e12, 0.864e12, 48e9, flops_tf32=183e12),
+    "rtx": Device("rtx", 165e12, 82.6e12, 1.008e12, 24e9, flops_tf32=82.6e12),
 }
 
 
@@ -70,7 +75,8 @@ def preset(name: str) -> Preset:
     """The preset of a name; ValueError for an unknown name."""
     if name not in ROWS:
         raise ValueError(f"no prices are known for {name!r}; known are {', '.join(ROWS)}, or measure: autoshard calibrate measure")
-    device, inside, between, source = ROWS[name]
+    inside, between, source = ROWS[name]
+    device = SHEETS.get(name) or DEVICES[name]
     measured = _measured().get(name, {"links": [], "source": ""})
     links = tuple(_link(row) for row in measured["links"])
     sources = f"{source}; curves: {measured['source']}" if links else source

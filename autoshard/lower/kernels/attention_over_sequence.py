@@ -14,13 +14,13 @@ ring        keys are sharded like the queries: blocks go round the axis, and eac
 
 Which positions a rank holds is known when its program is built (`Rank.place`), so that pieces without any score are left out. All pieces
 of a block are one operator (`autoshard::attention_block` and its backward), of which only numbers differ from rank to rank: the order of
-collectives that is derived from a graph (`lower.overlap`) is then the same on all ranks.
+collectives that is derived from a graph (`runtime.overlap`) is then the same on all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,15 +33,14 @@ from torch import Tensor
 from autoshard.capture import ATTENTION, BACKWARD, reorder
 from autoshard.graph import Runs, stored_runs
 from autoshard.layout import chunk_bounds
-from autoshard.lower.collectives import Ask, Rank
+from autoshard.lower.collectives import CollectiveCall, Rank, RankGenerator, row_major
 from autoshard.lower.kernels.attention import KERNELS as WITH_LOCAL_KEYS
 from autoshard.lower.kernels.attention import attention, attention_backward, key_heads_needed
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, wide
 from autoshard.mesh import Mesh
 
 SEQUENCE = 2  # dim of q, k, v and out
-Asks = Generator[Ask, Tensor, Any]
-Where = dict[int, int]  # the coordinate by axis of the rank from which a block of keys comes
+BlockSource = dict[int, int]  # the coordinate by axis of the rank from which a block of keys comes
 
 
 class QueryKeyBlock(NamedTuple):
@@ -94,7 +93,7 @@ class Sequence:
     def queries(self, place: tuple[int, ...]) -> Runs:
         return self._runs(self.num_queries, self.of_queries, {axis: place[axis] for axis in self.of_queries})
 
-    def keys(self, where: Where) -> Runs:
+    def keys(self, where: BlockSource) -> Runs:
         return self._runs(self.num_keys, self.of_keys, where)
 
     @property
@@ -109,10 +108,8 @@ class Sequence:
     def _sizes(self, axes: Axes) -> tuple[int, ...]:
         return tuple(self.mesh.shape[axis] for axis in axes)
 
-    def _runs(self, size: int, axes: Axes, where: Where) -> Runs:
-        number = 0
-        for axis in axes:
-            number = number * self.mesh.shape[axis] + where[axis]
+    def _runs(self, size: int, axes: Axes, where: BlockSource) -> Runs:
+        number = row_major([where[axis] for axis in axes], self._sizes(axes))
         lo, hi = chunk_bounds(size, self._sizes(axes))[number : number + 2]
         return stored_runs(size, self.head_tail, lo, hi)
 
@@ -266,7 +263,7 @@ BLOCK, BLOCK_BACKWARD = torch.ops.autoshard.attention_block.default, torch.ops.a
 # -- blocks that go round --------------------------------------------------------------------------------------------------------------
 
 
-def _around(rank: Rank, axes: Axes, block: Tensor, where: Where, use: Callable[[Tensor, Where], None]) -> Asks:
+def _around(rank: Rank, axes: Axes, block: Tensor, where: BlockSource, use: Callable[[Tensor, BlockSource], None]) -> RankGenerator:
     """`use` is called with every block of the axes, this rank's own first."""
     if not axes:
         use(block, where)
@@ -279,7 +276,7 @@ def _around(rank: Rank, axes: Axes, block: Tensor, where: Where, use: Callable[[
         block, where = after, {**where, axis: (where[axis] - 1) % n}
 
 
-def _back_around(rank: Rank, axes: Axes, block: Tensor, where: Where, use: Callable[[Tensor, Where], Tensor]) -> Asks:
+def _back_around(rank: Rank, axes: Axes, block: Tensor, where: BlockSource, use: Callable[[Tensor, BlockSource], Tensor]) -> RankGenerator:
     """As `_around`; `use` returns a rank's part of a block's gradient. The sum for this rank's own block over all ranks."""
     if not axes:
         return use(block, where)
@@ -296,14 +293,14 @@ def _back_around(rank: Rank, axes: Axes, block: Tensor, where: Where, use: Calla
     return (yield _pass_on(rank, axis, gradient))
 
 
-def _pass_on(rank: Rank, axis: int, x: Tensor) -> Ask:
-    return Ask("permute", axis, x, place=rank.place[axis])
+def _pass_on(rank: Rank, axis: int, x: Tensor) -> CollectiveCall:
+    return CollectiveCall("permute", axis, x, place=rank.place[axis])
 
 
 # -- the local programs ----------------------------------------------------------------------------------------------------------------
 
 
-def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
+def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> RankGenerator:
     """The op, forward or backward, of a rank's queries and all keys."""
     axes = sequence.of_keys
     where = {axis: rank.place[axis] for axis in axes}
@@ -317,20 +314,20 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
         missing = sequence.longest - x.shape[SEQUENCE] if axes else 0
         return F.pad(x, (0, 0, 0, missing)) if missing else x
 
-    def unpacked(block: Tensor, where: Where) -> tuple[Tensor, Tensor, list[int]]:
+    def unpacked(block: Tensor, where: BlockSource) -> tuple[Tensor, Tensor, list[int]]:
         keys = sequence.keys(where)
         all_of = sequence.all_of(sequence.of_queries), sequence.all_of(axes)
         if (count := sum(n for _, n in keys)) < block.shape[SEQUENCE]:
             block = block.narrow(SEQUENCE, 0, count)
         return block[..., :width], block[..., width:], Positions(stored, keys, *all_of, sequence.is_causal).as_numbers()
 
-    def use(block: Tensor, where: Where) -> None:
+    def use(block: Tensor, where: BlockSource) -> None:
         nonlocal former, waiting
         *key_value, positions = unpacked(block, where)
         waiting -= 1
         former = BLOCK(a["query"], *key_value, *options, *former, positions, waiting == 0)
 
-    def gradient(block: Tensor, where: Where) -> Tensor:
+    def gradient(block: Tensor, where: BlockSource) -> Tensor:
         nonlocal former
         *key_value, positions = unpacked(block, where)
         tensors = a["grad_out"], a["query"], *key_value, a["out"], a["logsumexp"], *options, former[0], positions
@@ -345,7 +342,7 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
     return tuple(x.to(a["query"].dtype) for x in (former[0], of_keys[..., :width], of_keys[..., width:]))
 
 
-def with_key_heads(rank: Rank, a: Arguments, *, sequence: Sequence, **heads: Any) -> Asks:
+def with_key_heads(rank: Rank, a: Arguments, *, sequence: Sequence, **heads: Any) -> RankGenerator:
     """`over_sequence` where ranks have some query heads of a group and all key-value heads."""
     needed = key_heads_needed(rank, a, **heads)
     own = {**a, **{name: a[name].index_select(1, needed) for name in ("key", "value")}}

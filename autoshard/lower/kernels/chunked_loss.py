@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autoshard.capture import LOSS, LOSS_BACKWARD
-from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.collectives import Rank, RankGenerator, all_reduce
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 
 MEAN = 1
@@ -116,14 +116,14 @@ for _name, _function in (("chunked_loss", chunked_loss), ("chunked_loss_backward
 # -- ranks -----------------------------------------------------------------------------------------------------------------------------
 
 
-def sharded_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> Asking:
+def sharded_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> RankGenerator:
     targets = _Targets.of(a, rank, classes, num_classes)
     logsumexp, picked = _logsumexp(a, targets)
     if classes:
         largest = yield from all_reduce(logsumexp, classes, "max")
         logsumexp = largest + (yield from all_reduce((logsumexp - largest).exp(), classes)).log()
     total = yield from all_reduce(targets.counts.to(logsumexp.dtype).sum(), batch)
-    return _loss(a, targets, logsumexp, picked, total), total, logsumexp  # type: ignore[return-value]
+    return _loss(a, targets, logsumexp, picked, total), total, logsumexp
 
 
 @local

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autoshard.graph import Ref
-from autoshard.lower.collectives import Asking, Rank
+from autoshard.lower.collectives import Rank, RankGenerator
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 from autoshard.lower.literals import overload
 
@@ -31,23 +31,23 @@ aten = torch.ops.aten
 
 
 @local
-def embedding(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> Tensor:
-    ids, outside = localised(a["indices"], rank, axes, words, a["weight"].shape[0])
+def embedding(rank: Rank, a: Arguments, *, axes: Axes, global_size: int) -> Tensor:
+    ids, outside = localised(a["indices"], rank, axes, global_size, a["weight"].shape[0])
     return aten.embedding.default(a["weight"], ids.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0)
 
 
 @local
-def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> Tensor:
+def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes, global_size: int) -> Tensor:
     size = a["num_weights"]
-    ids, outside = localised(a["indices"], rank, axes, words, size)
+    ids, outside = localised(a["indices"], rank, axes, global_size, size)
     dropped = ids.masked_fill(outside | (a["indices"] == a["padding_idx"]), size)  # row `size` is sliced away again
     return aten.embedding_dense_backward.default(a["grad_output"], dropped, size + 1, -1, a["scale_grad_by_freq"])[:size]
 
 
 @local
-def embedding_renorm(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> Tensor:
+def embedding_renorm(rank: Rank, a: Arguments, *, axes: Axes, global_size: int) -> Tensor:
     x = a["self"]
-    ids, outside = localised(a["indices"].reshape(-1), rank, axes, words, x.shape[0])
+    ids, outside = localised(a["indices"].reshape(-1), rank, axes, global_size, x.shape[0])
     kept = x.new_ones(x.shape[0] + 1).scatter(0, ids.masked_fill(outside, x.shape[0]), 0)[:-1]  # 0: the row is looked up
     norms = wide(x).norm(a["norm_type"], dim=1)
     scales = torch.where((kept == 0) & (norms > a["max_norm"]), a["max_norm"] / (norms + 1e-7), 1.0)  # as torch's kernels
@@ -106,20 +106,20 @@ def index_copy(rank: Rank, a: Arguments, *, axes: Axes, global_size: int) -> Ten
 
 
 @local
-def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: int) -> Any:
-    ids, outside = localised(a["indices"], rank, axes, words, a["weight"].shape[0])
+def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes, global_size: int) -> Any:
+    ids, outside = localised(a["indices"], rank, axes, global_size, a["weight"].shape[0])
     weights = a.get("per_sample_weights")
     counted = (~outside).to(a["weight"].dtype) if weights is None else weights.masked_fill(outside, 0)
     return overload(target)(**{**a, "indices": ids.masked_fill(outside, 0), "per_sample_weights": counted})
 
 
 @local
-def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: int) -> Tensor:
+def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes, global_size: int) -> Tensor:
     size = a["num_weights"]
     a = {**a, "offset2bag": _bag_of_each(a)}
     if not axes:
         return overload(target)(**a)
-    ids, outside = localised(a["indices"], rank, axes, words, size)
+    ids, outside = localised(a["indices"], rank, axes, global_size, size)
     dropped = ids.masked_fill(outside, size)  # row `size` is sliced away again
     return overload(target)(**{**a, "indices": dropped, "num_weights": size + 1})[:size]
 
@@ -136,14 +136,16 @@ def _bag_of_each(a: Arguments) -> Tensor:
 # -- which layouts need which ------------------------------------------------------------------------------------------------------
 
 
-def _embedding(sharded: ShardedOp) -> Kernel | None:
-    axes = sharded.axes_of("weight", 0)
-    return partial(embedding, axes=axes, words=sharded.shape("weight")[0]) if axes else None
+def _along(sharded: ShardedOp, *, kernel: Callable[..., RankGenerator], of: str = "self", dim: int | None = None) -> Kernel | None:
+    """The kernel where a tensor is sharded on the dim that is indexed, by default the op's own `dim`."""
+    dim = sharded.arguments["dim"] if dim is None else dim
+    axes = sharded.axes_of(of, dim)
+    return partial(kernel, axes=axes, global_size=sharded.shape(of)[dim]) if axes else None
 
 
 def _embedding_backward(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.output_axes(0)
-    return partial(embedding_backward, axes=axes, words=sharded.op.output.shape[0]) if axes else None
+    return partial(embedding_backward, axes=axes, global_size=sharded.op.output.shape[0]) if axes else None
 
 
 def _indexed_dim(sharded: ShardedOp) -> int:
@@ -154,14 +156,7 @@ def _indexed_dim(sharded: ShardedOp) -> int:
 
 def _index(sharded: ShardedOp) -> Kernel | None:
     dim = _indexed_dim(sharded)
-    axes = sharded.axes_of("self", dim) if dim >= 0 else ()
-    return partial(index, axes=axes, dim=dim, global_size=sharded.shape("self")[dim]) if axes else None
-
-
-def _along_dim(sharded: ShardedOp, *, kernel: Callable[..., Asking]) -> Kernel | None:
-    """The kernel where `self` is sharded on the op's own `dim`."""
-    axes = sharded.axes_of("self", sharded.arguments["dim"])
-    return partial(kernel, axes=axes, global_size=sharded.shape("self")[sharded.arguments["dim"]]) if axes else None
+    return _along(sharded, kernel=partial(index, dim=dim), dim=dim) if dim >= 0 else None
 
 
 def _index_put(sharded: ShardedOp) -> Kernel | None:
@@ -174,31 +169,26 @@ def _index_put(sharded: ShardedOp) -> Kernel | None:
     return partial(index_put, axes=axes, dim=dim, global_size=sharded.shape("self")[dim], once=once)
 
 
-def _embedding_renorm(sharded: ShardedOp) -> Kernel | None:
-    axes = sharded.axes_of("self", 0)
-    return partial(embedding_renorm, axes=axes, words=sharded.shape("self")[0]) if axes else None
-
-
 def _embedding_bag(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.axes_of("weight", 0)
     if axes and sharded.arguments.get("mode", 0) != 0:
         raise sharded.refuse("the rows of the table can be sharded for sums of bags only")
-    return partial(embedding_bag, target=sharded.op.target, axes=axes, words=sharded.shape("weight")[0]) if axes else None
+    return partial(embedding_bag, target=sharded.op.target, axes=axes, global_size=sharded.shape("weight")[0]) if axes else None
 
 
 def _embedding_bag_backward(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.output_axes(0)
-    return partial(embedding_bag_backward, target=sharded.op.target, axes=axes, words=sharded.op.output.shape[0])
+    return partial(embedding_bag_backward, target=sharded.op.target, axes=axes, global_size=sharded.op.output.shape[0])
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
-    "aten.embedding.default": _embedding,
+    "aten.embedding.default": partial(_along, kernel=embedding, of="weight", dim=0),
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "aten.embedding_renorm.default": _embedding_renorm,
+    "aten.embedding_renorm.default": partial(_along, kernel=embedding_renorm, dim=0),
     "aten.index.Tensor": _index,
     "aten._unsafe_index.Tensor": _index,
-    "aten.index_select.default": partial(_along_dim, kernel=index_select),
-    "aten.index_copy.default": partial(_along_dim, kernel=index_copy),
+    "aten.index_select.default": partial(_along, kernel=index_select),
+    "aten.index_copy.default": partial(_along, kernel=index_copy),
     "aten.index_put.default": _index_put,
     "aten._unsafe_index_put.default": _index_put,
     "aten._embedding_bag.default": _embedding_bag,

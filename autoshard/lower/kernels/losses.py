@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.collectives import Rank, RankGenerator, all_reduce
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 from autoshard.lower.literals import overload
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
 
 
-def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
+def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> RankGenerator:
     x, dim = wide(a["self"]), a["dim"]
     m = yield from all_reduce(x.amax(dim, keepdim=True), axes, "max")
     z = x - m if log else (x - m).exp()  # one tensor is kept: strategies.internal_bytes counts them
@@ -33,13 +33,13 @@ def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
     return y if a["half_to_float"] else y.to(a["self"].dtype)
 
 
-def softmax_backward(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
+def softmax_backward(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> RankGenerator:
     g, y, dim = wide(a["grad_output"]), wide(a["output"]), a["dim"]
     s = yield from all_reduce((g if log else g * y).sum(dim, keepdim=True), axes)
     return (g - y.exp() * s if log else (g - s) * y).to(a["input_dtype"])
 
 
-def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> Asking:
+def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> RankGenerator:
     y, t, reduction = a["self"], a["target"], a["reduction"]
     ignored = t == a["ignore_index"]
     if a.get("weight") is None:

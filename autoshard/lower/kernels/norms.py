@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.collectives import Rank, RankGenerator, all_reduce
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, wide
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def _per_channel(v: Tensor, x: Tensor) -> Tensor:
     return v.reshape(1, -1, *(1,) * (x.dim() - 2))
 
 
-def batch_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+def batch_norm(rank: Rank, a: Arguments, *, axes: Axes) -> RankGenerator:
     x, dims = wide(a["input"]), [d for d in range(a["input"].dim()) if d != 1]
     count = x.new_full((1,), x.numel() // x.shape[1])
     summed = yield from all_reduce(torch.cat((x.sum(dims), count)), axes)
@@ -46,10 +46,10 @@ def batch_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     m, running_mean, running_var = a["momentum"], a["running_mean"], a["running_var"]
     new_mean = running_mean * (1 - m) + (mean * m).to(running_mean.dtype)
     new_var = running_var * (1 - m) + (squares / (total - 1) * m).to(running_var.dtype)
-    return y.to(a["input"].dtype), mean, deviation, new_mean, new_var  # type: ignore[return-value]
+    return y.to(a["input"].dtype), mean, deviation, new_mean, new_var
 
 
-def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> RankGenerator:
     x, g = wide(a["input"]), wide(a["grad_out"])
     dims = [d for d in range(x.dim()) if d != 1]
     deviation = a["save_invstd"]
@@ -61,7 +61,7 @@ def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     of_x = _per_channel(scale, x) * (g - (_per_channel(of_bias, x) + z * _per_channel(of_weight, x)) / total)
     wanted, dtype = a["output_mask"], deviation.dtype if a.get("weight") is None else a["weight"].dtype
     gradients = (of_x.to(a["input"].dtype), of_weight.to(dtype), of_bias.to(dtype))
-    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))  # type: ignore[return-value]
+    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
 
 
 def on_dense(op: Callable, **a: Any) -> Any:
@@ -97,21 +97,21 @@ def _dims_but(rank: int, dim: int) -> list[int]:
     return [d for d in range(rank) if d != dim % rank]
 
 
-def weight_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+def weight_norm(rank: Rank, a: Arguments, *, axes: Axes) -> RankGenerator:
     v = wide(a["v"])
     squares = yield from all_reduce(v.square().sum(_dims_but(v.dim(), a.get("dim", 0)), keepdim=True), axes)
     norms = squares.sqrt()
-    return (v * (wide(a["g"]) / norms)).to(a["v"].dtype), norms  # type: ignore[return-value]
+    return (v * (wide(a["g"]) / norms)).to(a["v"].dtype), norms
 
 
-def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> RankGenerator:
     v, grad, n = wide(a["saved_v"]), wide(a["grad_w"]), wide(a["saved_norms"])
     s = yield from all_reduce((grad * v).sum(_dims_but(v.dim(), a["dim"]), keepdim=True), axes)
     of_v = wide(a["saved_g"]) / n * (grad - v * (s / n.square()))
-    return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)  # type: ignore[return-value]
+    return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)
 
 
-def _weight_norm(sharded: ShardedOp, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
+def _weight_norm(sharded: ShardedOp, *, of: str, kernel: Callable[..., RankGenerator]) -> Kernel:
     """Never torch's own kernel: on a CPU it reads a transposed gradient as if it were dense."""
     return partial(kernel, axes=sharded.axes_of(of, *_dims_but(sharded.ndim(of), sharded.arguments.get("dim", 0))))
 

@@ -25,10 +25,11 @@ from torch import Tensor
 from autoshard.capture import draws
 from autoshard.graph import FACTORIES, ORDER, SHAPED, Ref, drawn_by, is_drawn_in_full
 from autoshard.layout import Layout, rank_bounds
-from autoshard.lower.collectives import Asking, Rank
+from autoshard.lower.collectives import Rank, RankGenerator
 from autoshard.lower.generator import per_shard
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp
 from autoshard.lower.literals import overload
+from autoshard.lower.sharding import part_of
 from autoshard.mesh import Mesh
 from autoshard.torch_private import pytree
 
@@ -71,11 +72,7 @@ class Region:
 
     def shard(self, x: Tensor, rank: Rank) -> Tensor:
         """This rank's shard of the global tensor."""
-        if not self.is_sharded:
-            return x
-        for d, (lo, hi) in enumerate(self.bounds(rank)):
-            x = x.narrow(d, lo, hi - lo) if hi - lo != x.shape[d] else x
-        return x.clone()
+        return part_of(x, self.bounds(rank)).clone() if self.is_sharded else x
 
 
 class RandomKernel(ABC):
@@ -84,9 +81,9 @@ class RandomKernel(ABC):
     region: Region
     in_full: bool
 
-    def __call__(self, rank: Rank, a: Arguments) -> Asking:
+    def __call__(self, rank: Rank, a: Arguments) -> RankGenerator:
         yield from ()
-        return self.drawn(rank, a, None if self.in_full else self.region.first(rank))  # type: ignore[return-value]
+        return self.drawn(rank, a, None if self.in_full else self.region.first(rank))
 
     @abstractmethod
     def drawn(self, rank: Rank, a: Arguments, first: int | None) -> Any:

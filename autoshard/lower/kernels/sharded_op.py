@@ -17,12 +17,12 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from autoshard.graph import Op, Ref
 from autoshard.layout import Layout, text
-from autoshard.lower.collectives import Asking, Rank
+from autoshard.lower.collectives import Rank, RankGenerator
 from autoshard.mesh import Mesh
 
 Axes = tuple[int, ...]
 Arguments = Mapping[str, Any]
-Kernel = Callable[[Rank, Arguments], Asking]
+Kernel = Callable[[Rank, Arguments], RankGenerator]
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class ShardedOp:
         return ValueError(f"op {self.op.name} ({self.op.target}) has no local program for the input layouts {layouts}: {why}")
 
 
-def local(function: Callable[..., Any]) -> Callable[..., Asking]:
+def local(function: Callable[..., Any]) -> Callable[..., RankGenerator]:
     """A function without collectives as a kernel: a generator that yields nothing."""
 
     @wraps(function)
-    def asking(*args: Any, **kwargs: Any) -> Asking:
+    def asking(*args: Any, **kwargs: Any) -> RankGenerator:
         yield from ()
         return function(*args, **kwargs)
 

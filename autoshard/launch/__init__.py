@@ -1,0 +1,15 @@
+"""Launchers of training runs (torchtitan, Megatron-LM, accelerate, nanotron): their configurations, which can start, how fast they are and
+how much memory they need, and how far the best is from the best plan.
+"""
+
+from .configurations import configuration_text as configuration_text
+from .configurations import kept_settings as kept_settings
+from .configurations import read_configuration as read_configuration
+from .launch_prices import Site as Site
+from .legality import why_illegal as why_illegal
+from .model_sizes import ModelSizes as ModelSizes
+from .model_sizes import sizes_of_config as sizes_of_config
+from .model_sizes import sizes_of_module as sizes_of_module
+from .runs import Launch as Launch
+from .runs import LaunchConfig as LaunchConfig
+from .runs import Overrides as Overrides

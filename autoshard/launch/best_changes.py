@@ -1,0 +1,75 @@
+"""The changes of one launch that would gain most: in one thing, in two things, and to the best of the space."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from .launch_prices import LaunchPrices
+from .ranking import Ranking
+from .runs import FIELDS, Launch
+
+# one thing to change: the fields that may then differ
+THINGS = {
+    "microbatch": {"microbatch"},
+    "recomputation": {"recompute"},
+    "tensor parallelism": {"tensor", "sequence_parallel", "data", "shard", "zero", "expert_tensor", "async_tensor"},
+    "context parallelism": {"context", "data", "shard", "zero"},
+    "pipeline": {"pipeline", "schedule", "virtual", "data", "shard", "zero"},
+    "schedule": {"schedule", "virtual"},
+    "expert parallelism": {"expert", "expert_tensor"},
+    "sharding of states": {"shard", "zero"},
+}
+WRITTEN = {
+    "microbatch": "microbatch", "recompute": "recompute", "tensor": "tp", "context": "cp", "pipeline": "pp", "schedule": "schedule",
+    "virtual": "stages per device", "expert": "ep", "data": "dp", "shard": "shard", "zero": "zero",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a launch, and what it would gain."""
+
+    what: str
+    to: Launch
+    tokens_per_second: float
+    gain: float  # relative; of a launch that doesn't fit: inf, since it doesn't run
+    bytes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"change": self.what, "tokens_per_second_per_device": self.tokens_per_second, "gain": self.gain, "memory_bytes": self.bytes}
+
+
+def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, count: int = 3) -> list[Change]:
+    """The `count` changes to launches that fit with the largest gain: of one thing each, of two things, and to the best launch of all.
+
+    now: the price of `launch`, None where it is illegal. Changes that gain nothing are left out; where `launch` itself is illegal or does
+    not fit, each change that fits gains.
+    """
+    rate = float(now.tokens_per_second[0]) if now is not None and now.fits[0] else 0.0
+    columns, prices = ranked.columns, ranked.prices
+    differs = {name: columns.values[name] != getattr(launch, name) for name in FIELDS}
+    faster = prices.fits & (prices.tokens_per_second > rate * (1 + 1e-6))
+
+    def best(allowed: set[str]) -> int | None:
+        others = [column for name, column in differs.items() if name not in allowed]
+        return ranked.first(faster & ~np.any(others, axis=0))
+
+    one_thing = [best(fields) for fields in THINGS.values()]
+    two_things = [best(a | b) for a, b in combinations(THINGS.values(), 2)]
+    rows = {ranked.first(faster), min((row for row in two_things if row is not None), default=None), *one_thing} - {None}
+    chosen = sorted(row for row in rows if row is not None)[:count]  # rows are in order of speed
+    rates = {i: prices.tokens_per_second[i].item() for i in chosen}
+    gains = {i: rates[i] / rate - 1 if rate else np.inf for i in chosen}
+    return [Change(_in_words(launch, columns.launch(i)), columns.launch(i), rates[i], gains[i], prices.bytes[i].item()) for i in chosen]
+
+
+def _in_words(launch: Launch, to: Launch) -> str:
+    """`tp 8 -> 4, dp 8 -> 16`."""
+    names = [name for name in WRITTEN if getattr(launch, name) != getattr(to, name)]
+    if launch.pipeline == to.pipeline == 1:
+        names = [name for name in names if name not in ("schedule", "virtual")]
+    return ", ".join(f"{WRITTEN[name]} {getattr(launch, name)} -> {getattr(to, name)}" for name in names)

@@ -1,0 +1,124 @@
+"""Which launches a launcher can start for a model: one row per rule, applied to many launches at once.
+
+Sources: `ParallelDims` of torchtitan, `TransformerConfig` and `validate_args` of Megatron-LM, `ParallelContext` of nanotron,
+`ParallelismConfig` of accelerate, the schedules of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .model_sizes import ModelSizes
+from .runs import LOOPED, SINGLE, V_SHAPED, Launch, TrainingRuns
+
+LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str  # the key under which broken launches are counted
+    launchers: tuple[str, ...]
+    broken: Callable[[TrainingRuns, ModelSizes], np.ndarray]  # launches, sizes -> which launches break the rule
+    sentence: Callable[[Launch, ModelSizes], str]
+
+
+TITAN, MEGATRON, ACCELERATE, NANOTRON = (("torchtitan",), ("megatron",), ("accelerate",), ("nanotron",))
+RULES = (
+    Rule("devices", LAUNCHERS, lambda c, m: c.data * c.tensor * c.context * c.pipeline != c.devices,
+         lambda a, m: f"dp {a.data} x tp {a.tensor} x cp {a.context} x pp {a.pipeline} is "
+         f"{a.data * a.tensor * a.context * a.pipeline} devices, but there are {a.devices}"),
+    Rule("shard", LAUNCHERS, lambda c, m: c.data % c.shard != 0,
+         lambda a, m: f"{a.data} data parallel ranks can't be shards of {a.shard}"),
+    Rule("heads", LAUNCHERS, lambda c, m: m.heads % c.tensor != 0,
+         lambda a, m: f"{m.heads} attention heads do not divide by tp {a.tensor}"),
+    Rule("kv_heads", LAUNCHERS, lambda c, m: (0 if m.latent else m.kv_heads) % c.tensor != 0,
+         lambda a, m: f"{m.kv_heads} key-value heads do not divide by tp {a.tensor}"),
+    Rule("ffn", LAUNCHERS, lambda c, m: m.ffn % c.tensor != 0,
+         lambda a, m: f"the MLP's width {m.ffn} does not divide by tp {a.tensor}"),
+    Rule("batch", LAUNCHERS, lambda c, m: c.global_batch % (c.data * c.microbatch) != 0,
+         lambda a, m: f"the global batch {a.global_batch} does not divide by dp {a.data} x microbatch {a.microbatch}"),
+    Rule("sequence", TITAN, lambda c, m: c.seq % (2 * c.tensor * c.context) != 0,
+         lambda a, m: f"the sequence {a.seq} does not divide by 2 x tp {a.tensor} x cp {a.context}"),
+    Rule("sequence", ("megatron", "accelerate"), lambda c, m: (c.context > 1) & (c.seq % (2 * c.context) != 0),
+         lambda a, m: f"the sequence {a.seq} does not divide by 2 x cp {a.context}"),
+    Rule("sequence", ("megatron", "nanotron"), lambda c, m: c.sequence_parallel & (c.seq % (c.tensor * c.context) != 0),
+         lambda a, m: f"the sequence {a.seq} does not divide by tp {a.tensor} x cp {a.context}, as sequence parallelism needs"),
+    Rule("layers", MEGATRON, lambda c, m: ~c.uneven & (m.layers % (c.pipeline * c.virtual) != 0),
+         lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)),
+    Rule("layers", TITAN, lambda c, m: c.pipeline * c.virtual > m.layers + 2,
+         lambda a, m: f"{m.layers} layers, token table and head are fewer than pp {a.pipeline} x {a.virtual} stages"),
+    Rule("layers", NANOTRON, lambda c, m: c.pipeline > m.layers,
+         lambda a, m: f"{m.layers} layers are fewer than pp {a.pipeline} stages"),
+    Rule("pipeline", ACCELERATE, lambda c, m: c.pipeline > 1,
+         lambda a, m: f"accelerate trains without pipelines, pp is {a.pipeline}"),
+    Rule("schedule", TITAN, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, SINGLE) & (c.virtual != 1),
+         lambda a, m: f"{a.schedule} has one stage per device, not {a.virtual}"),
+    Rule("schedule", TITAN, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.virtual < 2),
+         lambda a, m: f"{a.schedule} needs 2 stages per device or more, not {a.virtual}"),
+    Rule("schedule", TITAN, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, V_SHAPED) & (c.virtual != 2),
+         lambda a, m: f"{a.schedule} has 2 stages per device, not {a.virtual}"),
+    Rule("schedule", ("megatron", "nanotron"), lambda c, m: np.isin(c.schedule, V_SHAPED) | np.isin(c.schedule, LOOPED[1:]),
+         lambda a, m: f"there is no schedule {a.schedule}"),
+    Rule("schedule", MEGATRON, lambda c, m: (c.virtual > 1) & (c.pipeline == 1),
+         lambda a, m: f"{a.virtual} virtual stages need pp of 2 or more"),
+    Rule("schedule", ("nanotron", "accelerate"), lambda c, m: c.virtual > 1,
+         lambda a, m: f"there are no virtual stages ({a.virtual})"),
+    Rule("microbatches", TITAN,
+         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, ("1F1B", "DualPipeV")) & (c.microbatches < c.pipeline * c.virtual),
+         lambda a, m: f"{a.microbatches} microbatches are fewer than the {a.pipeline * a.virtual} stages of {a.schedule}"),
+    Rule("microbatches", TITAN,
+         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.microbatches % np.maximum(c.microbatches // c.pipeline, 1) != 0),
+         lambda a, m: f"{a.microbatches} microbatches do not divide into rounds of pp {a.pipeline}"),
+    Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & (c.microbatches % c.pipeline != 0),
+         lambda a, m: f"{a.microbatches} microbatches do not divide by pp {a.pipeline}, as virtual stages need"),
+    Rule("experts", LAUNCHERS, lambda c, m: (c.expert > 1) & ((m.experts == 0) | (m.experts % c.expert != 0)),
+         lambda a, m: f"{m.experts} experts do not divide by ep {a.expert}" if m.experts else
+         f"the model has no experts, ep is {a.expert}"),
+    Rule("experts", ("accelerate", "nanotron"), lambda c, m: c.expert > 1,
+         lambda a, m: f"expert parallelism (ep {a.expert}) is not expressed by its configuration"),
+    Rule("experts", MEGATRON, lambda c, m: (c.data * c.context * c.tensor) % (c.expert * c.expert_tensor) != 0,
+         lambda a, m: f"dp {a.data} x cp {a.context} x tp {a.tensor} ranks do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
+    Rule("experts", TITAN, lambda c, m: (c.expert > 1) & (c.expert_tensor != 1) & (c.expert_tensor != c.tensor),
+         lambda a, m: f"expert tp is {a.expert_tensor}; expected 1 or tp {a.tensor}"),
+    Rule("experts", TITAN,
+         lambda c, m: (c.expert > 1) & (c.expert_tensor == c.tensor)
+         & ((c.expert % c.context != 0) | ((c.shard * c.context) % c.expert != 0)),
+         lambda a, m: f"ep {a.expert} has to be a multiple of cp {a.context} and a divisor of shard {a.shard} x cp {a.context}"),
+    Rule("experts", TITAN,
+         lambda c, m: (c.expert > 1) & (c.expert_tensor == 1) & (c.tensor > 1)
+         & ((c.expert % (c.context * c.tensor) != 0) | ((c.shard * c.context * c.tensor) % c.expert != 0)),
+         lambda a, m: f"ep {a.expert} has to be a multiple of cp {a.context} x tp {a.tensor} and a divisor of shard {a.shard} times these"),
+    Rule("experts", LAUNCHERS, lambda c, m: (m.expert_ffn * (m.experts > 0)) % c.expert_tensor != 0,
+         lambda a, m: f"the experts' width {m.expert_ffn} does not divide by expert tp {a.expert_tensor}"),
+    Rule("replicas", TITAN, lambda c, m: (c.zero == 0) & (c.data > 1) & (c.tensor * c.context * c.pipeline > 1),
+         lambda a, m: f"replicas without shards (DDP, dp {a.data}) go with no other parallelism"),
+    Rule("replicas", ACCELERATE, lambda c, m: (c.shard == 1) & (c.data > 1) & (c.tensor * c.context > 1),
+         lambda a, m: f"dp_replicate_size {a.data} with dp_shard_size 1 does not go with tp_size {a.tensor} or cp_size {a.context}"),
+    Rule("async tensor parallelism", TITAN, lambda c, m: c.async_tensor & ~c.compiled,
+         lambda a, m: "asynchronous tensor parallelism needs compile"),
+)  # fmt: skip
+
+
+def check_launcher(launcher: str) -> None:
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"there is no launcher {launcher!r}; expected one of {', '.join(LAUNCHERS)}")
+
+
+def broken_rules(columns: TrainingRuns, sizes: ModelSizes, launcher: str) -> tuple[np.ndarray, tuple[Rule, ...]]:
+    """[rules of the launcher, launches] whether a launch breaks a rule; and those rules. ValueError for an unknown launcher."""
+    check_launcher(launcher)
+    rules = tuple(rule for rule in RULES if launcher in rule.launchers)
+    return np.array([np.broadcast_to(rule.broken(columns, sizes), len(columns)) for rule in rules]), rules
+
+
+def legal(columns: TrainingRuns, sizes: ModelSizes, launcher: str) -> np.ndarray:
+    return np.logical_not(broken_rules(columns, sizes, launcher)[0].any(axis=0))
+
+
+def why_illegal(launch: Launch, sizes: ModelSizes, launcher: str) -> tuple[str, ...]:
+    """A sentence for each rule that the launch breaks; empty where it is legal."""
+    broken, rules = broken_rules(TrainingRuns.of([launch]), sizes, launcher)
+    return tuple(rule.sentence(launch, sizes) for rule, one in zip(rules, broken[:, 0]) if one)

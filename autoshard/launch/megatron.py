@@ -1,0 +1,144 @@
+"""Megatron-LM: arguments as a shell script has them, or as keys of YAML or JSON with dashes or underscores.
+
+Micro batches are those of --micro-batch-size; the data parallel degree is what tensor, pipeline and context parallelism leave of the
+devices, which --nproc_per_node times --nnodes tell where the command line doesn't. Without a precision flag it trains in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .model_sizes import ModelSizes
+from .runs import Launch, LaunchConfig, Overrides
+from .texts import arguments_of, arguments_text, integer, parsed
+
+VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
+PADDED = 128  # --make-vocab-size-divisible-by
+LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
+UNEVEN = (
+    "pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+)  # fmt: skip
+RECOMPUTED = {"full": "full", "selective": "attn"}
+
+
+class Arguments(dict[str, list[str]]):
+    """Options with their words, read as numbers, text and flags."""
+
+    def number(self, name: str, default: int, least: int | None = None) -> int:
+        return integer(self[name][0], f"--{name}", least) if self.get(name) else default
+
+    def text(self, name: str, default: str = "") -> str:
+        return self[name][0] if self.get(name) else default
+
+
+def _of_data(data: Mapping[str, Any]) -> Arguments:
+    """Arguments of nested YAML or JSON; sections only group them."""
+    arguments = Arguments()
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            arguments.update(_of_data(value))
+        elif value is not None and value is not False:
+            arguments[str(key).replace("_", "-")] = [] if value is True else [str(value)]
+    return arguments
+
+
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    a = _of_data(parsed(text, path)) if path.endswith((".json", ".yaml", ".yml")) else Arguments(arguments_of(text))
+    tensor, pipeline = a.number("tensor-model-parallel-size", 1, 1), a.number("pipeline-model-parallel-size", 1, 1)
+    context, expert = a.number("context-parallel-size", 1, 1), a.number("expert-model-parallel-size", 1, 1)
+    devices = known.devices
+    if devices is None and ("nproc-per-node" in a or "nnodes" in a or "world-size" in a):
+        devices = a.number("world-size", a.number("nproc-per-node", known.per_node) * a.number("nnodes", 1))
+    if devices is None:
+        devices = known.need("devices", path, "--devices")
+    data = max(devices // (tensor * pipeline * context), 1)
+    microbatch = a.number("micro-batch-size", known.microbatch or 1)
+    sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED) * tensor)
+    zero = _zero(a)
+    per_stage = a.number("num-layers-per-virtual-pipeline-stage", 0)
+    virtual = max(sizes.layers // pipeline // per_stage, 1) if per_stage else a.number("num-virtual-stages-per-pipeline-rank", 1)
+    early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
+    granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
+    launch = Launch(
+        devices=devices, seq=known.seq or a.number("seq-length", 2048),
+        global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch,
+        data=data, shard=data if zero else 1, zero=zero, tensor=tensor, sequence_parallel="sequence-parallel" in a and tensor > 1,
+        context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
+        pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
+        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), uneven=any(name in a for name in UNEVEN),
+    )  # fmt: skip
+    return LaunchConfig(launch, sizes)
+
+
+def _zero(a: Arguments) -> int:
+    strategy = a.text("data-parallel-sharding-strategy")
+    if "use-torch-fsdp2" in a or (("use-megatron-fsdp" in a or "use-custom-fsdp" in a) and strategy in ("", "optim_grads_params")):
+        return 3
+    return {"optim_grads": 2, "no_shard": 0}.get(strategy, int("use-distributed-optimizer" in a))
+
+
+def _precision(a: Arguments) -> str:
+    flags = (("fp4-format", "nvfp4"), ("fp8-format", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"))
+    return next((precision for flag, precision in flags if flag in a), "fp32")
+
+
+def _sizes(a: Arguments, path: str) -> ModelSizes:
+    missing = [name for name in ("num-layers", "hidden-size", "num-attention-heads") if not a.get(name)]
+    if missing:
+        raise ValueError(
+            f"{path} has no --{missing[0]}; expected the arguments of Megatron's pretrain_gpt.py, or name the model after the file: hf:DIR"
+        )
+    layers, width, heads = (a.number(name, 0) for name in ("num-layers", "hidden-size", "num-attention-heads"))
+    gated = "swiglu" in a
+    ffn = a.number("ffn-hidden-size", int(4 * width * 2 / 3 / 64) * 64 if gated else 4 * width)
+    vocab = a.number("padded-vocab-size", a.number("vocab-size", VOCABULARIES.get(a.text("tokenizer-type", "GPT2BPETokenizer"), 0)))
+    if not vocab:
+        raise ValueError(f"{path} leaves the size of the vocabulary to the tokenizer {a.text('tokenizer-type')}; add --vocab-size to it")
+    experts = a.number("num-experts", a.number("num-moe-experts", 0))
+    more: dict[str, int] = {}
+    if experts:
+        frequency = a.text("moe-layer-freq", "1")  # the pattern ([0]*3+[1]*58) says which blocks have experts
+        dense = frequency.partition("[0]*")[2].partition("+")[0]
+        more = {
+            "experts": experts, "active": a.number("moe-router-topk", 2), "expert_ffn": a.number("moe-ffn-hidden-size", ffn),
+            "shared_ffn": a.number("moe-shared-expert-intermediate-size", 0), "dense_layers": int(dense) if dense.isdecimal() else 0,
+        }  # fmt: skip
+    latent = tuple(a.number(name, default) for name, default in LATENT.items()) if "multi-latent-attention" in a else ()
+    head_dim = latent[-1] if latent else a.number("kv-channels", 0)
+    return ModelSizes(
+        layers, width, ffn, heads, kv_heads=a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab=vocab,
+        head_dim=head_dim, tied="untie-embeddings-and-output-weights" not in a, gated=gated,
+        learned_positions=a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
+    )  # fmt: skip
+
+
+def write(config: LaunchConfig) -> str:
+    """The arguments of pretrain_gpt.py that the launch and the model's sizes decide, one per line."""
+    launch, m = config.launch, config.sizes
+    options: dict[str, Any] = {
+        "num-layers": m.layers, "hidden-size": m.width, "ffn-hidden-size": m.ffn, "num-attention-heads": m.heads, "kv-channels": m.head_dim,
+        "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,
+        "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": "learned_absolute" if m.learned_positions else "rope",
+        "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED, "seq-length": launch.seq, "max-position-embeddings": launch.seq,
+        "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,
+        "tensor-model-parallel-size": launch.tensor, "pipeline-model-parallel-size": launch.pipeline,
+        "num-virtual-stages-per-pipeline-rank": launch.virtual if launch.virtual > 1 else None, "context-parallel-size": launch.context,
+        "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
+        "recompute-granularity": next((name for name, kind in RECOMPUTED.items() if kind == launch.recompute), None),
+        "bf16": launch.precision in ("bf16", "fp8", "nvfp4"), "fp16": launch.precision == "fp16",
+        "fp8-format": "hybrid" if launch.precision == "fp8" else None, "fp4-format": "e2m1" if launch.precision == "nvfp4" else None,
+    }  # fmt: skip
+    if launch.recompute == "full":
+        options |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    if m.latent:
+        options |= {"multi-latent-attention": True, **{name: rank or None for name, rank in zip(LATENT, m.latent)}}
+    if m.experts:
+        options |= {
+            "num-experts": m.experts, "moe-router-topk": m.active, "moe-ffn-hidden-size": m.expert_ffn,
+            "moe-shared-expert-intermediate-size": m.shared_ffn or None, "expert-model-parallel-size": launch.expert,
+            "expert-tensor-parallel-size": launch.expert_tensor, "moe-token-dispatcher-type": "alltoall",
+            "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.expert_layers})" if m.dense_layers else None,
+        }  # fmt: skip
+    return arguments_text(options)

@@ -1,0 +1,206 @@
+"""The sizes of a decoder-only transformer that degrees of parallelism have to divide.
+
+    attention   h (heads + 2 kv_heads) d + heads d h           latent attention: its published matrices, one by one
+    MLP         (2 + gated) h ffn                              a mixture's block: experts of width expert_ffn, shared ones of shared_ffn
+    model       blocks + (2 - tied) V h
+
+h width, d head_dim, V vocab. Of `experts`, each token uses `active`; the first `dense_layers` blocks have the MLP of width ffn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .texts import integer
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a transformer that prices and legality depend on: dims, heads, layers, experts."""
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 0  # 0: width / heads
+    tied: bool = False
+    gated: bool = True
+    learned_positions: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.width // max(self.heads, 1))
+        for name in ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "head_dim"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"the model's {name} is {value!r}; expected a whole number of 1 or more")
+        if self.experts and not 1 <= self.active <= self.experts:
+            raise ValueError(f"the model has {self.experts} experts, of which a token uses {self.active}; expected 1 to {self.experts}")
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one block; norms and biases left out, as everywhere here."""
+        if self.latent:
+            return latent_parameters(self.width, self.heads, *self.latent)
+        return 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def matrices(self) -> int:
+        """Of an MLP."""
+        return 2 + self.gated
+
+    @property
+    def expert_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all routed experts in all blocks."""
+        return self.expert_layers * self.experts * self.matrices * self.width * self.expert_ffn
+
+    @property
+    def active_ffn(self) -> float:
+        """Width of the MLP that a token passes through, as a mean over the blocks."""
+        return self._mean_ffn(self.active)
+
+    def _mean_ffn(self, experts: int) -> float:
+        mixture = experts * self.expert_ffn + self.shared_ffn
+        return ((self.layers - self.expert_layers) * self.ffn + self.expert_layers * mixture) / self.layers
+
+    @property
+    def parameters(self) -> float:
+        return self._parameters(self._mean_ffn(self.experts))
+
+    @property
+    def active_parameters(self) -> float:
+        """Those that one token is multiplied with, and the token table."""
+        return self._parameters(self.active_ffn)
+
+    def _parameters(self, ffn: float) -> float:
+        block = self.attention_parameters + self.matrices * self.width * ffn
+        return self.layers * block + (2 - self.tied) * self.vocab * self.width
+
+    def flops_per_token(self, seq: Any) -> Any:
+        """Of a training step: 6 per parameter that a token is multiplied with, and 12 L heads d seq for attention.
+
+        seq: tokens, a number or an array. Attention is not halved for the causal mask: the convention of PaLM's appendix B, of
+        torchtitan and of nanotron.
+        """
+        multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
+        return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq
+
+    def with_padded_vocab(self, multiple: int) -> ModelSizes:
+        if multiple < 1:
+            raise ValueError(f"the vocabulary is padded to a multiple of {multiple}; expected 1 or more")
+        return replace(self, vocab=-(-self.vocab // multiple) * multiple)
+
+
+NAMES = {  # of Hugging Face's configs; the first that a config has
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "vocab": ("vocab_size",),
+    "head_dim": ("head_dim",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "active": ("num_experts_per_tok", "top_k"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+}
+# model types with MLPs of two matrices
+UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta")
+LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta")  # ... and with learned positions
+TIED = (*LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")  # ... whose default is one table for tokens and head
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def latent_parameters(width: int, heads: int, q_rank: int, kv_rank: int, rope_dim: int, nope_dim: int, value_dim: int) -> int:
+    """Of multi-head latent attention: queries (through q_rank where it isn't 0), the latent of keys and values, its expansion, output."""
+    queries = heads * (nope_dim + rope_dim)
+    of_queries = width * q_rank + q_rank * queries if q_rank else width * queries
+    return of_queries + width * (kv_rank + rope_dim) + kv_rank * heads * (nope_dim + value_dim) + heads * value_dim * width
+
+
+def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> ModelSizes:
+    """The sizes in a Hugging Face config. ValueError where one is missing or no number."""
+    if isinstance(text := config.get("text_config"), Mapping):
+        return sizes_of_config(text, what)
+    kind = str(config.get("model_type", ""))
+
+    def number(size: str, default: int | None = None) -> int:
+        for name in NAMES[size]:
+            if config.get(name) is not None:
+                return integer(config[name], f"{what}: {name}")
+        if default is None:
+            raise ValueError(f"{what} has none of {', '.join(NAMES[size])}; expected the sizes of a decoder-only transformer")
+        return default
+
+    layers, width, heads = number("layers"), number("width"), number("heads")
+    ffn = number("ffn", 4 * width)
+    experts = number("experts", 0)
+    more: dict[str, int] = {}
+    if experts:
+        expert_ffn = number("expert_ffn", ffn)
+        shared = integer(config.get("n_shared_experts") or 0, "n_shared_experts") * expert_ffn
+        shared = shared or integer(config.get("shared_expert_intermediate_size") or 0, "shared_expert_intermediate_size")
+        dense = integer(config.get("first_k_dense_replace") or 0, "first_k_dense_replace")
+        more = {"experts": experts, "active": number("active", 1), "expert_ffn": expert_ffn, "shared_ffn": shared, "dense_layers": dense}
+    head_dim = number("head_dim", 0)
+    latent: tuple[int, ...] = ()
+    if config.get("kv_lora_rank"):
+        ranks = [integer(config.get(name) or 0, name) for name in LATENT]
+        latent, head_dim = tuple(ranks), ranks[-1]
+    return ModelSizes(
+        layers, width, ffn, heads, kv_heads=number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
+        tied=bool(config.get("tie_word_embeddings", kind in TIED)), gated=kind not in UNGATED, learned_positions=kind in LEARNED,
+        **more, latent=latent,
+    )  # fmt: skip
+
+
+def sizes_of_module(module: Any) -> ModelSizes:
+    """The sizes of a transformer as a torch.nn.Module, from its config where it has one, else from its modules' shapes and attributes.
+
+    Expects one token table (`num_embeddings`), blocks in the longest ModuleList, and an attention that says `heads` (or num_heads, n_head)
+    and with grouped queries `kv_heads` (or num_key_value_heads, n_kv_heads). ValueError where these are not there.
+    """
+    config: Any = getattr(module, "config", None)
+    if callable(getattr(config, "to_dict", None)):
+        return sizes_of_config(config.to_dict(), f"the config of {type(module).__name__}")
+    blocks = max((m for m in module.modules() if type(m).__name__ == "ModuleList"), key=len, default=None)
+    tables = [m for m in module.modules() if hasattr(m, "num_embeddings")]
+    if blocks is None or not len(blocks) or not tables:
+        raise ValueError(f"{type(module).__name__} has no list of blocks or no token table; expected a decoder-only transformer, or hf:DIR")
+    table, block = max(tables, key=lambda m: m.num_embeddings), blocks[0]
+    heads = _attribute(block, ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads"))
+    if heads is None:
+        raise ValueError(f"no part of {type(block).__name__} says its number of heads; expected an attribute `heads`, or give hf:DIR")
+    width = int(table.embedding_dim)
+    shapes = [tuple(p.shape) for p in block.parameters() if p.dim() == 2]
+    kv_heads = _attribute(block, ("kv_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads")) or heads
+    attention = 2 * width * width + 2 * width * (width // heads) * kv_heads
+    rest = sum(a * b for a, b in shapes) - attention
+    ffn = max((n for shape in shapes for n in shape if width in shape and n not in (width, 3 * width)), default=0)
+    if not ffn or rest % (width * ffn):
+        raise ValueError(
+            f"the matrices of {type(block).__name__} are no attention and one MLP; expected those of a transformer, or give hf:DIR"
+        )
+    head = [p for name, p in module.named_parameters() if tuple(p.shape) == (table.num_embeddings, width)]
+    return ModelSizes(
+        len(blocks), width, ffn, heads, kv_heads, int(table.num_embeddings), tied=len(head) < 2, gated=rest // (width * ffn) == 3,
+        learned_positions=len(tables) > 1,
+    )  # fmt: skip
+
+
+def _attribute(block: Any, names: tuple[str, ...]) -> int | None:
+    values = (getattr(part, name, None) for part in block.modules() for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

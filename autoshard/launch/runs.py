@@ -1,0 +1,187 @@
+"""Training runs: one as a `Launch`, many as columns (`TrainingRuns`), in one vocabulary for all launchers and for published runs.
+
+    devices = data * tensor * context * pipeline          global batch = data * microbatch * microbatches
+    zero = 0  states replicated over data parallel ranks     1  optimizer state sharded      2  and gradients      3  and parameters (FSDP)
+
+`shard` of the data parallel ranks share one copy of what `zero` shards (HSDP: shard < data), together with their context parallel ranks.
+Expert parallel ranks are taken from the data, context and tensor parallel ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .model_sizes import ModelSizes
+
+SINGLE, LOOPED, V_SHAPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"), ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = SINGLE + LOOPED + V_SHAPED  # torch.distributed.pipelining's names; Megatron and nanotron have the first three of them
+RECOMPUTE = ("none", "selective_op", "selective_layer", "attn", "full")
+PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # bytes per element of the blocks' matmuls' inputs
+MOST_DEVICES = 2**18  # as meshes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a training run uses its devices: degrees of parallelism, batches, schedule, recompute and precision."""
+
+    devices: int
+    seq: int  # tokens
+    global_batch: int  # sequences per step
+    microbatch: int = 1  # sequences
+    data: int = 1
+    shard: int = 1
+    zero: int = 0
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1  # stages per device
+    schedule: str = "1F1B"
+    recompute: str = "none"
+    precision: str = "bf16"
+    sequence_parallel: bool = False
+    compiled: bool = False
+    async_tensor: bool = False
+    rowwise: bool = False  # float8 scales per row
+    uneven: bool = False  # the stages' layers are listed by the configuration, equal or not
+
+    def __post_init__(self) -> None:
+        for name in sorted(COUNTS, key="devices".__eq__):  # their product comes last
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+        if self.devices > MOST_DEVICES:
+            raise ValueError(f"there are {self.devices} devices; expected {MOST_DEVICES} at most")
+        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+
+    @property
+    def replicate(self) -> int:
+        """Copies of what is sharded."""
+        return self.data // self.shard
+
+    @property
+    def microbatches(self) -> int:
+        """Per step and data parallel rank."""
+        return max(self.global_batch // (self.data * self.microbatch), 1)
+
+
+FIELDS = tuple(field.name for field in fields(Launch))
+COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRuns:
+    """Many training runs, one array per column; the columns are attributes too. Every field of `Launch` is a column.
+
+    Seconds and bytes are computed from more columns, which `launch_prices.priced_runs` adds, all numbers as floats:
+
+        of a decoder-only transformer    layers, width, ffn (of the MLP, with three matrices where `gated`), heads and kv_heads of width
+                                         head_dim, vocab, tied (1: one table of tokens and head)
+        of the site                      per_node (devices), network (bytes/s of one device to other nodes)
+        of the run                       sharing (devices with one copy of what `zero` shards), microscaling (1: float8 scales per block
+                                         of 32)
+    """
+
+    values: Mapping[str, np.ndarray]
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __len__(self) -> int:
+        return len(self.values["devices"])
+
+    def __getitem__(self, rows: np.ndarray) -> TrainingRuns:
+        return TrainingRuns({name: column[rows] for name, column in self.values.items()})
+
+    @staticmethod
+    def of(launches: Sequence[Launch]) -> TrainingRuns:
+        return TrainingRuns({name: np.array([getattr(one, name) for one in launches]) for name in FIELDS})
+
+    @staticmethod
+    def joined(parts: Sequence[TrainingRuns]) -> TrainingRuns:
+        return TrainingRuns({name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values})
+
+    def with_columns(self, **columns: np.ndarray) -> TrainingRuns:
+        return TrainingRuns({**self.values, **columns})
+
+    def launch(self, i: int) -> Launch:
+        return Launch(**{name: self.values[name][i].item() for name in FIELDS})
+
+    def degrees(self) -> dict[str, np.ndarray]:
+        """The columns that `degrees --json` has, under its keys."""
+        return {
+            "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "ep": self.expert,
+            "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
+            "recompute": self.recompute,
+        }  # fmt: skip
+
+    @property
+    def microbatches(self) -> np.ndarray:
+        """Per step and data parallel rank."""
+        return np.maximum(self.global_batch // (self.data * self.microbatch), 1)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens of one microbatch on one device of the context parallel group."""
+        return self.microbatch * self.seq / self.context
+
+    @property
+    def queries(self) -> np.ndarray:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def block_parameters(self) -> np.ndarray:
+        """Of one block, on all tensor parallel ranks together; norms and biases left out."""
+        h = self.width
+        return h * (self.queries + 2 * self.keys) + self.queries * h + (2 + self.gated) * h * self.ffn
+
+    @property
+    def table_parameters(self) -> np.ndarray:
+        return self.vocab * self.width
+
+    def itemsize(self) -> np.ndarray:
+        """Bytes per element of the inputs of the blocks' matmuls."""
+        return np.array([PRECISIONS[name] for name in self.precision.tolist()])
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What a configuration says: a launch, and the sizes of its model."""
+
+    launch: Launch
+    sizes: ModelSizes
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Facts beside a configuration, None where unknown. Devices, sizes, seq and global_batch go before what the configuration says."""
+
+    devices: int | None = None
+    per_node: int = 8
+    sizes: ModelSizes | None = None
+    seq: int | None = None
+    microbatch: int | None = None
+    global_batch: int | None = None
+
+    def need(self, name: str, where: str, option: str) -> Any:
+        """The value of a field that has to be known. ValueError with the option that tells it."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"{where} does not say the {name.replace('_', ' ')}; add {option}")
+        return value

@@ -1,0 +1,274 @@
+"""The text of a configuration as plain data, and plain data as text: TOML, YAML, JSON, and arguments of a command line.
+
+TOML, YAML, JSON    nested dicts; looked up by dotted names (`Nested`)
+arguments           words as a shell script has them, with its assignments of variables replaced: {"num-layers": ["32"], "bf16": []}
+
+A text may be hostile: what its variables, aliases and merges stand for is counted before it is made, and no step takes more than time
+proportional to the text. What is written is compared with what the format's own parser reads of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import yaml
+
+from autoshard.reading import DEEPEST, check_sound
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
+DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
+MOST_EXPANDED = 10**6  # characters
+MOST_VALUES = 10**5  # of a file with its aliases and merges written out
+MOST_KEYS = 1000  # of a section
+LARGEST = 2**31  # products of sizes stay within 64 bits
+NEAR = 0.85  # difflib's ratio from which on a key that nobody knows is a misspelling
+
+
+def parsed(text: str, path: str) -> dict[str, Any]:
+    """The mapping in a TOML, YAML or JSON text, told by the ending of its file. ValueError in one sentence where it is none."""
+    try:
+        if path.endswith(".toml"):
+            data = _toml(text)
+        elif path.endswith(".json"):
+            data = json.loads(text)
+        else:
+            data = _yaml(text)
+    except Exception as error:  # YAML's tags raise anything: a KeyError for `!!bool maybe`
+        why = " ".join(str(error).split())[:200] if isinstance(error, (ValueError, yaml.YAMLError, RecursionError)) else repr(error)[:80]
+        raise ValueError(f"{path} can't be read: {why}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a {type(data).__name__}; expected keys with values")
+    check_sound(data, path, most=MOST_VALUES)
+    return data
+
+
+def _toml(text: str) -> dict[str, Any]:
+    if DEEP_KEY.search(text):
+        raise ValueError(f"a key has more than {DEEPEST} parts")
+    return tomllib.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    depth = 0
+    for event in yaml.parse(text, Loader=PlainLoader):  # yaml.load recurses in C, which pyyaml 6.0.1 does not survive
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+    return yaml.load(text, Loader=PlainLoader)
+
+
+class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # not every system has libyaml
+    """YAML's safe loader, which leaves dates as text, and makes nothing that is much larger than the text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"its aliases and merges stand for more than {MOST_VALUES} values")
+        return node
+
+
+def _count(node: yaml.Node, known: dict[int, float]) -> float:
+    """Values of a node with all aliases written out; inf where it holds itself. known: those of other nodes, by id."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        pairs = isinstance(node, yaml.MappingNode)
+        known[id(node)] = 1 + sum(_count(part, known) for item in node.value for part in (item if pairs else (item,)))
+    return known[id(node)]
+
+
+PlainLoader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in rules if not tag.endswith(":timestamp")]
+    for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def integer(value: Any, what: str, least: int | None = None) -> int:
+    """A whole number from a configuration, which may be text. ValueError for anything else, and for a smaller one than `least`."""
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
+        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
+    if least is not None and number < least:
+        raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
+    return number
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Nested data whose values are looked up by dotted names, first name first; values are checked where they are read."""
+
+    data: Mapping[str, Any]
+    path: str
+    known: frozenset[str] = frozenset()  # keys of the launcher, read or not, that resemble one that is read
+
+    def value(self, *names: str) -> Any:
+        """The first of the names that has a value; None where none has. ValueError where one is missing and a key resembles it."""
+        for name in names:
+            inner: Any = self.data
+            section = ""
+            for step in name.split("."):
+                if isinstance(inner, Mapping) and step not in inner:
+                    self._check_spelling(inner, section, step)
+                inner = inner.get(step) if isinstance(inner, Mapping) else None
+                section += f"{step}."
+            if inner is not None:
+                return inner
+        return None
+
+    def _check_spelling(self, keys: Mapping[str, Any], section: str, missing: str) -> None:
+        """ValueError where one of the section's keys is unknown, and nearer to the missing one than to any known."""
+        if len(keys) > MOST_KEYS:
+            raise ValueError(f"{self.path} has {len(keys)} keys in {section or 'its first section'}; expected {MOST_KEYS} at most")
+        unknown = [key for key in keys if isinstance(key, str) and key not in self.known]
+        for key in get_close_matches(missing, unknown, len(unknown) or 1, NEAR):
+            if get_close_matches(key, {missing, *self.known}, 1, NEAR) == [missing]:
+                raise ValueError(f"{self.path}: there is no {section}{key}; near is {missing}")
+
+    def number(self, *names: str, default: int | None = None, least: int | None = None) -> int:
+        value = self.value(*names)
+        if value is None:
+            if default is None:
+                raise ValueError(f"{self.path} has no {names[0]}; expected a whole number")
+            return default
+        return integer(value, f"{self.path}: {names[0]}", least)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the data, empty where it is not there. ValueError where something else is there."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{self.path}: {name} is {str(value)[:40]!r}; expected a section of keys")
+        return value or {}
+
+    def flag(self, *names: str) -> bool:
+        value = self.value(*names)
+        return value.lower() in ("true", "yes", "on", "1") if isinstance(value, str) else bool(value)
+
+    def text(self, *names: str, default: str = "") -> str:
+        value = self.value(*names)
+        return default if value is None else str(value)
+
+
+def arguments_of(text: str) -> dict[str, list[str]]:
+    """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
+    lines = [line for line in _with_defaults(text).splitlines() if not line.lstrip().startswith("#")]
+    variables = Variables({})
+    for line in lines:
+        variables.note(line)
+    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
+    words = [word.strip("\"'()\\,") for line in uncommented for word in re.split(r"\s+", line)]
+    options: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            options[name] = [value] if value else []
+        elif name and word:
+            options[name].append(word)
+    return options
+
+
+def _with_defaults(text: str) -> str:
+    """`${NAME:-value}` as the value."""
+    closed, brace, rest = text.rpartition("}")  # so that every value that begins also ends, and none is looked for in all of the text
+    return DEFAULT.sub(r"\1", closed + brace) + rest
+
+
+@dataclass
+class Variables:
+    """The variables of a shell script, by name, and how many characters they may still stand for."""
+
+    known: dict[str, str]
+    left: int = MOST_EXPANDED
+
+    def note(self, line: str) -> None:
+        """The variable that a line sets, if it does: [export] NAME=value # comment."""
+        name, is_one, rest = re.sub(r"^export\s+", "", line.strip()).partition("=")
+        value = rest[:1] + rest[1:].partition("#")[0]
+        if is_one and NAME.fullmatch(name) and not (value.strip() and value[0].isspace()) and value[:1] != "(":
+            self.known[name] = self.replaced(value.strip().strip("\"'"))
+
+    def replaced(self, text: str) -> str:
+        """The text with the variables' values. ValueError, before it is made, where it would be too long."""
+
+        def value(match: re.Match) -> str:
+            meant = self.known.get(match[1] or match[2], match[0])
+            self.left -= len(meant)
+            if self.left < 0:
+                raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
+            return meant
+
+        return VARIABLE.sub(value, text)
+
+
+def toml_text(data: Mapping[str, Any]) -> str:
+    """Plain values and sections of them as TOML. ValueError where TOML can't hold them."""
+    return _as_written(_toml_text(data), data, tomllib.loads)
+
+
+def _as_written(text: str, data: object, parser: Callable[[str], object]) -> str:
+    """The text. ValueError where its format's parser doesn't read the data in it."""
+    try:
+        if parser(text) == data and text.encode():
+            return text
+        why = "other values are read"
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())[:200]
+    raise ValueError(f"the configuration can't be written: {why} in the text of it; give its odd values another form")
+
+
+def _toml_text(data: Mapping[str, Any], section: str = "") -> str:
+    rows = "".join(f"{_key(key)} = {_value(value)}\n" for key, value in data.items() if not isinstance(value, Mapping))
+    inner = {f"{section}.{_key(key)}".lstrip("."): value for key, value in data.items() if isinstance(value, Mapping)}
+    head = f"[{section}]\n" if section and (rows or not inner) else ""
+    return "\n".join(filter(None, [head + rows, *(_toml_text(value, name) for name, value in inner.items())]))
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _quoted(key)
+
+
+def _quoted(text: str) -> str:
+    """TOML's strings are JSON's, but that characters are not written as two halves, and DEL is escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: Any) -> str:
+    """JSON's text, numbers and booleans are TOML's."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(key)} = {_value(inner)}' for key, inner in value.items())}}}"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def yaml_text(data: Mapping[str, Any]) -> str:
+    """Plain values as YAML. ValueError where YAML can't hold them."""
+    return _as_written(yaml.safe_dump(dict(data), sort_keys=False), data, partial(yaml.load, Loader=PlainLoader))
+
+
+def arguments_text(options: Mapping[str, Any]) -> str:
+    """Options as lines of a command: True is a flag, False and None are left out."""
+    rows = [
+        f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        for name, value in options.items()
+        if value not in (None, False)
+    ]
+    words = [word for row in rows for word in shlex.split(row)]
+    return _as_written(" \\\n".join(rows) + "\n", words, lambda text: shlex.split(text.replace("\\\n", "")))

@@ -1,0 +1,207 @@
+"""torchtitan: a job's TOML, or the configuration of its registry as JSON; both have the same sections.
+
+    devices    data_parallel_replicate_degree * data_parallel_shard_degree * context * tensor * pipeline; a shard degree of -1 is the rest
+    batch      local_batch_size sequences per data parallel rank: a microbatch, or with a pipeline several of
+               pipeline_parallel_microbatch_size; global_batch_size adds accumulation
+
+FSDP shards over shard * context ranks. Without a pipeline it gathers parameters again in the backward pass, unless told "never".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .model_sizes import ModelSizes
+from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
+from .texts import Nested, parsed, toml_text
+
+LLAMA3 = (8, 128256)  # key-value heads, vocabulary
+DEEPSEEK = (512, 64, 128, 128)  # latent attention: rank of keys and values, widths of a head's rotary, other and value features
+# (model, flavor) as in torchtitan/models/*/__init__.py
+FLAVORS = {
+    ("llama3", "debugmodel"): ModelSizes(6, 256, 768, 16, 16, 2048),
+    ("llama3", "8B"): ModelSizes(32, 4096, 14336, 32, *LLAMA3),
+    ("llama3", "70B"): ModelSizes(80, 8192, 28672, 64, *LLAMA3),
+    ("llama3", "405B"): ModelSizes(126, 16384, 53248, 128, *LLAMA3),
+    ("deepseek_v3", "debugmodel"): ModelSizes(
+        6, 256, 1024, 16, 1, 2048, 128, experts=8, active=3, expert_ffn=256, shared_ffn=512, dense_layers=1, latent=(0, *DEEPSEEK)),
+    ("deepseek_v3", "16B"): ModelSizes(
+        27, 2048, 10944, 16, 1, 102400, 128, experts=64, active=6, expert_ffn=1408, shared_ffn=2816, dense_layers=1, latent=(0, *DEEPSEEK)),
+    ("deepseek_v3", "236B"): ModelSizes(
+        60, 5120, 12288, 128, 1, 102400, 128, experts=160, active=6, expert_ffn=1536, shared_ffn=3072, dense_layers=1,
+        latent=(1536, *DEEPSEEK)),
+    ("deepseek_v3", "671B"): ModelSizes(
+        61, 7168, 18432, 128, 1, 129280, 128, experts=256, active=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
+        latent=(1536, *DEEPSEEK)),
+}  # fmt: skip
+DECIDED = ("activation_checkpoint", "experimental")  # sections
+DECIDED_KEYS = re.compile(r"_degree$|^pipeline_parallel_|^module_fqns_|^batch_size$|^compile$")  # also by the names of former versions
+CHECKPOINTED = ("none", "selective", "full", "memory_budget")
+# keys of torchtitan, of former versions too, that resemble a key read here; those that are read are among them
+RESEMBLING = frozenset(
+    {
+        "data_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree",
+        "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree",
+        "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
+        "pipeline_parallel_microbatches", "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers", "batch_size", "local_batch_size", "global_batch_size", "mixed_precision_param",
+        "mixed_precision_reduce", "enable_loss_parallel", "disable_loss_parallel", "enable_async_tensor_parallel",
+        "enable_sequence_parallel", "checkpoint", "activation_checkpoint",
+    }
+)  # fmt: skip
+EXPERT_TENSOR = "expert_tensor_parallel_degree"
+SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
+
+
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    section = Nested(parsed(text, path), path, RESEMBLING)
+    sizes = known.sizes or _flavor(section)
+
+    def degree(name: str, default: int = 1, least: int | None = 1) -> int:
+        return section.number(*(f"{part}.{name}" for part in SECTIONS), default=default, least=least)
+
+    tensor, context, pipeline = degree("tensor_parallel_degree"), degree("context_parallel_degree"), degree("pipeline_parallel_degree")
+    replicate = degree("data_parallel_replicate_degree")
+    shard = degree("data_parallel_shard_degree", degree("data_parallel_degree", -1, None), None)
+    model = replicate * tensor * context * pipeline
+    if shard == -1:
+        devices = known.need("devices", path, "--devices: data_parallel_shard_degree is -1, the rest")
+        shard = max(devices // model, 1)
+    devices = known.devices or model * shard
+    data_parallel = replicate * shard
+    local = section.number("training.local_batch_size", "training.batch_size", default=known.microbatch or 8)
+    global_batch = known.global_batch or section.number("training.global_batch_size", default=-1)
+    schedule, virtual = _stages(section, sizes, pipeline)
+    microbatch = degree("pipeline_parallel_microbatch_size") if pipeline > 1 else local
+    reshard = section.text("parallelism.fsdp_reshard_after_forward", default="default")
+    gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
+    precision, rowwise = _precision(section)
+    launch = Launch(
+        devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
+        global_batch=local * data_parallel if global_batch < 1 else global_batch, microbatch=microbatch,
+        data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
+        tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
+        expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") else 1),
+        pipeline=pipeline, virtual=virtual, schedule=schedule, recompute=_recompute(section), precision=precision, rowwise=rowwise,
+        compiled=section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
+        async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
+    )  # fmt: skip
+    return LaunchConfig(launch, sizes)
+
+
+def _flavor(section: Nested) -> ModelSizes:
+    name, flavor = section.text("model.name", "model_spec.name"), section.text("model.flavor", "model_spec.flavor")
+    if (name, flavor) not in FLAVORS:
+        kinds = ", ".join("/".join(key) for key in FLAVORS)
+        raise ValueError(
+            f"{section.path} trains {name or 'no model'} of flavor {flavor or '?'}, known are {kinds}; or add hf:DIR after the file"
+        )
+    return FLAVORS[name, flavor]
+
+
+def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, int]:
+    """The schedule, in torch's spelling, and the stages of a device."""
+    written = section.text("parallelism.pipeline_parallel_schedule", "experimental.pipeline_parallel_schedule", default="1F1B")
+    schedule = next((name for name in SCHEDULES if name.lower() == written.lower()), written)
+    if pipeline == 1:
+        return "1F1B", 1
+    parts = section.value("parallelism.module_fqns_per_model_part")
+    per_stage = section.number("parallelism.pipeline_parallel_layers_per_stage", default=0, least=0)
+    if parts and not isinstance(parts, list):
+        raise ValueError(f"{section.path}: module_fqns_per_model_part is {str(parts)[:40]!r}; expected a list of the modules of each stage")
+    if parts:
+        return schedule, max(len(parts) // pipeline, 1)
+    if per_stage:
+        return schedule, max(math.ceil((sizes.layers + 2) / per_stage) // pipeline, 1)
+    return schedule, 1 if schedule in SINGLE else 2
+
+
+def _recompute(section: Nested) -> str:
+    mode = section.text("activation_checkpoint.mode", default="selective")
+    if mode not in CHECKPOINTED:
+        raise ValueError(f"{section.path}: activation_checkpoint.mode is {mode!r}; expected one of {', '.join(CHECKPOINTED)}")
+    if mode in ("none", "full"):
+        return mode
+    return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="op") == "op" else "selective_layer"
+
+
+def _precision(section: Nested) -> tuple[str, bool]:
+    """The precision of matmuls, and whether float8 scales are per row."""
+    converters = str(section.value("model.converters") or section.value("model_converters") or "")
+    recipe = section.text("float8.recipe_name", "quantize.linear.float8.recipe_name", "quantize.dense.float8.recipe_name")
+    if "float8" in converters or "mx" in converters:
+        return "fp8", "rowwise" in recipe
+    return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
+
+
+def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
+    """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`.
+
+    It holds what the launch decides, and of `rest`, another configuration, everything else; what neither has keeps torchtitan's defaults.
+    ValueError for a model without a flavor.
+    """
+    launch, sizes = config.launch, config.sizes
+    name = next((key for key, known in FLAVORS.items() if known == sizes), None)
+    if name is None:
+        raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")
+    local = launch.global_batch // launch.data if launch.pipeline > 1 else launch.microbatch
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": launch.replicate if launch.zero else launch.data,
+        "data_parallel_shard_degree": launch.shard if launch.zero else 1,
+        "fsdp_reshard_after_forward": "never" if launch.zero == 2 else "always" if launch.zero == 3 and launch.pipeline > 1 else "default",
+        "tensor_parallel_degree": launch.tensor, "enable_async_tensor_parallel": launch.async_tensor,
+        "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
+        "expert_parallel_degree": launch.expert, "expert_tensor_parallel_degree": launch.expert_tensor,
+    }  # fmt: skip
+    if launch.pipeline > 1:
+        parallelism |= {
+            "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,
+            "module_fqns_per_model_part": model_parts(sizes.layers, launch.pipeline * launch.virtual),
+        }  # fmt: skip
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": name[0], "flavor": name[1], "converters": ["float8"] if launch.precision == "fp8" else []},
+        "training": {"local_batch_size": local, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
+        "parallelism": parallelism,
+        "activation_checkpoint": _checkpointing(launch.recompute),
+        "compile": {"enable": launch.compiled, "components": ["model", "loss"]},
+    }
+    if launch.rowwise:
+        sections["float8"] = {"recipe_name": "rowwise", "filter_fqns": ["output"]}
+    return toml_text({**_undecided(rest or {}, sections), **sections})
+
+
+def _undecided(rest: Mapping[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The sections of `rest` that a launch doesn't decide; `sections` take over their other settings from it."""
+    for name, decided in sections.items():
+        old = rest.get(name)
+        if isinstance(old, Mapping) and name not in DECIDED:
+            decided |= {key: value for key, value in old.items() if key not in decided and not DECIDED_KEYS.search(key)}
+    return {name: old for name, old in rest.items() if name not in sections and name not in DECIDED}
+
+
+def _checkpointing(recompute: str) -> dict[str, str]:
+    if recompute in ("none", "full"):
+        return {"mode": recompute}
+    return {"mode": "selective", "selective_ac_option": "op" if recompute == "selective_op" else "2"}
+
+
+def model_parts(layers: int, stages: int) -> list[list[str]]:
+    """`module_fqns_per_model_part`: the modules of each stage. Token table and head count as one layer each; the rest goes to early stages.
+
+        model_parts(3, 2) -> [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
+
+    ValueError where there are more stages than layers, table and head.
+    """
+    if stages > layers + 2:
+        raise ValueError(f"{layers} layers, token table and head can't be {stages} stages; expected {layers + 2} at most")
+    least, over = divmod(layers + 2, stages)
+    names = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "output"]
+    parts, start = [], 0
+    for stage in range(stages):
+        end = start + least + (stage < over)
+        parts.append([part for name in names[start:end] for part in (("norm", name) if name == "output" else (name,))])
+        start = end
+    return parts

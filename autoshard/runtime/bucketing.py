@@ -1,0 +1,225 @@
+"""Buckets: small collectives of the same kind over the same group are joined into one.
+
+    members i of one bucket:  same kind, reduction, group, dtype and depth;  max ready < min need;  bytes together below a limit;
+                              no member depends on another, not even through other buckets
+    x = [flat x_0 | flat x_1 | ...]  ->  one collective  ->  y = [flat y_0 | flat y_1 | ...]
+
+Tensors with a first dim of n ranks (all_gather's output, reduce_scatter's input, both of all_to_all) are joined along the rest:
+(n, m_0 + m_1 ...). Let r = max ready and d = min need (flow.py). A bucket adds these live bytes, and is made only where they stay within
+the limit:
+
+    x_i   from its own ready to r         y_i   from d to its own need         all x_i once more at r         all x_i and y_i once more at d
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from autoshard.cost import bucket_limit
+from autoshard.lower import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class Bucket:
+    """ready, need: of all members together. bits: the members; before: the starts that must come before them (both as Flow.before).
+    held: the live bytes that it adds, as (first anchor, end, bytes)."""
+
+    ready: int
+    need: int
+    bytes: int
+    members: list[fx.Node]
+    bits: int
+    before: int
+    held: list[tuple[int, int, int]]
+
+
+def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
+    """Joins collectives in place where that is possible; returns by how many there are fewer. limit: of live bytes (see `overlap.room`)."""
+    graph = graph_module.graph
+    flow = Flow.of(graph)
+    gone = 0
+    for members in _choose(graph, flow, pace, limit):
+        _join(graph, members)
+        gone += len(members) - 1
+    if gone:
+        _sort(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+        graph_module.recompile()
+    return gone
+
+
+def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[fx.Node]]:
+    *nodes, output = graph.nodes
+    live = [now for node, now in zip(nodes, live_bytes(nodes, output), strict=True) if node in flow.at]
+    before, bit = flow.before(), {start: 1 << k for k, start in enumerate(flow.starts)}
+    owner = owners(nodes)
+    last: dict[tuple, Bucket] = {}
+    buckets: list[Bucket] = []
+    for start in flow.starts:
+        axis, bytes_of = pace.axis(start), largest_buffer(start)
+        cap = bucket_limit(pace.mesh.axes[axis])
+        if [user.target for user in start.users] != [WAIT] or bytes_of >= cap:
+            continue
+        options = tuple(tuple(arg) if isinstance(arg, (list, tuple)) else arg for arg in start.args[1:])
+        key = (start.target, options, start.args[0].meta["val"].dtype, flow.depth[start])  # type: ignore[union-attr]
+        new = Bucket(flow.ready[start], flow.need[start], bytes_of, [start], bit[start], before[start], [])
+        previous = last.get(key)
+        both = None if previous is None else _union(previous, new, cap, buckets)
+        if previous is not None and both is not None:
+            both.held = _held(both, flow, owner)
+            _add(live, previous.held, -1)
+            _add(live, both.held, 1)
+            if all(max(live[first:end], default=0) <= limit for first, end, _ in both.held):
+                buckets[buckets.index(previous)] = last[key] = both
+                continue
+            _add(live, both.held, -1)
+            _add(live, previous.held, 1)
+        last[key] = new
+        buckets.append(new)
+    return [b.members for b in buckets if len(b.members) > 1]
+
+
+def _union(a: Bucket, b: Bucket, cap: float, buckets: Sequence[Bucket]) -> Bucket | None:
+    """Both as one bucket; None where one depends on the other, or they are needed too early or too large."""
+    ready, need = max(a.ready, b.ready), min(a.need, b.need)
+    if ready >= need or a.bytes + b.bytes > cap or _closed(a.before, buckets) & b.bits or _closed(b.before, buckets) & a.bits:
+        return None
+    return Bucket(ready, need, a.bytes + b.bytes, [*a.members, *b.members], a.bits | b.bits, a.before | b.before, [])
+
+
+def _held(both: Bucket, flow: Flow, owner: dict[fx.Node, fx.Node]) -> list[tuple[int, int, int]]:
+    """The live bytes that a bucket adds."""
+    held, inputs, outputs = [], 0, 0
+    for start in both.members:
+        source = start.all_input_nodes[0]
+        if owner[source].op != "placeholder":
+            held.append((flow.ready[start] + 1, both.ready, size(source)))
+        held.append((both.need, flow.need[start], size(start)))
+        inputs, outputs = inputs + size(source), outputs + size(start)
+    held += [(max(both.ready, 0), max(both.ready, 0) + 1, inputs), (both.need, both.need + 1, inputs + outputs)]
+    return _merged(held)
+
+
+def _merged(held: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same bytes as intervals that do not overlap."""
+    change: dict[int, int] = {}
+    for first, end, count in held:
+        if first < end:
+            change[first] = change.get(first, 0) + count
+            change[end] = change.get(end, 0) - count
+    merged, now = [], 0
+    for first, end in pairwise(sorted(change)):
+        now += change[first]
+        if now:
+            merged.append((first, end, now))
+    return merged
+
+
+def _add(live: list[int], held: Sequence[tuple[int, int, int]], sign: int) -> None:
+    for first, end, count in held:
+        live[first:end] = [now + sign * count for now in live[first:end]]
+
+
+def _closed(before: int, buckets: Sequence[Bucket]) -> int:
+    """The closure of `before`: with one member of a bucket all its members come before, and so do their predecessors."""
+    while True:
+        more = before
+        for b in buckets:
+            if b.bits & more:
+                more |= b.bits | b.before
+        if more == before:
+            return before
+        before = more
+
+
+def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    """One collective in place of several; its nodes stand at the end of the graph until `_sort`."""
+    first, group = members[0], members[0].args[1:]
+    kind, inputs = STARTS[first.target], [start.args[0] for start in members]  # type: ignore[index]
+    n = 1 if kind in ("all_reduce", "all_gather") else inputs[0].meta["val"].shape[0]  # type: ignore[union-attr]
+    with graph.inserting_before(next(iter(reversed(graph.nodes)))):
+        flat = [_node(graph, aten.reshape.default, (x, [n, -1]), start) for x, start in zip(inputs, members, strict=True)]
+        joined = _node(graph, first.target, (_node(graph, aten.cat.default, (flat, 1), first), *group), first)
+        joined.meta["members"] = [start.meta.get("record") for start in members]
+        done, offset = _node(graph, WAIT, (joined,), first), 0
+        for start, x in zip(members, flat, strict=True):
+            (wait,) = start.users
+            length = x.meta["val"].shape[1]
+            y = _node(graph, aten.slice.Tensor, (done, 1, offset, offset + length), start)
+            if kind not in ("all_reduce", "reduce_scatter") and not _is_copied(wait):  # a slice of a single row is contiguous
+                y = _node(graph, aten.clone.default, (y,), start, memory_format=torch.contiguous_format)
+            wait.replace_all_uses_with(_node(graph, aten.view.default, (y, list(wait.meta["val"].shape)), start))
+            offset += length
+    for start in members:
+        graph.erase_node(next(iter(start.users)))
+        graph.erase_node(start)
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether its only use is a copy with another order of dims, which needs no contiguous source."""
+    users = list(node.users)
+    while len(users) == 1 and users[0].target in (aten.permute.default, aten.transpose.int):
+        users = list(users[0].users)
+        if len(users) == 1 and users[0].target is aten.clone.default:
+            return True
+    return False
+
+
+def _node(graph: fx.Graph, target: object, args: tuple, source: fx.Node, **kwargs: object) -> fx.Node:
+    node = graph.create_node("call_function", target, args, kwargs)  # type: ignore[arg-type]
+    return _describe(node, source)
+
+
+def _describe(node: fx.Node, source: fx.Node) -> fx.Node:
+    """Sets the node's fake output, computed from its inputs', and the record of the node that it stems from."""
+    args, kwargs = fx.map_arg(node.args, lambda x: x.meta["val"]), fx.map_arg(node.kwargs, lambda x: x.meta["val"])
+    with source.meta["val"].fake_mode:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta["record"] = source.meta.get("record")
+    return node
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Sorts the nodes so that each stands behind its inputs, and otherwise in their present order."""
+    order: dict[fx.Node, None] = {}
+    limit = sum(len(node.all_input_nodes) + 1 for node in graph.nodes)
+    for node in list(graph.nodes):
+        for missing in with_inputs(node, order, limit):
+            order[missing] = None
+    reorder(graph, list(order))
+
+
+def with_inputs(node: fx.Node, placed: Container[fx.Node], limit: float = math.inf) -> Iterator[fx.Node]:
+    """The node and all that it reads which is not placed yet, inputs first; the caller places each of them at once.
+
+    limit: the longest path; a longer one is a cycle, AssertionError.
+    """
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        waiting = [source for source in top.all_input_nodes if source not in placed]
+        if top in placed or not waiting:
+            stack.pop()
+            if top not in placed:
+                yield top
+        else:
+            stack.extend(reversed(waiting))
+            assert len(stack) <= limit, "joined collectives wait for each other"
+
+
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Puts the graph's nodes into this order."""
+    previous = graph._root
+    for node in order:
+        if previous.next is not node:
+            previous.append(node)
+        previous = node

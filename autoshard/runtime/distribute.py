@@ -1,0 +1,125 @@
+"""Where a rank is on its mesh, and global tensors as DTensors there.
+
+A rank's shard is the one that `torch.chunk` along the mesh axes, left to right, yields for it, as in DTensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoshard.layout import Layout, rank_shape
+from autoshard.lower import Groups, Rank, shard_of_rank, state_of_module
+from autoshard.mesh import Mesh
+from autoshard.torch_private import DTensorSpec, TensorMeta
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """This rank's place: a mesh, the same mesh as torch has it, and the rank's coordinate on it; () where it is not on it."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    coordinate: tuple[int, ...]
+    group: ProcessGroup | None = None  # of the mesh's ranks; None where these are all ranks
+
+    @staticmethod
+    def on(mesh: Mesh, device_mesh: DeviceMesh, group: ProcessGroup | None = None) -> Where:
+        return Where(mesh, device_mesh, tuple(device_mesh.get_coordinate() or ()), group)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_mesh.device_type)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The process groups of the mesh axes."""
+        return Groups.of(self.device_mesh)
+
+    @cached_property
+    def position(self) -> list[Tensor]:
+        """The coordinate as 0-d tensors, the last inputs of every graph."""
+        return [torch.tensor(c, device=self.device) for c in self.coordinate]
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.mesh, tuple(self.position), self.coordinate)
+
+    def local_shape(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        return rank_shape(shape, layout, self.mesh, self.coordinate)
+
+    def shard(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """This rank's shard of a global tensor, on the mesh's devices."""
+        return shard_of_rank(tensor, layout, self.mesh, self.coordinate).to(self.device).contiguous()
+
+    def local(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """This rank's shard of a global tensor, which may be a DTensor of another layout."""
+        if isinstance(tensor, DTensor):
+            return tensor.redistribute(placements=list(layout)).to_local()
+        return self.shard(tensor, layout)
+
+    def dtensor(self, local: Tensor, shape: Sequence[int], layout: Layout) -> DTensor:
+        """A DTensor of this global shape, of which this rank's shard is `local`."""
+        return as_dtensor(local, spec_of(shape, local.dtype, layout, self.device_mesh))
+
+    def distributed(self, tensor: Tensor, layout: Layout, *, from_first_rank: bool) -> DTensor:
+        """A global tensor as a DTensor, in new storage. A meta tensor becomes nan (0 for integers), so that a forgotten load shows.
+
+        from_first_rank: rank 0 sends its values to the others; otherwise every rank slices its own copy.
+        """
+        if tensor.is_meta:
+            shape, fill = self.local_shape(tuple(tensor.shape), layout), torch.nan if tensor.dtype.is_floating_point else 0
+            return self.dtensor(torch.full(shape, fill, dtype=tensor.dtype, device=self.device), tensor.shape, layout)
+        if from_first_rank:
+            # a copy: distribute_tensor keeps a replicated tensor as its own storage and receives the first rank's values in it
+            copied = tensor.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+            return distribute_tensor(copied, self.device_mesh, list(layout))
+        shard = shard_of_rank(tensor.detach(), layout, self.mesh, self.coordinate)
+        return self.dtensor(shard.to(self.device).clone(memory_format=torch.contiguous_format), tensor.shape, layout)
+
+    def placed(self, value: Tensor, held: Tensor) -> Tensor:
+        """A global tensor in the layout of a parameter or buffer; DTensors stay as they are."""
+        if isinstance(value, DTensor) or not isinstance(held, DTensor) or value.shape != held.shape:
+            return value
+        return self.dtensor(self.shard(value, tuple(held.placements)), value.shape, tuple(held.placements))
+
+
+def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mesh: DeviceMesh) -> DTensorSpec:
+    shape = torch.Size(shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(device_mesh, tuple(layout), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of this rank's local tensor, which must be as the spec says."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; another tensor itself."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def copy_with(model: nn.Module, replaced: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy of the module whose parameters and buffers are replaced by name (tied ones stay tied); the model stays unchanged."""
+    memo: dict[int, Any] = {}
+    for name, tensor in state_of_module(model).items():
+        if id(tensor) not in memo:
+            new = replaced(name, tensor)
+            is_new = isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_new else new
+    return copy.deepcopy(model, memo)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the module without storage, to be captured."""
+    return copy_with(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))

@@ -1,0 +1,225 @@
+"""Collectives are started early and waited for late, so that they run while the rank computes.
+
+Anchors (flow.py) keep their order. A lazy node is placed as late as its users allow, with two exceptions:
+
+    start                          it is placed as soon as its input is computed; a start that only fetches parameters is placed when its
+                                   link is idle and the live bytes up to its need stay within `limit`
+    wait that another start reads  it is placed as soon as the collective has ended by the estimate (flow.Pace)
+
+So gathers of parameters are prefetched one after another, and reductions of gradients run until the end of the pass. Where the buffers
+of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoshard.lower import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
+from autoshard.mesh import Mesh
+from autoshard.runtime.bucketing import bucket, reorder, with_inputs
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """One collective on the time line. Seconds are estimates, from the start of the pass."""
+
+    collective: str
+    axis: int
+    bytes: int  # largest buffer of a rank
+    joined: int  # how many collectives of the program were joined into it
+    what: str  # the node that reads its result
+    start: float
+    end: float
+    wait: float  # when the rank starts to wait for it
+
+    @property
+    def hidden(self) -> float:
+        """Seconds that overlap with compute."""
+        return max(0.0, min(self.end, self.wait) - self.start)
+
+
+def room(graphs: Iterable[fx.Graph], spare: float) -> float:
+    """The limit of live bytes for a new order: the largest peak of the step's passes as they are, plus `spare`."""
+    peaks = []
+    for graph in graphs:
+        *nodes, output = graph.nodes
+        peaks.append(max(live_bytes(nodes, output), default=0))
+    return max(peaks) + spare
+
+
+def scheduled(passes: Sequence[fx.GraphModule], pace: Pace, spare: float) -> list[tuple[Overlapped, ...]]:
+    """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow."""
+    limit = room([one.graph for one in passes], spare)
+    for one in passes:
+        bucket(one, pace, limit)
+    return [overlap(one, pace, limit) for one in passes]
+
+
+def overlap(graph_module: fx.GraphModule, pace: Pace, limit: float) -> tuple[Overlapped, ...]:
+    """Reorders the graph in place and returns its time line."""
+    schedule = _Schedule(graph_module.graph, pace, limit)
+    schedule.run()
+    reorder(graph_module.graph, [*schedule.order, schedule.output])
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return schedule.timeline()
+
+
+@dataclass(eq=False)
+class _Schedule:
+    graph: fx.Graph
+    pace: Pace
+    limit: float
+    order: list[fx.Node] = field(default_factory=list)
+    now: float = 0.0  # seconds of compute so far, waits included
+
+    def __post_init__(self) -> None:
+        *self.nodes, self.output = self.graph.nodes
+        self.flow = Flow.of(self.graph)
+        self.placed: set[fx.Node] = set()
+        self.began: dict[fx.Node, float] = {}
+        self.ends: dict[fx.Node, float] = {}
+        self.waited: dict[fx.Node, float] = {}
+        self.idle: dict[int, float] = {}  # when the link of an axis becomes free
+        at = self.flow.at
+        self.live = [now for node, now in zip(self.nodes, live_bytes(self.nodes, self.output), strict=True) if node in at]
+        by_need = sorted(self.flow.starts, key=self.flow.need.__getitem__)
+        self.fetches = deque(s for s in by_need if self.flow.ready[s] < 0)
+        self.ready_after: dict[int, list[fx.Node]] = {}
+        for start in self.flow.starts:
+            self.ready_after.setdefault(self.flow.ready[start], []).append(start)
+        self.waiting: list[fx.Node] = []  # starts whose input only lacks a collective that has not ended
+        self.running: dict[fx.Node, None] = {}  # collectives after the first anchor that began and were not waited for, oldest first
+        self.held = 0  # their bytes
+
+    def run(self) -> None:
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self._put(node)
+        for i, anchor in enumerate(self.flow.anchors):
+            self._start_ready(i)
+            self._fetch(i)
+            self._free(i)
+            for source in anchor.all_input_nodes:
+                self._need(source)
+            self._fetch(i)  # the anchor's waits may have freed a link
+            self._put(anchor)
+        self._start_ready(len(self.flow.anchors))
+        for node in self.output.all_input_nodes:
+            self._need(node)
+
+    def _start_ready(self, i: int) -> None:
+        """Starts the collectives whose input is computed; those that read another collective, when that has ended."""
+        still = []
+        for start in [*self.waiting, *(self.ready_after.get(i - 1, ()) if i else ())]:
+            before = self._unfinished(start)
+            if start not in self.placed and before is not None and before <= self.now:
+                self._need(start)
+            elif start not in self.placed:
+                still.append(start)
+        self.waiting = still
+
+    def _unfinished(self, start: fx.Node) -> float | None:
+        """When the collectives that this one reads have ended; None where one of them hasn't begun."""
+        latest, stack, seen = 0.0, list(start.all_input_nodes), set()
+        while stack:
+            node = stack.pop()
+            if node in self.placed or node in seen:
+                continue
+            seen.add(node)
+            if node.target is WAIT:
+                begun = node.args[0]
+                if begun not in self.placed:
+                    return None
+                latest = max(latest, self.ends[begun])  # type: ignore[index]
+                continue
+            if node in self.flow.at:
+                return None
+            stack.extend(node.all_input_nodes)
+        return latest
+
+    def _fetch(self, i: int) -> None:
+        """Starts the next gathers of parameters whose links are idle and whose bytes fit until they are needed."""
+        while self.fetches:
+            start = self.fetches[0]
+            if start not in self.placed:
+                need, held = self.flow.need[start], size(start)
+                busy = self.idle.get(self.pace.axis(start), 0.0) > self.now or (self._unfinished(start) or 0.0) > self.now
+                if busy or max(self.live[i:need], default=0) + held > self.limit:
+                    return  # those behind it are needed later
+                self.live[i:need] = [now + held for now in self.live[i:need]]
+                self._need(start)
+            self.fetches.popleft()
+
+    def _free(self, i: int) -> None:
+        """Waits for the oldest reductions while their buffers do not fit."""
+        for start in list(self.running):
+            if self.live[i] + self.held <= self.limit:
+                return
+            for user in start.users:
+                self._need(user)
+                self._add_up(user, i)
+
+    def _add_up(self, wait: fx.Node, i: int) -> None:
+        """Adds what a collective has reduced to its sum, where nothing else is missing, so that its bytes are free."""
+        stack = list(wait.users)
+        while stack:
+            node = stack.pop()
+            if node.target is ADD and self.flow.ready[node] < i:
+                self._need(node)
+            elif node not in self.flow.at and node is not self.output:
+                stack.extend(node.users)
+
+    def _need(self, node: fx.Node) -> None:
+        """Places a node, and before it everything that it reads."""
+        for missing in with_inputs(node, self.placed):
+            self._put(missing)
+
+    def _put(self, node: fx.Node) -> None:
+        self.placed.add(node)
+        self.order.append(node)
+        if node.target in STARTS:
+            axis = self.pace.axis(node)
+            self.began[node] = max(self.now, self.idle.get(axis, 0.0))
+            self.ends[node] = self.idle[axis] = self.began[node] + self.pace.collective(node)
+            if self.flow.ready[node] >= 0:
+                self.running[node] = None
+                self.held += largest_buffer(node)
+        elif node.target is WAIT and node.args[0] in self.ends:
+            start = node.args[0]
+            self.waited[start] = self.now  # type: ignore[index]
+            self.now = max(self.now, self.ends[start])  # type: ignore[index]
+            if start in self.running:
+                del self.running[start]  # type: ignore[arg-type]
+                self.held -= largest_buffer(start)  # type: ignore[arg-type]
+        else:
+            self.now += self.pace.compute(node)
+
+    def timeline(self) -> tuple[Overlapped, ...]:
+        rows = []
+        for start, began in self.began.items():
+            reader = next((user for wait in start.users for user in wait.users), self.output)
+            kind, axis, end = STARTS[start.target], self.pace.axis(start), self.ends[start]  # type: ignore[index]
+            joined = len(start.meta.get("members", (0,)))
+            rows.append(Overlapped(kind, axis, largest_buffer(start), joined, reader.name, began, end, self.waited.get(start, end)))
+        return tuple(rows)
+
+
+def described(timelines: Mapping[str, Sequence[Overlapped]], mesh: Mesh) -> str:
+    """The time line as text: a row per collective, in order of their starts, and how much of each pass is hidden."""
+    lines = []
+    for name, rows in timelines.items():
+        total, hidden = sum(row.end - row.start for row in rows), sum(row.hidden for row in rows)
+        share = f", {hidden / total:.0%} of {total * 1e3:.3f} ms beside compute" if total else ""
+        lines.append(f"{name}: {len(rows)} collectives for {sum(row.joined for row in rows)} of the plan{share} (estimated)")
+        for row in sorted(rows, key=lambda row: row.start):
+            joined = f" x{row.joined}" if row.joined > 1 else ""
+            lines.append(
+                f"  {row.start * 1e3:9.3f} - {row.end * 1e3:9.3f} ms, waited for at {row.wait * 1e3:9.3f}: "
+                f"{row.collective}{joined} {mesh.axes[row.axis].name}, {row.bytes / 1e3:.1f} kB, for {row.what}"
+            )
+    return "\n".join(lines)

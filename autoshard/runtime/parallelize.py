@@ -1,0 +1,319 @@
+"""Runs a plan: makes a trainable module of a model, a plan and a device mesh.
+
+graph   = replay(solution, capture(model, inputs))    the program of one call, captured when the module is first called
+program = lower(graph, solution.layouts)              the program that every rank runs
+graphs  = trace(program)                              this rank's forward and backward as fx graphs
+module  = a copy of the model with DTensor parameters, whose forward and backward run those graphs
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.capture import Returned, capture_module, constants, deep_enough, filled, input_names, listed, state_of
+from autoshard.graph import Graph, is_without_dropout
+from autoshard.layout import Layout, parse, replicated
+from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
+from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import absent, agree, agreed, grouped, join, limit_waiting, of_first_rank, patiently
+from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.distribute import Where, copy_with, on_meta
+from autoshard.runtime.gpus import check_gpus, use_gpu
+from autoshard.runtime.microbatches import step_moves, with_sums
+from autoshard.runtime.module import ParallelModule, Runner, attach, parallel_class
+from autoshard.runtime.overlap import scheduled
+from autoshard.runtime.programs import parallelize_programs
+from autoshard.runtime.same_order import compare, of_graph
+from autoshard.runtime.traced_call import TracedCall
+from autoshard.solution import ProgramsSolution, Solution, of_one_microbatch, replay
+
+
+def parallelize(
+    model: nn.Module | Mapping[str, nn.Module],
+    solution: Solution | ProgramsSolution,
+    device_mesh: DeviceMesh,
+    *,
+    example_inputs: Any = None,
+    from_first_rank: bool = True,
+    pad: Mapping[str, float] | None = None,
+    timeout: float = 50.0,
+) -> nn.Module:
+    """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
+
+    The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
+    plan. Call it like the model, with tensors of the planned global shape, the same on every rank, or with DTensors:
+    `shard_inputs(batch)` makes them from global inputs of any shape, `shard_inputs(batch, local=True)` from this rank's shards. Replicated
+    results are plain tensors, all others DTensors. Hooks on submodules and calls of submodules are refused: the plan's graph runs instead.
+    A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls. With several
+    microbatches, iterate `model.microbatches(batch)` for a step: a call outside of it is a step of its own.
+
+    from_first_rank: all ranks use rank 0's parameters (False: all ranks hold the same ones already). The parameters of a model on the meta
+    device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
+    answer counts as lost. example_inputs: capture now instead of with the first call.
+
+    A plan of several programs gives one module with one set of parameters, a `ProgramsModule`: `module.program("generate")` runs that
+    program, `with module.switched("generate"):` lets the module itself run it. model: one for all programs, or one by program's name.
+    example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape.
+
+    ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
+    """
+    if isinstance(solution, ProgramsSolution):
+        return parallelize_programs(
+            model, solution, device_mesh, example_inputs=example_inputs, from_first_rank=from_first_rank, pad=pad or {},
+            timeout=timeout, parallel_module=parallel_module,
+        )  # fmt: skip
+    if isinstance(model, Mapping) or pad is not None:
+        raise ValueError("the plan is of one program; give one model, and no values to pad with")
+
+    where = Where.on(solution.mesh, device_mesh)
+
+    def placed(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return where.distributed(tensor, layout, from_first_rank=from_first_rank)
+
+    sharded = parallel_module(model, solution, where, placed, timeout)
+    if example_inputs is not None:
+        sharded._runner.prepare(sharded, example_inputs)
+    return sharded
+
+
+def parallel_module(
+    model: nn.Module,
+    solution: Solution,
+    where: Where,
+    placed: Callable[[str, torch.Tensor, Layout], torch.Tensor],
+    timeout: float,
+) -> ParallelModule:
+    """As `parallelize`, with parameters and buffers made by `placed(name, tensor, layout)`; the ranks of `where` call this."""
+    agree(_complaint(model, solution, where), "comparing plan, model and mesh", where.group, solution.digest)
+    if where.device.type == "cuda":
+        check_gpus()
+    limit_waiting(where.device_mesh, timeout)
+    layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
+    replicate = replicated(len(solution.mesh.axes))
+    with deep_enough(model):
+        sharded: Any = copy_with(model, lambda name, tensor: placed(name, tensor, layouts.get(name, replicate)))
+        captured = _as_planned(on_meta(model), solution)
+    names, signature = partial(input_names, captured), inspect.signature(type(model).forward)
+    planned = {name: layouts[name] for name in solution.inputs if name in layouts}
+    inputs = CallInputs(where, listed, filled, names, signature, planned, solution.inputs)
+    frozen = frozenset(name for name, p in captured.named_parameters(remove_duplicate=False) if solution.training and not p.requires_grad)
+    runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
+    attach(sharded, parallel_class(type(model)), solution.digest, runner=runner)
+    return sharded
+
+
+def _as_planned(model: nn.Module, solution: Solution) -> nn.Module:
+    """The model with a gradient for every parameter that the plan trains, also where the parameter is frozen now."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if f"gradient:{name}" in solution.results:
+            parameter.requires_grad_(True)
+    return model
+
+
+class OnMesh(Protocol):
+    """A plan, of one program or several, or a pipeline."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """All its devices."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of what ranks run of it."""
+
+
+def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
+    """The device mesh of a plan or a pipeline on the processes that torchrun (or another launcher) started; every rank calls this.
+
+    backend: where torch sees GPUs, nccl for them and gloo for objects and asynchronous checkpoints; else gloo. A process group that exists
+    already is used. With nccl each rank uses a GPU of its own. timeout: seconds within which all ranks must call; give more where they are
+    started far apart. ValueError, the same on every rank, when their number isn't the plan's, or where there are more ranks than GPUs on
+    a host, or where their plans differ; RankLost where one does not call.
+    """
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    cuda = "nccl" in backend
+    try:
+        formed = join(backend, timeout)
+    except ValueError as error:
+        n = solution.mesh.num_devices
+        raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
+    lost = absent(timeout) if formed else None
+    agree(_wrong_number(solution), "comparing the plans", plan=solution.digest, lost=lost)  # another mesh would make other groups
+    if cuda:
+        use_gpu()
+    return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
+
+
+def _wrong_number(solution: OnMesh, group: dist.ProcessGroup | None = None) -> str | None:
+    n, mesh = solution.mesh.num_devices, "x".join(map(str, solution.mesh.shape))
+    if dist.get_world_size(group) == n:
+        return None
+    return f"{dist.get_world_size(group)} ranks run, but the plan is for {n} on a mesh of {mesh}; start {n} ranks or plan for another mesh"
+
+
+def _complaint(model: nn.Module, solution: Solution, where: Where) -> str | None:
+    """Why the plan can't run on this model and mesh, as far as that is known before the first call; None where it can."""
+    planned = "x".join(map(str, solution.mesh.shape))
+    if (wrong := _wrong_number(solution, where.group)) is not None:
+        return wrong
+    if tuple(where.device_mesh.shape) != solution.mesh.shape:
+        actual = "x".join(map(str, where.device_mesh.shape))
+        return f"the device mesh is {actual}, but the plan is for a mesh of {planned}; make a mesh of that shape or plan again"
+    held = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in solution.parameters if name not in held]
+    extra = [name for name, p in held.items() if name not in solution.parameters and p.requires_grad and solution.training]
+    if missing:
+        return f"the solution is of another model: it has {missing[0]!r} and {len(missing) - 1} more that this model lacks; plan this model"
+    if extra:
+        return f"the solution is of another model: it lacks {extra[0]!r} and {len(extra) - 1} more of this model; plan this model"
+    for name, row in solution.parameters.items():
+        if tuple(row["shape"]) != tuple(held[name].shape):
+            return f"parameter {name!r} has shape {tuple(held[name].shape)}, planned was {tuple(row['shape'])}; plan this model"
+        if row["dtype"] != str(held[name].dtype).removeprefix("torch."):
+            return f"parameter {name!r} is {held[name].dtype}, planned was {row['dtype']}; plan this model"
+    return None
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The program of one kind of call, as the first rank captures it for all."""
+
+    graph: Graph
+    step: Graph  # with the kept copies and sums of a plan with microbatches; otherwise the same
+    returned: Returned
+    constants: dict[str, torch.Tensor]  # that the program reads beside parameters, buffers and inputs
+    drops: bool = True  # False: it is a training mode's program, to be run without dropout
+
+
+UNLIKE = "its eval mode is not its training mode without dropout, so that it is another program: plan both as programs (docs/programs.md)"
+
+
+class _Builder:
+    """Builds the graphs for one kind of call."""
+
+    def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
+        self.model, self.solution, self.inputs, self.where = model, solution, inputs, inputs.where
+        self.patiently = partial(patiently, self.where.device_mesh, timeout)
+
+    def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
+        where = self.where
+        with self.patiently(), torch.inference_mode(False):  # the graphs of a call in inference mode may train later
+            on_meta = filled(inputs, on_meta)
+            resized = self.inputs.resized(on_meta)
+            captured = of_first_rank(lambda: self._shared(on_meta, modes, resized), "capturing the model", where.group)
+
+            def in_words(error: Exception) -> str:
+                return _too_odd(resized, str(error)) if resized else str(error)
+
+            with torch.autocast(where.device.type, enabled=False):  # its casts are in the captured program
+                step = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
+            passes = step.present.items()
+            compare({which: (where.coordinate, of_graph(one.graph, where.groups.names)) for which, one in passes}, where.group)
+        return step
+
+    def _shared(self, inputs: Any, modes: Sequence[bool], resized: str) -> _Captured:
+        """The program of the call. The first rank captures it for all ranks, because a capture takes seconds and ranks may share a machine.
+
+        A plan is of a model in training mode or in eval mode. Where the two differ by dropout only, eval mode runs the training
+        mode's program without dropout. ValueError where it doesn't fit the plan.
+        """
+        program, reasons, graph = self._captured(inputs, modes)
+        if reasons and not modes[0]:
+            other, rest, with_dropout = self._captured(inputs, [True] * len(modes))
+            if not rest and is_without_dropout(graph, with_dropout):
+                program, reasons = replace(other, drops=False), ()
+            elif not rest:
+                reasons = (*reasons, UNLIKE)
+        _check_shareable(program.returned)
+        if reasons:
+            raise ValueError(self._misfit("; ".join(reasons), resized))
+        return program
+
+    def _misfit(self, reasons: str, resized: str) -> str:
+        if resized:
+            return _too_odd(resized, reasons)
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.solution.training and (extra := sorted(name for name in trained if f"gradient:{name}" not in self.solution.results)):
+            reasons += f"; {extra[0]} and {len(extra) - 1} more require a gradient that the plan does not have"
+        if torch.is_autocast_enabled(self.where.device.type):
+            reasons += "; this call is made under torch.autocast, so the plan must be, too"
+        return f"the solution is of another model: {reasons}; plan this model"
+
+    def _captured(self, inputs: Any, modes: Sequence[bool]) -> tuple[_Captured, tuple[str, ...], Graph]:
+        """The program with the modules of the model in these modes, the reasons why the plan does not fit it, and the model's graph."""
+        for part, mode in zip(self.model.modules(), modes, strict=True):
+            part.training = mode
+        with torch.enable_grad():  # also where the call itself is made without gradients
+            captured = capture_module(self.model, inputs, training=self.solution.training, precision=self.solution.precision)
+        assert captured.returned is not None, "a module was captured, not a graph"
+        plan = replay(self.solution, captured.graph)
+        graph, held = plan.microbatch or plan.graph, constants(captured.fx_graph)
+        return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits, captured.graph
+
+    def _step(self, captured: _Captured) -> TracedCall:
+        graph, solution, where = captured.graph, self.solution, self.where
+        program = lower(graph, *of_one_microbatch(solution), where.mesh, device=where.device.type)
+        graphs = trace(program, graph, where.groups, where.coordinate, where.device.type, drops=captured.drops)
+        moves = None
+        if solution.microbatches > 1:
+            graphs = with_sums(graphs, solution.accumulation_dtype)
+            moves = step_moves(solution, captured.step, where)
+        shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
+        shards = {name: where.shard(value, graphs.slots[name].layout).clone() for name, value in captured.constants.items()}
+        call = TracedCall(graphs, graphs.inference(), shapes, captured.returned, shards, where, self.patiently, moves)
+        if program.is_even:  # else ranks would choose different orders, as their shards differ in size
+            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare_bytes(solution))
+            call.timelines = dict(zip(call.present, rows, strict=True))
+        return call
+
+
+def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules.
+
+    held: the constants of the captured fx graph. ValueError where a tensor has no values.
+    """
+    state = state_of_module(model)
+    values = {}
+    for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
+        value, tensor = held.get(name, attribute_of(model, name)), graph.tensor((graph.index[name], 0))
+        if value is None and (graph.index[name], 0) not in graph.users:
+            value = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))  # no op reads it
+        if value is None:
+            raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
+        values[name] = value.detach().cpu()
+    return values
+
+
+def _too_odd(resized: str, reasons: str) -> str:
+    return f"this batch can't be sharded as planned: {resized}, so {reasons}; pad or drop rows until its dims divide as the planned ones do"
+
+
+def _check_shareable(returned: Returned) -> None:
+    """ValueError where the structure of the results can't be pickled: the first rank sends it to the others."""
+    try:
+        pickle.dumps(returned)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the model returns something that can't be sent to other ranks ({error}); define its class at the top of a module, "
+            "or return tensors, tuples, lists and dicts"
+        ) from error
+
+
+def spare_bytes(solution: Solution) -> float:
+    """By how much overlapping may raise the peak: by 5 %, so that the plan's figure stays true, or by half a megabyte, which matters
+    in test models only; never beyond the plan's memory limit."""
+    if not math.isfinite(solution.peak_bytes):
+        return 0.0
+    limit = solution.memory_limit
+    return min(max(0.05 * solution.peak_bytes, 5e5), max(limit - solution.peak_bytes, 0.0) if limit else math.inf)

@@ -1,0 +1,237 @@
+"""Predictions of training runs: against published ones, and the laws that any prediction obeys."""
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.cost.devices import (
+    DEVICE_CONSTANTS,
+    MEMORY_CONSTANTS,
+    STACK_CONSTANTS,
+    device_constants,
+    known_stacks,
+)
+from autoshard.cost.kernels import Ring, overlapped
+from autoshard.launch import peak_memory
+from autoshard.launch.blocks_of_stages import stages
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.step_time import EFFECTS, step_seconds
+from autoshard.mesh import DEVICE_FILES, known_devices
+from benchmarks.published import chance_to_fit, constants_of, fits, interval, predicted_seconds, runs_of, tokens_per_second
+
+HERE = Path(__file__).parent
+RUNS = HERE / "data" / "runs" / "runs.csv"
+SCRIPT = HERE.parent / "benchmarks" / "published_runs.py"
+RATES = ("peak16", "peak8", "peak4", "memory_bandwidth", "link_bandwidth", "matmul16", "attention", "memory", "link", "network")
+
+
+def rows() -> list[dict[str, str]]:
+    with RUNS.open(newline="") as file:
+        return [{**row, "gpu": {"h100tt": "h100_500w"}.get(row["gpu"], row["gpu"])} for row in csv.DictReader(file)]
+
+
+def peak_bytes(runs: TrainingRuns) -> np.ndarray:
+    return peak_memory.peak_bytes(runs, constants_of(runs))
+
+
+def recipe(**changes: object) -> TrainingRuns:
+    row = {
+        "src": "nanotron", "gpu": "h100", "L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 32, "head_dim": 64, "vocab": 131072,
+        "tied": 1, "gated": 1, "pos": 0, "seq": 4096, "mbs": 2, "ga": 8, "dp": 4, "shard": 4, "zero": 1, "tp": 2, "sp": 1, "pp": 1,
+        "vp": 1, "cp": 1, "rc": "none", "prec": "bf16",
+        "rowwise": 0, "mx": 0, "fused": 0, "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
+    }  # fmt: skip
+    return runs_of([{**row, **changes}])
+
+
+def published(*arguments: str) -> dict:
+    code = [sys.executable, str(SCRIPT), str(RUNS), "--json", *arguments]
+    environment = {"PYTHONPATH": f"{HERE.parent}", "OMP_NUM_THREADS": "1"}
+    return json.loads(subprocess.run(code, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_the_keys_that_scripts_read():
+    record = published()
+    assert {"sources", "mean_of_means", "unfitted_mean_of_means", "inexpressible"} <= set(record)
+    assert set(record["sources"]) == {"torchtitan", "llmfoundry", "simumax", "nemo", "nanotron", "vtrain_single"}
+    for row in record["sources"].values():
+        assert {"n", "mean", "median", "p90", "bias", "rank", "memory", "fits_right"} <= set(row)
+        assert set(row["memory"]) == {"n", "median"} and row["n"] >= 5
+    assert set(record["few_rows"]) == {"mcore"}  # two rows
+    assert record["set_apart"]["nanotron"]["n"] == 2  # of the old pipeline code
+    assert record["sources"]["nanotron"]["fits_right"] is not None and record["sources"]["simumax"]["fits_right"] is None
+    assert record["mean_of_means"] == pytest.approx(np.mean([row["mean"] for row in record["sources"].values()]))
+    assert record["mean_of_means"] < 0.15 and record["unfitted_mean_of_means"] < 0.25
+    assert published("--source", "simumax", "--limit", "2")["few_rows"]["simumax"]["n"] == 2
+    crashed = published("--source", "oom_nanotron")
+    assert crashed["few_rows"]["nanotron"]["n"] == 0 and crashed["few_rows"]["nanotron"]["fits_right"] is not None
+    assert crashed["mean_of_means"] is None
+
+
+def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):
+    table = list(csv.reader(RUNS.open(newline="")))
+    names, first = table[0], table[1]
+    changes = ({"gpu": "v100"}, {"prec": "int8"}, {"rc": "some"}, {"ep": "8"}, {"tp": "3"}, {"mbs": ""})
+    broken = [[changed.get(name, value) for name, value in zip(names, first)] for changed in changes]
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([names, first, *broken])
+    code = [sys.executable, str(SCRIPT), str(path), "--json"]
+    environment = {"PYTHONPATH": f"{HERE.parent}", "OMP_NUM_THREADS": "1"}
+    record = json.loads(subprocess.run(code, check=True, capture_output=True, text=True, env=environment).stdout)
+    assert record["inexpressible"] == {
+        "device v100 has no constants": 1,
+        "precision int8": 1,
+        "recomputation some": 1,
+        "experts": 1,
+        "degrees do not multiply to the number of devices": 1,
+        "no mbs": 1,
+    }
+    assert record["few_rows"]["torchtitan"]["n"] == 1
+
+
+def test_every_device_and_stack_has_its_constants_with_a_source_and_few_of_them():
+    assert len(DEVICE_CONSTANTS) <= 15 and len(STACK_CONSTANTS) <= 6 and len(MEMORY_CONSTANTS) <= 6
+    for name in known_devices():
+        constants = json.loads((DEVICE_FILES / f"{name}.json").read_text())["constants"]
+        assert set(constants) == set(DEVICE_CONSTANTS)
+        assert all(one["source"] and one["published"] >= 0 for one in constants.values())
+    stacks = json.loads((DEVICE_FILES / "stacks.json").read_text())
+    assert set(stacks) == set(known_stacks()) and "other" in stacks
+    for stack in stacks.values():
+        assert set(stack["constants"]) == set(STACK_CONSTANTS) and set(stack["memory"]) == set(MEMORY_CONSTANTS)
+    with pytest.raises(ValueError, match="no constants of device 'h101'; known are a100"):
+        device_constants(["h101"])
+
+
+def test_all_runs_at_once_and_one_by_one_are_the_same():
+    runs = runs_of(rows())
+    together, bytes = predicted_seconds(runs), peak_bytes(runs)
+    for i in range(0, len(runs), 7):
+        one = runs[np.array([i])]
+        assert predicted_seconds(one)[0] == together[i] and peak_bytes(one)[0] == bytes[i]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_faster_device_is_never_slower(name):
+    runs = runs_of(rows())
+    constants = constants_of(runs)
+    faster = replace(constants, device=replace(constants.device, **{name: getattr(constants.device, name) * 1.5}))
+    assert (step_seconds(runs, faster) <= step_seconds(runs, constants) * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_every_effect_takes_time_somewhere(effect):
+    runs = runs_of(rows())
+    constants = constants_of(runs)
+    without, seconds = step_seconds(runs, replace(constants, without=frozenset({effect}))), step_seconds(runs, constants)
+    beside = 1e-4 if effect == "imbalance" else 1e-12  # a longer last backward of a slower stage hides more of the gradients' reduction
+    assert (without <= seconds * (1 + beside)).all()
+    if effect != "context parallel":  # no run of the file has sharded contexts whose transfers are longer than attention
+        assert (without < seconds * 0.9999).any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.sampled_from([1, 2, 4]), microbatches=st.sampled_from([1, 4, 16]), tensor=st.sampled_from([1, 2, 8, 16]),
+    pipeline=st.sampled_from([1, 2, 4]), data=st.sampled_from([1, 4]), zero=st.sampled_from([0, 1, 3]),
+    recompute=st.sampled_from(["none", "selective_op", "full"]),
+)  # fmt: skip
+def test_more_work_takes_longer_and_more_memory(batch, microbatches, tensor, pipeline, data, zero, recompute):
+    shard = data if zero else 1
+    flags = dict(tp=tensor, pp=pipeline, dp=data, shard=shard, zero=zero, rc=recompute)
+    one = recipe(mbs=batch, ga=microbatches, **flags)
+    seconds, bytes = predicted_seconds(one)[0], peak_bytes(one)[0]
+    assert math.isfinite(seconds) and seconds > 0 and bytes > 0
+    for more in (dict(mbs=2 * batch), dict(ga=2 * microbatches), dict(L=32), dict(seq=8192)):
+        larger = recipe(**{"mbs": batch, "ga": microbatches, **flags, **more})
+        assert predicted_seconds(larger)[0] > seconds and peak_bytes(larger)[0] >= bytes
+    nothing = recipe(mbs=batch, ga=microbatches, **{**flags, "rc": "none"})
+    assert predicted_seconds(nothing)[0] <= seconds and peak_bytes(nothing)[0] >= bytes * (1 - 1e-12) or recompute == "none"
+
+
+def test_overlap_is_between_the_longer_and_the_sum():
+    a, b = np.array([0.0, 1.0, 2.0]), np.array([3.0, 1.0, 0.0])
+    for p in (1.0, 3.0, 8.0):
+        both = overlapped(a, b, p)
+        assert (both >= np.maximum(a, b)).all() and (both <= a + b + 1e-12).all()
+    assert overlapped(a, b, 1.0) == pytest.approx(a + b)
+
+
+def test_a_ring_within_a_node_has_the_nodes_link_and_beyond_it_the_adapters():
+    constants = constants_of(recipe())
+    size, per_node, network = np.array([8.0]), np.array([8.0]), np.array([5e10])
+    inside = Ring.over(size, np.array([1.0]), per_node, network, constants.device, constants.stack)
+    between = Ring.over(size, np.array([8.0]), per_node, network, constants.device, constants.stack)
+    assert inside.nodes == 1 and between.nodes == 8
+    assert inside.bandwidth == constants.device.link_bandwidth * constants.device.link
+    assert between.bandwidth < 5e10 < inside.bandwidth
+    alone = Ring.over(np.array([1.0]), np.array([1.0]), per_node, network, constants.device, constants.stack)
+    assert alone.gather(1e9) == 0 and alone.all_reduce(1e9) == 0
+
+
+def test_stages_hold_all_blocks_and_are_balanced_by_cost_where_the_launcher_does_so():
+    runs = recipe(L=16, pp=4)
+    even, by_cost = stages(runs, np.array([False])), stages(runs, np.array([True]))
+    assert (even.first[0], even.last[0], even.largest[0]) == (4, 4, 4)
+    # Head 131072 * 2048 = 4 blocks of 67e6: 20 units over four stages, five each, the last one block and the head.
+    assert (by_cost.first[0], by_cost.last[0], by_cost.largest[0]) == (5, 1, 5)
+
+
+def test_the_block_that_exceeds_the_share_of_a_stage_is_still_on_it():
+    """nanotron's build_model. 28 blocks of 113e6 and a head of 3.56: 15.8 each; the step measured on 2 stages is that of 16 blocks."""
+    counts = {}
+    for p in (2, 4, 8):
+        split = stages(recipe(L=28, h=3072, ffn=8192, heads=32, kv=32, head_dim=96, vocab=131072, pp=p), np.array([True]))
+        counts[p] = (split.first[0], split.last[0], split.largest[0])
+    assert counts == {2: (16, 12, 16), 4: (8, 4, 8), 8: (4, 0, 4)}
+
+
+def test_a_pipeline_takes_as_long_as_the_microbatches_on_its_slowest_stage_and_one_on_the_others():
+    runs = recipe(L=28, pp=4, ga=4, src="nanotron")
+    more = recipe(L=28, pp=4, ga=5, src="nanotron")
+    slowest = predicted_seconds(more) - predicted_seconds(runs)  # another microbatch costs what the slowest stage takes
+    even = predicted_seconds(recipe(L=28, pp=1, ga=1, src="nanotron"))
+    assert slowest > 0.9 * even / 4
+
+
+def test_what_fits():
+    small, large = recipe(mbs=1), recipe(mbs=64)
+    assert fits(small, peak_bytes(small)).all() and not fits(large, peak_bytes(large)).any()
+    assert chance_to_fit(small, peak_bytes(small))[0] > 0.99 > 0.1 > chance_to_fit(large, peak_bytes(large))[0]
+    one = recipe(L=4, pp=4, mbs=1)
+    assert not fits(one, peak_bytes(one)).any()  # no block is left for one of the stages
+
+
+def test_an_interval_contains_its_prediction_and_widens():
+    runs = runs_of(rows())
+    seconds = predicted_seconds(runs)
+    low, high = interval(runs, seconds)
+    lower, higher = interval(runs, seconds, 0.95)
+    assert (low < high).all() and (lower <= low).all() and (higher >= high).all()
+    with pytest.raises(ValueError, match="a share 1.5"):
+        interval(runs, seconds, 1.5)
+
+
+def test_tokens_per_second_are_per_device():
+    runs = recipe(mbs=2, ga=8, dp=4, tp=2)
+    assert tokens_per_second(runs, np.array([1.0]))[0] == 2 * 8 * 4 * 4096 / 8
+
+
+def test_a_table_without_a_column_is_refused():
+    row = {name: value for name, value in rows()[0].items() if name != "tp"}
+    with pytest.raises(ValueError, match="has no column 'tp'"):
+        runs_of([row])
+    with pytest.raises(ValueError, match="column 'h' has a value that is no number"):
+        runs_of([{**rows()[0], "h": "wide"}])
+    assert set(runs_of(rows()).values) >= {"stack", "tensor", "pipeline"}

@@ -1,0 +1,100 @@
+"""The kernels of a recipe's block are those of the captured graph under its pinned scheme: matmul and attention FLOPs, and the collectives
+of the tensor parallel axis with their bytes. A block is the difference of a model with three blocks and one with two."""
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+
+from autoshard.baselines import baselines
+from autoshard.capture.module import capture
+from autoshard.cost import op_flops
+from autoshard.graph import Graph
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.step_time import matmul_shapes
+from autoshard.layout import local_shape, text
+from autoshard.mesh import Mesh
+from autoshard.strategies import candidates
+from benchmarks.published import TABLE, runs_of
+from models import llama
+
+WIDTH, HIDDEN, HEADS, KEYS, SEQ, BATCH, ITEMSIZE = 64, 128, 8, 4, 32, 2, 2
+MATMULS = ("aten.mm.default", "aten.linear.default", "aten.bmm.default", "aten.addmm.default")
+
+
+def recipe(tensor: int, sequence_parallel: bool) -> TrainingRuns:
+    row = {
+        "src": "other", "gpu": "h100", "L": 1, "h": WIDTH, "ffn": HIDDEN, "heads": HEADS, "kv": KEYS, "head_dim": WIDTH // HEADS,
+        "vocab": 64, "tied": 0, "gated": 1, "pos": 0, "seq": SEQ, "mbs": BATCH, "ga": 1, "dp": 1, "shard": 1, "zero": 0, "tp": tensor,
+        "sp": int(sequence_parallel), "pp": 1, "vp": 1, "cp": 1, "rc": "none", "prec": "bf16", "rowwise": 0, "mx": 0, "fused": 0,
+        "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
+    }  # fmt: skip
+    assert set(row) == set(TABLE.values())
+    return runs_of([row])
+
+
+@cache
+def graph_of(layers: int) -> Graph:
+    module, inputs = llama.build(
+        layers=layers, heads=HEADS, kv_heads=KEYS, width=WIDTH, hidden=HIDDEN, vocab=64, batch=BATCH, seq=SEQ, loss=True, dtype="bfloat16"
+    )
+    return capture(module, inputs, training=True)
+
+
+@cache
+def pins_of(layers: int, tensor: int) -> dict:
+    graph, mesh = graph_of(layers), Mesh.from_bandwidths((tensor,))
+    return {b.name: b.pins for b in baselines(graph, mesh, candidates(graph, mesh))}
+
+
+@cache
+def counted(layers: int, tensor: int, scheme: str) -> Counter:
+    """FLOPs by kind and direction, and (direction, collective, bytes): count of the tensor parallel axis' collectives."""
+    graph, mesh, pins = graph_of(layers), Mesh.from_bandwidths((tensor,)), pins_of(layers, tensor)[scheme]
+    total: Counter = Counter()
+    moved = set()
+    for op in graph.ops:
+        if op.is_placeholder:
+            continue
+        pin, direction = pins[op.name], "backward" if op.backward else "forward"
+        kind = "matmul" if op.target in MATMULS else "attention" if "attention" in op.target else ""
+        if kind:
+            ins = [(local_shape(graph.tensor(v).shape, pin.inputs[a], mesh), graph.tensor(v).dtype) for a, v in enumerate(op.inputs)]
+            outs = [o and (local_shape(o.shape, pin.outputs[k], mesh), o.dtype) for k, o in enumerate(op.outputs)]
+            total[kind, direction] += op_flops(op.target, ins, outs)
+        for a, (producer, k) in enumerate(op.inputs):
+            source = graph.ops[producer]
+            before, after = text(pins[source.name].outputs[k])[0], text(pin.inputs[a])[0]
+            if before + after in ("PS", "SR", "PR") and (producer, k, after) not in moved and graph.tensor((producer, k)).shape:
+                moved.add((producer, k, after))  # one collective serves all readers
+                bytes = int(np.prod(graph.tensor((producer, k)).shape)) * ITEMSIZE
+                total[direction, before + after, bytes] += 1
+    return total
+
+
+def block(tensor: int, scheme: str) -> Counter:
+    three, two = counted(3, tensor, scheme), counted(2, tensor, scheme)
+    return Counter({key: three[key] - two[key] for key in three | two if three[key] != two[key]})
+
+
+@pytest.mark.parametrize("scheme", ["megatron", "megatron_sp"])
+@pytest.mark.parametrize("tensor", [2, *(pytest.param(t, marks=pytest.mark.slow) for t in (1, 4))])
+def test_a_block_has_the_flops_of_the_captured_graph(tensor, scheme):
+    flops, runs = block(tensor, scheme), recipe(tensor, scheme == "megatron_sp")
+    forward = sum(2 * float(m[0]) * float(k[0]) * float(n[0]) for m, k, n in matmul_shapes(runs))
+    assert flops["matmul", "forward"] == forward
+    assert flops["matmul", "backward"] == 2 * forward
+    causal = 2 * float(runs.tokens[0]) * SEQ * WIDTH / tensor
+    assert flops["attention", "forward"] == 2 * causal  # the graph counts the masked half too
+    assert flops["attention", "backward"] == 2.5 * 2 * causal
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_block_has_the_collectives_of_the_captured_graph(tensor):
+    residual = BATCH * SEQ * WIDTH * ITEMSIZE
+    plain = {key: n for key, n in block(tensor, "megatron").items() if key[0] in ("forward", "backward")}
+    assert plain == {("forward", "PR", residual): 2, ("backward", "PR", residual): 2}
+    sequence = {key: n for key, n in block(tensor, "megatron_sp").items() if key[0] in ("forward", "backward")}
+    # The step counts two gathers more in the backward: the graph keeps its column matmuls' gathered inputs, Megatron gathers them again.
+    assert sequence == {(direction, kind, residual): 2 for direction in ("forward", "backward") for kind in ("PS", "SR")}
