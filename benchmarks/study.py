@@ -54,7 +54,7 @@ def run(name: str, words: list[str]) -> dict:
     """The rows of a study with its totals; they are printed as they come."""
     study = study_called(name)
     given = asked(study, words)
-    rows, before = [], ""
+    rows, before = [], []
     for case, what in study.cases(given).items():
         if not any(part in case for part in given.only):
             continue
@@ -68,8 +68,8 @@ def run(name: str, words: list[str]) -> dict:
             rows.append({"case": case, **study.judged(row, what, given)})
             shown = lines(rows[-1])
             if not given.json:
-                print("\n".join(shown[1:] if shown[0] == before else shown), flush=True)
-            before = shown[0]
+                print("\n".join(shown[1:] if shown[0].split() == before else shown), flush=True)
+            before = shown[0].split()
     if not rows:
         print(f"{name}: there is no case in {given.data} with {' or '.join(given.only) or 'any name'}", file=sys.stderr)
         return {"rows": [], "ok": False}
