@@ -62,6 +62,7 @@ from autoshard.lower.unsharded import materialized, run_unsharded
 from autoshard.mesh import Mesh
 from benchmarks import strangers
 from benchmarks.strangers import STRANGERS
+from benchmarks.study import plain, table
 from benchmarks.trained_steps import FAST, trained
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,14 +118,7 @@ def ran(module, example_inputs, training: bool, draws: bool = False) -> dict:
     mesh = Mesh.from_bandwidths((RANKS,), device="cpu", **FAST)
     solution = api.plan(module, example_inputs, mesh, training=training, baselines=False)
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            mp.get_context("fork").Process(target=_rank, args=(rank, folder, module, example_inputs, solution, draws))
-            for rank in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+        mp.start_processes(_rank, args=(folder, module, example_inputs, solution, draws), nprocs=RANKS, start_method="fork")
         files = [Path(folder) / f"{rank}.pkl" for rank in range(RANKS)]
         found = [pickle.loads(file.read_bytes()) if file.exists() else RuntimeError("a rank ended without a result") for file in files]
     for made in found:
@@ -322,12 +316,7 @@ def train(names: list[str], as_json: bool) -> int:
     if as_json:
         print(json.dumps({"rows": rows, "models": len(rows), "wrong": len(wrong)}, indent=1))
         return bool(wrong)
-    print(f"{'model':24} {'kind':14} {'optimizer':9} {'verdict':14} {'sharded':>7} {'loss':>9} {'state':>9} {'cpu':>6}")
-    for row in rows:
-        head = f"{row['model']:24} {row['kind']:14} {row.get('optimizer', '-'):9} {row['verdict']:14}"
-        measured = "loss_error" in row
-        figures = f"{row['sharded']:7} {row['loss_error']:9.1e} {row['state_error']:9.1e} {row['cpu_seconds']:6.1f}" if measured else ""
-        print(f"{head} {figures}{row.get('stopped', '')}")
+    print(*table([plain(row) for row in rows]), sep="\n")
     print(f"{len(rows)} models trained, {len(wrong)} of them not as in one process")
     return bool(wrong)
 

@@ -34,7 +34,7 @@ PART_SECONDS, ALL_SECONDS = 540, 45 * 60
 # links so fast that tiny models are sharded
 FAST = {"intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14, "intra_node_latency": 1e-9, "inter_node_latency": 1e-9}
 MODELS = ("gpt2", "llama", "bert", "mlp", "moe", "resnet", "unet")
-HF = ("albert", "beit", "convnext", "dinov2", "electra", "gemma3", "hubert", "mamba", "resnet_hf", "swin", "videomae", "wav2vec2")
+HF = ("beit", "convnext", "deberta_v2", "detr", "fnet", "gemma3", "mamba", "swin", "vit", "wav2vec2", "whisper", "xlnet")
 
 
 class Device:
@@ -79,10 +79,10 @@ class Device:
         return autoshard.Mesh.from_bandwidths((1,), device=kind)
 
 
-def attempted(row: dict, run) -> dict:
+def attempted(row: dict, run, *args) -> dict:
     """The row with what `run` adds, or with what went wrong: a part goes on after a row that fails."""
     try:
-        return row | run()
+        return row | {"ok": True} | run(*args)
     except Exception as error:
         return row | {"ok": False, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
 
@@ -102,26 +102,37 @@ def verify(device: Device) -> list[dict]:
     import autoshard
     from benchmarks import fake_cuda
 
-    rows = []
-    for name in MODELS[:1] if device.stand_in else (*MODELS, *HF):
-        for precision in (None, "bf16"):
+    def run(name: str, precision: str | None) -> dict:
+        module, inputs = fake_cuda.built(name, True)
+        mesh = autoshard.Mesh.from_bandwidths((2, 2), **FAST)
+        solution = autoshard.plan(module, inputs, mesh, training=True, baselines=False, precision=precision)
+        found = autoshard.verify(module, inputs, solution, device=device.name, random=1)
+        worst = max(max(p["max_relative_error_outputs"], p["max_relative_error_gradients"]) for p in found["plans"])
+        return {"ok": found["ok"], "worst_error": worst}
 
-            def run(name=name, precision=precision) -> dict:
-                module, inputs = fake_cuda.built(name, True)
-                mesh = autoshard.Mesh.from_bandwidths((2, 2), **FAST)
-                solution = autoshard.plan(module, inputs, mesh, training=True, baselines=False, precision=precision)
-                found = autoshard.verify(module, inputs, solution, device=device.name, random=1)
-                worst = max(max(p["max_relative_error_outputs"], p["max_relative_error_gradients"]) for p in found["plans"])
-                return {"ok": found["ok"], "worst_error": worst}
-
-            rows.append(attempted({"model": name, "precision": precision or "float32"}, run))
-    return rows
+    names = MODELS[:1] if device.stand_in else (*MODELS, *HF)
+    return [
+        attempted({"model": name, "precision": precision or "float32"}, run, name, precision)
+        for name in names for precision in (None, "bf16")
+    ]  # fmt: skip
 
 
 def kernels(device: Device) -> list[dict]:
     from autoshard.cost.compute import op_seconds
 
     where, price = device.name, device.mesh().device
+
+    def measured(target: str, run, inputs, outputs) -> dict:
+        described = [[(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in ts] for ts in (inputs, outputs)]
+        priced, eager = op_seconds(target, *described, None, price), device.seconds(run)
+        return {"eager_seconds": eager, "priced_seconds": priced, "ratio": eager / priced if priced else None}
+
+    def group(a, b) -> dict:
+        def pointwise():
+            return torch.tanh(torch.nn.functional.gelu(a * b + a)) * b
+
+        return {"eager_seconds": device.seconds(pointwise), "compiled_seconds": device.seconds(torch.compile(pointwise))}
+
     size, rows = (256,) if device.stand_in else (1024, 4096, 8192), []
     for n in size:
         for dtype in (torch.float32, torch.bfloat16):
@@ -136,33 +147,14 @@ def kernels(device: Device) -> list[dict]:
                     lambda q=q: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), [q, q, q], [q],
                 ),
             }  # fmt: skip
-            for target, (run, inputs, outputs) in cases.items():
-
-                def measured(run=run, target=target, inputs=inputs, outputs=outputs) -> dict:
-                    described = [[(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in ts] for ts in (inputs, outputs)]
-                    priced, eager = op_seconds(target, *described, None, price), device.seconds(run)
-                    return {"ok": True, "eager_seconds": eager, "priced_seconds": priced, "ratio": eager / priced if priced else None}
-
-                rows.append(attempted({"op": target, "dtype": str(dtype), "n": n}, measured))
-
-            def group(a=a, b=b) -> dict:
-                pointwise = lambda: torch.tanh(torch.nn.functional.gelu(a * b + a)) * b  # noqa: E731
-                return {
-                    "ok": True,
-                    "eager_seconds": device.seconds(pointwise),
-                    "compiled_seconds": device.seconds(torch.compile(pointwise)),
-                }
-
-            rows.append(attempted({"op": "a group of pointwise ops", "dtype": str(dtype), "n": n}, group))
+            for target, case in cases.items():
+                rows.append(attempted({"op": target, "dtype": str(dtype), "n": n}, measured, target, *case))
+            rows.append(attempted({"op": "a group of pointwise ops", "dtype": str(dtype), "n": n}, group, a, b))
     weight = torch.nn.Parameter(torch.randn(size[-1], size[-1], device=where))
     weight.grad = torch.randn_like(weight)
     for options in ({"foreach": True}, {"fused": True}):
-        optimizer = torch.optim.AdamW([weight], **options)
-        rows.append(
-            attempted(
-                {"op": f"AdamW {options}", "n": weight.numel()}, lambda o=optimizer: {"ok": True, "eager_seconds": device.seconds(o.step)}
-            )
-        )
+        step = torch.optim.AdamW([weight], **options).step
+        rows.append(attempted({"op": f"AdamW {options}", "n": weight.numel()}, lambda run: {"eager_seconds": device.seconds(run)}, step))
     return rows
 
 
@@ -181,13 +173,11 @@ def vit(*, batch: int = 32, layers: int = 12, width: int = 768, loss: bool = Tru
 STEPS = {  # file:function and settings; small ones for the stand-in
     "GPT-2 small": ("models/gpt2.py:small", {"batch": 8, "seq": 512}, ("models/gpt2.py:tiny", {})),
     "Llama-3 8B, 4 layers": (
-        "models/llama.py:llama3_8b",
-        {"layers": 4, "batch": 1, "seq": 2048, "loss": True},
-        ("models/llama.py:tiny", {"loss": True}),
+        "models/llama.py:llama3_8b", {"layers": 4, "batch": 1, "seq": 2048, "loss": True}, ("models/llama.py:tiny", {"loss": True}),
     ),
     "ViT-Base": ("vit", {}, ("vit", {"layers": 1, "batch": 2, "width": 32})),
     "a mixture of experts": ("models/moe.py:moe", {}, ("models/moe.py:tiny", {})),
-}
+}  # fmt: skip
 
 
 def step_of(device: Device, name: str):
@@ -208,15 +198,13 @@ def step_of(device: Device, name: str):
     model = autoshard.parallelize(values, solution, torch.distributed.device_mesh.init_device_mesh(device.name, (1,)))
     del values
     generator = torch.Generator().manual_seed(0)
-    given = inputs.values() if isinstance(inputs, dict) else inputs
-    drawn = [
-        torch.randn(x.shape, generator=generator).to(device.name, x.dtype)
-        if x.is_floating_point()
-        else torch.zeros(x.shape, dtype=x.dtype, device=device.name)
-        for x in given
-    ]
-    drawn = dict(zip(inputs, drawn, strict=True)) if isinstance(inputs, dict) else tuple(drawn)
-    return model, drawn, torch.optim.AdamW(model.parameters(), fused=True), solution
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        value = torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.zeros(x.shape)
+        return value.to(device.name, x.dtype)
+
+    drawn_inputs = {name: drawn(x) for name, x in inputs.items()} if isinstance(inputs, dict) else tuple(map(drawn, inputs))
+    return model, drawn_inputs, torch.optim.AdamW(model.parameters(), fused=True), solution
 
 
 def one_step(model, inputs, optimizer) -> None:
@@ -227,42 +215,29 @@ def one_step(model, inputs, optimizer) -> None:
 
 
 def steps(device: Device) -> list[dict]:
-    rows = []
-    for name in STEPS:
-        for compiled in (False, True):
+    def run(name: str, compiled: bool) -> dict:
+        device.forget()
+        model, inputs, optimizer, solution = step_of(device, name)
+        if compiled:
+            model.compile()
+        seconds = device.seconds(lambda: one_step(model, inputs, optimizer), 5)
+        predicted = {"predicted_seconds": solution.cost, "predicted_bytes": solution.peak_bytes}
+        return {"seconds": seconds, **device.peak(), **predicted, "ratio": seconds / solution.cost if solution.cost else None}
 
-            def run(name=name, compiled=compiled) -> dict:
-                device.forget()
-                model, inputs, optimizer, solution = step_of(device, name)
-                if compiled:
-                    model.compile()
-                seconds = device.seconds(lambda: one_step(model, inputs, optimizer), 5)
-                peak = device.peak()
-                predicted = {"predicted_seconds": solution.cost, "predicted_bytes": solution.peak_bytes}
-                return {"ok": True, "seconds": seconds, **peak, **predicted, "ratio": seconds / solution.cost if solution.cost else None}
-
-            rows.append(attempted({"model": name, "compiled": compiled}, run))
-    return rows
+    return [attempted({"model": name, "compiled": c}, run, name, c) for name in STEPS for c in (False, True)]
 
 
 def allocator(device: Device) -> list[dict]:
-    rows = []
-    for name in list(STEPS)[:2]:
+    def run(name: str) -> dict:
+        device.forget()
+        model, inputs, optimizer, solution = step_of(device, name)
+        for _ in range(3):
+            one_step(model, inputs, optimizer)
+        peak, predicted = device.peak(), solution.peak_bytes
+        ratios = {"reserved_over_allocated": peak["reserved"] / max(peak["allocated"], 1)}
+        return {**peak, "predicted_bytes": predicted, **ratios, "allocated_over_predicted": peak["allocated"] / predicted}
 
-        def run(name=name) -> dict:
-            device.forget()
-            model, inputs, optimizer, solution = step_of(device, name)
-            for _ in range(3):
-                one_step(model, inputs, optimizer)
-            peak = device.peak()
-            ratios = {
-                "reserved_over_allocated": peak["reserved"] / max(peak["allocated"], 1),
-                "allocated_over_predicted": peak["allocated"] / solution.peak_bytes,
-            }
-            return {"ok": True, **peak, "predicted_bytes": solution.peak_bytes, **ratios}
-
-        rows.append(attempted({"model": name}, run))
-    return rows
+    return [attempted({"model": name}, run, name) for name in list(STEPS)[:2]]
 
 
 def ranks(device: Device) -> list[dict]:
@@ -315,10 +290,9 @@ def launch(device: Device) -> list[dict]:
             x.add_(1)
 
     compiled = torch.compile(lambda y: y * 2 + 1)
-    rows = [attempted({"what": "an op in place, eager"}, lambda: {"ok": True, "seconds": device.seconds(many) / 1000})]
     return [
-        *rows,
-        attempted({"what": "a compiled call of one kernel"}, lambda: {"ok": True, "seconds": device.seconds(lambda: compiled(x), 100)}),
+        attempted({"what": "an op in place, eager"}, lambda: {"seconds": device.seconds(many) / 1000}),
+        attempted({"what": "a compiled call of one kernel"}, lambda: {"seconds": device.seconds(lambda: compiled(x), 100)}),
     ]
 
 

@@ -113,7 +113,7 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     recompute = "all" if row["rc"] == "full" else 0
     options = checked_options(Options, {"training": True, "master_weights": True, "recompute": recompute})
     graph, depth = capture_deep(model, inputs, training=True)
-    context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.few_layers), mesh, options, Stopwatch(None)))
+    context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
     instance = instance_of(context)
     masks = masks_of(instance.formulated, baseline(context.graph, mesh, instance.formulated.candidates, scheme_of(row)))
     pinned = with_pins(instance.formulated, masks)

@@ -1,5 +1,5 @@
 """The table of published runs: its rows as columns (TABLE), which of them can be expressed, its cells and folds, and what is predicted for
-them. Used by published_runs.py, fit_devices.py, planned_runs.py and long_context.py."""
+them. Used by published_runs.py, fit_devices.py, planned_runs.py and the study long_context."""
 
 from __future__ import annotations
 

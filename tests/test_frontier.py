@@ -2,12 +2,12 @@
 
 import ast
 import csv
-import importlib.util
 import io
 import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ import autoshard
 from autoshard import Mesh
 from autoshard.cli import main
 from autoshard.report import frontier as report
+from benchmarks import study
+from benchmarks.studies.limits import frontier_judged
 from models import mlp
 
 TIGHT = 1e-8  # relative: what bounds are lowered by
@@ -227,21 +229,18 @@ def test_without_time_the_answer_is_no(beside_the_models, capsys):
     ("change", "ok"),
     [
         ({}, True),
-        ({"plans": [{"seconds": 1.9, "bound_seconds": 1.0, "gap": 0.5, "cpu_seconds": 1.0}]}, False),  # a plan below the bound
-        ({"plans": [{"seconds": 3.0, "bound_seconds": 2.1, "gap": 0.3, "cpu_seconds": 1.0}]}, False),  # a bound above the point
+        ({"plan": {"seconds": 1.9, "bound_seconds": 1.0, "gap": 0.5}}, False),  # a plan below the bound
+        ({"plan": {"seconds": 3.0, "bound_seconds": 2.1, "gap": 0.3}}, False),  # a bound above the point
         ({"proven": 0}, False),
         ({"cpu_seconds": 61.0}, False),
     ],
 )
 def test_the_benchmark_sees_a_contradiction(change, ok):
-    spec = importlib.util.spec_from_file_location("frontier_benchmark", Path(__file__).parent.parent / "benchmarks" / "frontier.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
     point = {"memory_bytes": 1e9, "seconds": 2.0, "bound_seconds": 2.0, "gap": 0.0, "status": "optimal", "limit_bytes": 1e9}
-    plan = {"seconds": 2.0, "bound_seconds": 1.9, "gap": 0.05, "cpu_seconds": 1.0}
-    row = {"cpu_seconds": 1.0, "proven": 1, "points": [point], "plans": [plan], **change}
-    judged = benchmark.judged("a", {"limit": 60.0}, row, 1)
-    assert judged["ok"] == ok and len(benchmark.lines(judged)) == 4
+    plan = {"seconds": 2.0, "bound_seconds": 1.9, "gap": 0.05, "plan_cpu_seconds": 1.0, **change.get("plan", {})}
+    row = {"case": "a", "cpu_seconds": 1.0, "proven": 1, **change, "plans": {"point 1": point, "plan 1": plan}}
+    judged = frontier_judged(row, {"limit": 60.0}, SimpleNamespace(points=1))
+    assert judged["ok"] == ok and len(study.lines(judged)) == 4
 
 
 def test_the_help_has_an_example(capsys):

@@ -375,10 +375,11 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
     ],
 )
 def test_the_benchmark_sees_a_contradiction(ours, alone, ok):
-    from benchmarks import limited as benchmark
+    from benchmarks import study
+    from benchmarks.studies import limits as benchmark
 
     one = {"status": "feasible", "cost_seconds": 3.0, "bound_seconds": 2.99, "gap": 0.003, "peak_bytes": 79.0, "cpu_seconds": 1.0}
     one["near_at_seconds"] = None
-    row = {"nodes": 5, "limit_bytes": 80.0, "with": {**one, **ours}, "without": {**one, "cost_seconds": 3.3, "gap": 0.1, **alone}}
-    judged = benchmark.judged("a", {"most": 0.01}, row)
-    assert judged["ok"] == ok and len(benchmark.lines(judged)) == 2
+    plans = {"with": {**one, **ours}, "without": {**one, "cost_seconds": 3.3, "gap": 0.1, **alone}}
+    judged = benchmark.limited_judged({"case": "a", "nodes": 5, "limit_bytes": 80.0, "plans": plans}, {"most": 0.01})
+    assert judged["ok"] == ok and len(study.lines(judged)) == 4

@@ -15,7 +15,7 @@ from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
-from benchmarks.memory import TOLERANCE, measured_peak
+from benchmarks.studies.peaks import TOLERANCE, measured_peak
 from tests.helpers import TINY, tiny_graph
 
 MODELS = ("mlp", "gpt2")

@@ -127,7 +127,7 @@ def test_a_deep_model_is_tiled_with_its_casts():
     module, inputs = gpt2.tiny(layers=21)
     precision = Precision.of("bf16")
     deep, depth = capture_deep(module, inputs, training=True, precision=precision, witness=True)
-    assert depth.tiled and depth.witnessed and depth.few_layers is not None
+    assert depth.tiled and depth.witnessed and depth.shallow is not None
     assert deep == capture(module, inputs, training=True, precision=precision)
 
 

@@ -19,8 +19,8 @@ from autoshard.lower.unsharded import materialized
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
 from autoshard.planning.question import ModelGraphs, Question
-from benchmarks.memory import TOLERANCE as OF_MEMORY
-from benchmarks.memory import measured_peak
+from benchmarks.studies.peaks import TOLERANCE as OF_MEMORY
+from benchmarks.studies.peaks import measured_peak
 from models import gpt2, llama
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results

@@ -31,7 +31,7 @@ from autoshard.relayout.blocks import (
     part_of,
 )
 from autoshard.relayout.holdings import common, most_leaving, sender, traffic
-from benchmarks.redistribution import random_problem
+from benchmarks.studies.redistribution import random_problem
 
 DIMS = [(s, n) for s in (1, 2, 3, 5, 7, 8, 12, 13, 16, 30) for n in (1, 2, 3, 4, 6) if n <= s]
 

@@ -19,7 +19,7 @@ from autoshard.relayout.execute import BlockGroups, shard_blocks, simulate
 from autoshard.relayout.packing import packing
 from autoshard.relayout.planners import priced, route_of, space_of
 from autoshard.routes import Routes
-from benchmarks.redistribution import random_problem
+from benchmarks.studies.redistribution import random_problem
 
 MESHES = {8: [(8,), (2, 4), (4, 2), (2, 2, 2)], 12: [(12,), (3, 4), (2, 6), (2, 2, 3), (3, 2, 2)]}
 

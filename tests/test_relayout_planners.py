@@ -27,7 +27,7 @@ from autoshard.relayout.blocks import UNSHARDED
 from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import traffic
 from autoshard.relayout.planners import space_of
-from benchmarks.redistribution import (
+from benchmarks.studies.redistribution import (
     LARGE,
     LIMITS,
     against_torch,

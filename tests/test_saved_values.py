@@ -22,8 +22,7 @@ from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution, noted_choice, replay
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
-from benchmarks.memory import measured_peak
-from benchmarks.recompute import measured_peak_on_device
+from benchmarks.studies.peaks import measured_peak, measured_peak_on_device
 from models import bert, gpt2, llama, mlp
 from tests.test_memory import as_solution
 

@@ -89,7 +89,7 @@ def capture_deep(
     if precision is None:
         return graph, depth
     stored = stored_dtypes(module, example_inputs)
-    shallow = None if depth.few_layers is None else mixed(depth.few_layers, precision, stored)[0]
+    shallow = None if depth.shallow is None else mixed(depth.shallow, precision, stored)[0]
     return mixed(graph, precision, stored)[0], replace(depth, shallow=shallow)
 
 

@@ -1,4 +1,4 @@
-"""Models of sound: front ends, recognizers, separators, vocoders and codecs."""
+"""Models of sound: front ends, recognizers, vocoders and codecs."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.strangers import TRAINING, stranger_class
+from benchmarks.strangers import stranger_class
 
 
 def wave(samples=256, batch=8):
@@ -21,10 +21,8 @@ class Wav2Vec(nn.Module):
         super().__init__()
         self.convs = nn.ModuleList([nn.Conv1d(1, width, 10, 4, bias=False), nn.Conv1d(width, width, 4, 4, bias=False)])
         self.norm, self.mask = nn.GroupNorm(width, width), nn.Parameter(torch.rand(width))
-        self.pos, self.layer = (
-            nn.Conv1d(width, width, 5, padding=2, groups=4),
-            nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True),
-        )
+        self.pos = nn.Conv1d(width, width, 5, padding=2, groups=4)
+        self.layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True)
         self.final, self.target = nn.Linear(width, 16), nn.Linear(width, 16)
 
     def forward(self, x, masked=None, distractors=None):
@@ -39,72 +37,6 @@ class Wav2Vec(nn.Module):
         logits = F.cosine_similarity(c.unsqueeze(2), torch.cat([q.unsqueeze(2), wrong], 2), dim=-1) / 0.1
         loss = F.cross_entropy(logits.transpose(1, 2), torch.zeros_like(masked, dtype=torch.long), reduction="none")
         return (loss * masked).sum() / masked.sum()
-
-
-@stranger_class("conformer", lambda: (torch.randn(8, 16, 32),), lambda: (torch.randint(0, 10, (8, 16)),))
-class Conformer(nn.Module):
-    """Half steps before and after, attention with relative positions by a shift, a gated depth-wise convolution with batch norm."""
-
-    def __init__(self, width=32, heads=4):
-        super().__init__()
-        self.ff = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 64), nn.SiLU(), nn.Linear(64, width)) for _ in range(2))
-        self.qkv, self.rel, self.out, self.heads = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width, bias=False),
-            nn.Linear(width, width),
-            heads,
-        )
-        self.u, self.v = (
-            nn.Parameter(torch.randn(heads, 1, width // heads) * 0.1),
-            nn.Parameter(torch.randn(heads, 1, width // heads) * 0.1),
-        )
-        self.n1, self.n2, self.n3, self.bn = nn.LayerNorm(width), nn.LayerNorm(width), nn.LayerNorm(width), nn.BatchNorm1d(width)
-        self.pw1, self.dw, self.pw2 = (
-            nn.Conv1d(width, 2 * width, 1),
-            nn.Conv1d(width, width, 7, padding=3, groups=width),
-            nn.Conv1d(width, width, 1),
-        )
-        self.head = nn.Linear(width, 10)
-
-    def attention(self, x):
-        B, T, W = x.shape
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        at = torch.arange(T - 1, -T, -1, device=x.device, dtype=x.dtype)
-        angles = at[:, None] * torch.exp(torch.arange(0, W, 2, device=x.device) * (-math.log(10000.0) / W))
-        p = self.rel(torch.cat([angles.sin(), angles.cos()], -1)).unflatten(-1, (self.heads, -1)).transpose(0, 1)
-        bd = F.pad((q + self.v) @ p.transpose(-1, -2), (1, 0))
-        bd = bd.view(B, self.heads, 2 * T, T)[:, :, 1:].reshape(B, self.heads, T, 2 * T - 1)[..., :T]
-        scores = ((q + self.u) @ k.transpose(-1, -2) + bd) / math.sqrt(W // self.heads)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-    def forward(self, x, label=None):
-        x = x + 0.5 * self.ff[0](x)
-        x = x + self.attention(self.n1(x))
-        y = F.glu(self.pw1(self.n2(x).transpose(1, 2)), 1)
-        x = x + self.pw2(F.silu(self.bn(self.dw(y)))).transpose(1, 2)
-        logits = self.head(self.n3(x + 0.5 * self.ff[1](x)))
-        return logits if label is None else F.cross_entropy(logits.flatten(0, 1), label.flatten())
-
-
-@stranger_class("wavenet", lambda: (torch.randint(0, 32, (8, 64)),))
-class WaveNet(nn.Module):
-    """Dilated causal convolutions with gates, skips summed; mu-law classes."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.embed = nn.Embedding(32, width)
-        self.gates = nn.ModuleList(nn.Conv1d(width, 2 * width, 2, dilation=2**k) for k in range(4))
-        self.res, self.skip = (nn.ModuleList(nn.Conv1d(width, width, 1) for _ in range(4)) for _ in range(2))
-        self.out = nn.Sequential(nn.ReLU(), nn.Conv1d(width, width, 1), nn.ReLU(), nn.Conv1d(width, 32, 1))
-
-    def forward(self, x):
-        h, skips = self.embed(x).transpose(1, 2), 0
-        for k, (gate, res, skip) in enumerate(zip(self.gates, self.res, self.skip)):
-            a, b = gate(F.pad(h, (2**k, 0))).chunk(2, 1)
-            y = torch.tanh(a) * torch.sigmoid(b)
-            skips, h = skips + skip(y), h + res(y)
-        logits = self.out(skips)
-        return F.cross_entropy(logits[..., :-1], x[:, 1:]) if self.training else logits
 
 
 @stranger_class("mel_classifier", lambda: (wave(),), lambda: (torch.randint(0, 4, (8,)),))
@@ -144,47 +76,6 @@ class SpeechCTC(nn.Module):
         return logp if label is None else F.ctc_loss(logp.transpose(0, 1), label, frames, lengths, zero_infinity=True)
 
 
-@stranger_class("tasnet", lambda: (wave(128),), lambda: (torch.randn(8, 2, 128),))
-class TasNet(nn.Module):
-    """Masks over a learned transform; the better of both orders of speakers."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.encode, self.decode = nn.Conv1d(1, width, 16, 8, bias=False), nn.ConvTranspose1d(width, 1, 16, 8, bias=False)
-        self.norm, self.body = (
-            nn.GroupNorm(1, width),
-            nn.ModuleList(
-                nn.Sequential(
-                    nn.Conv1d(width, 32, 1),
-                    nn.PReLU(),
-                    nn.GroupNorm(1, 32),
-                    nn.Conv1d(32, 32, 3, padding=2**k, dilation=2**k, groups=32),
-                    nn.Conv1d(32, width, 1),
-                )
-                for k in range(2)
-            ),
-        )
-        self.mask = nn.Conv1d(width, 2 * width, 1)
-
-    @staticmethod
-    def si_snr(a, b):
-        a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-        along = (a * b).sum(-1, keepdim=True) * b / (b.square().sum(-1, keepdim=True) + 1e-8)
-        return 10 * torch.log10(along.square().sum(-1) / ((a - along).square().sum(-1) + 1e-8) + 1e-8)
-
-    def forward(self, x, sources=None):
-        w = F.relu(self.encode(x.unsqueeze(1)))
-        h = self.norm(w)
-        for block in self.body:
-            h = h + block(h)
-        masks = self.mask(h).sigmoid().unflatten(1, (2, -1))
-        y = self.decode((masks * w.unsqueeze(1)).flatten(0, 1)).view(len(x), 2, -1)
-        if sources is None:
-            return y
-        here, there = self.si_snr(y, sources).mean(1), self.si_snr(y, sources.flip(1)).mean(1)
-        return -torch.maximum(here, there).mean()
-
-
 @stranger_class("vocoder", lambda: (torch.randn(8, 16, 8),), lambda: (torch.randn(8, 1, 128),))
 class Vocoder(nn.Module):
     """Upsampling by transposed convolutions with weight norm, receptive fields summed, a discriminator per period."""
@@ -192,15 +83,11 @@ class Vocoder(nn.Module):
     def __init__(self, width=32):
         super().__init__()
         norm = nn.utils.parametrizations.weight_norm
-        self.pre, self.ups = (
-            norm(nn.Conv1d(16, width, 7, padding=3)),
-            nn.ModuleList([norm(nn.ConvTranspose1d(width, 16, 8, 4, 2)), norm(nn.ConvTranspose1d(16, 8, 8, 4, 2))]),
-        )
+        self.pre = norm(nn.Conv1d(16, width, 7, padding=3))
+        self.ups = nn.ModuleList([norm(nn.ConvTranspose1d(width, 16, 8, 4, 2)), norm(nn.ConvTranspose1d(16, 8, 8, 4, 2))])
         self.fields = nn.ModuleList(nn.ModuleList(norm(nn.Conv1d(c, c, k, padding=k // 2)) for k in (3, 7)) for c in (16, 8))
-        self.post, self.judge = (
-            norm(nn.Conv1d(8, 1, 7, padding=3)),
-            nn.Sequential(nn.Conv2d(1, 8, (5, 1), (3, 1), (2, 0)), nn.LeakyReLU(0.1), nn.Conv2d(8, 1, (3, 1), padding=(1, 0))),
-        )
+        self.post = norm(nn.Conv1d(8, 1, 7, padding=3))
+        self.judge = nn.Sequential(nn.Conv2d(1, 8, (5, 1), (3, 1), (2, 0)), nn.LeakyReLU(0.1), nn.Conv2d(8, 1, (3, 1), padding=(1, 0)))
 
     def forward(self, mel, real=None):
         h = self.pre(mel)
@@ -238,38 +125,6 @@ class ResidualCodec(nn.Module):
             found.append(index)
         y = self.decode(total.transpose(1, 2))
         return F.l1_loss(y, x) + loss if self.training else (y, torch.stack(found))
-
-
-@stranger_class("location_attention", lambda: (torch.randint(0, 30, (8, 10)), torch.randn(8, 6, 16)), modes=(TRAINING,))
-class SpeechSynthesis(nn.Module):
-    """A decoder of LSTM cells that attends by where it attended before."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.embed, self.conv = nn.Embedding(30, width), nn.Conv1d(width, width, 5, padding=2)
-        self.prenet, self.cell, self.out = nn.Linear(16, width), nn.LSTMCell(2 * width, width), nn.Linear(2 * width, 17)
-        self.query, self.memory, self.location, self.place, self.v = (
-            nn.Linear(width, 16),
-            nn.Linear(width, 16),
-            nn.Conv1d(2, 8, 3, padding=1),
-            nn.Linear(8, 16),
-            nn.Linear(16, 1),
-        )
-
-    def forward(self, text, mel):
-        memory = F.relu(self.conv(self.embed(text).transpose(1, 2))).transpose(1, 2)
-        B, T, W = memory.shape
-        h = c = context = memory.new_zeros(B, W)
-        a = total = memory.new_zeros(B, T)
-        frames, before, keys = [], F.pad(mel, (0, 0, 1, -1)), self.memory(memory)
-        for t in range(mel.shape[1]):
-            h, c = self.cell(torch.cat([F.relu(self.prenet(before[:, t])), context], -1), (h, c))
-            place = self.place(self.location(torch.stack([a, total], 1)).transpose(1, 2))
-            a = self.v(torch.tanh(self.query(h).unsqueeze(1) + keys + place)).squeeze(-1).softmax(-1)
-            context, total = torch.bmm(a.unsqueeze(1), memory).squeeze(1), total + a
-            frames.append(self.out(torch.cat([h, context], -1)))
-        frames = torch.stack(frames, 1)
-        return F.mse_loss(frames[..., :16], mel) + F.binary_cross_entropy_with_logits(frames[..., 16], torch.zeros_like(mel[..., 0]))
 
 
 @stranger_class("sinc_filters", lambda: (wave().unsqueeze(1),), lambda: (torch.randint(0, 4, (8,)),))

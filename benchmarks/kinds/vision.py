@@ -1,4 +1,4 @@
-"""Models of images and videos: mixers, windows, pyramids, detectors, segmenters, masked ones, and ones that track or restore."""
+"""Models of images and videos: branches, pyramids, detectors, segmenters, masked ones, and ones that track or restore."""
 
 import math
 
@@ -23,132 +23,6 @@ class Classifier(nn.Module):
         return logits if label is None else F.cross_entropy(logits, label)
 
 
-class ConvNeXtBlock(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.dw, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width, eps=1e-6)
-        self.up, self.down, self.gamma = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Parameter(1e-6 * torch.ones(width))
-
-    def forward(self, x):
-        y = self.norm(self.dw(x).permute(0, 2, 3, 1))
-        return x + (self.gamma * self.down(F.gelu(self.up(y)))).permute(0, 3, 1, 2)
-
-
-@stranger_class("convnext_own", lambda: (images(),), labels)
-class ConvNeXt(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.block1 = nn.Conv2d(3, 16, 4, 4), ConvNeXtBlock(16)
-        self.norm, self.down, self.block2 = nn.LayerNorm(16), nn.Conv2d(16, 32, 2, 2), ConvNeXtBlock(32)
-        self.head = nn.Linear(32, 4)
-
-    def logits(self, x):
-        x = self.block1(self.stem(x))
-        x = self.down(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
-        return self.head(F.layer_norm(self.block2(x).mean([-2, -1]), (32,)))
-
-
-@stranger_class("swin_own", lambda: (torch.randn(8, 8, 8, 16),))
-class ShiftedWindows(nn.Module):
-    """Windows shifted by roll, with a table of relative positions and a mask."""
-
-    def __init__(self, width=16, heads=4, w=4, size=8):
-        super().__init__()
-        self.qkv, self.out, self.heads, self.w, self.norm = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            heads,
-            w,
-            nn.LayerNorm(width),
-        )
-        at = torch.stack(torch.meshgrid(torch.arange(w), torch.arange(w), indexing="ij")).flatten(1)
-        apart = at[:, :, None] - at[:, None] + w - 1
-        self.register_buffer("index", apart[0] * (2 * w - 1) + apart[1])
-        self.table = nn.Parameter(torch.randn((2 * w - 1) ** 2, heads) * 0.02)
-        area = torch.zeros(1, size, size, 1)
-        for k, rows in enumerate((slice(0, -w), slice(-w, -w // 2), slice(-w // 2, None))):
-            for j, columns in enumerate((slice(0, -w), slice(-w, -w // 2), slice(-w // 2, None))):
-                area[:, rows, columns] = 3 * k + j
-        area = self.windows(area).squeeze(-1)
-        self.register_buffer("mask", torch.where(area[:, None] != area[:, :, None], -100.0, 0.0))
-
-    def windows(self, x):
-        B, H, W, C = x.shape
-        return x.view(B, H // self.w, self.w, W // self.w, self.w, C).permute(0, 1, 3, 2, 4, 5).reshape(-1, self.w**2, C)
-
-    def forward(self, x):
-        B, H, W, C = x.shape
-        for shift in (0, self.w // 2):
-            y = self.windows(torch.roll(self.norm(x), (-shift, -shift), (1, 2)) if shift else self.norm(x))
-            q, k, v = self.qkv(y).reshape(len(y), -1, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-            scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1) + self.table[self.index.view(-1)].view(self.w**2, self.w**2, -1).permute(
-                2, 0, 1
-            )
-            if shift:
-                n = len(self.mask)
-                scores = (scores.view(B, n, self.heads, self.w**2, -1) + self.mask[None, :, None]).view(
-                    -1, self.heads, self.w**2, self.w**2
-                )
-            y = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(len(y), -1, C))
-            y = y.view(B, H // self.w, W // self.w, self.w, self.w, C).permute(0, 1, 3, 2, 4, 5).reshape(B, H, W, C)
-            x = x + (torch.roll(y, (shift, shift), (1, 2)) if shift else y)
-        return x.square().mean() if self.training else x
-
-
-@stranger_class("mlp_mixer", lambda: (images(),), labels)
-class MLPMixer(Classifier):
-    def __init__(self, width=32, patches=16):
-        super().__init__()
-        self.stem, self.norms = nn.Conv2d(3, width, 8, 8), nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
-        self.tokens = nn.ModuleList(nn.Sequential(nn.Linear(patches, 32), nn.GELU(), nn.Linear(32, patches)) for _ in range(2))
-        self.channels = nn.ModuleList(nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(2))
-        self.head = nn.Linear(width, 4)
-
-    def logits(self, x):
-        x = self.stem(x).flatten(2).transpose(1, 2)
-        for k in range(2):
-            x = x + self.tokens[k](self.norms[2 * k](x).transpose(1, 2)).transpose(1, 2)
-            x = x + self.channels[k](self.norms[2 * k + 1](x))
-        return self.head(x.mean(1))
-
-
-@stranger_class("mbconv_se", lambda: (images(),), labels)
-class MBConv(Classifier):
-    """Squeeze and excitation between a depth-wise and a point-wise convolution."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.SiLU())
-        self.up = nn.Sequential(nn.Conv2d(width, 64, 1, bias=False), nn.BatchNorm2d(64), nn.SiLU())
-        self.dw = nn.Sequential(nn.Conv2d(64, 64, 5, 1, 2, groups=64, bias=False), nn.BatchNorm2d(64), nn.SiLU())
-        self.se = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 4, 1), nn.SiLU(), nn.Conv2d(4, 64, 1), nn.Sigmoid())
-        self.down, self.head = nn.Sequential(nn.Conv2d(64, width, 1, bias=False), nn.BatchNorm2d(width)), nn.Linear(width, 4)
-
-    def logits(self, x):
-        x = self.stem(x)
-        h = self.dw(self.up(x))
-        x = x + self.down(h * self.se(h))
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-
-
-@stranger_class("densenet", lambda: (images(16),), labels)
-class DenseNet(Classifier):
-    def __init__(self, growth=8):
-        super().__init__()
-        sizes = [16 + k * growth for k in range(4)]
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(s), nn.ReLU(True), nn.Conv2d(s, growth, 3, padding=1, bias=False)) for s in sizes[:-1]
-        )
-        self.transition, self.head = nn.Sequential(nn.Conv2d(sizes[-1], 16, 1), nn.AvgPool2d(2)), nn.Linear(16, 4)
-
-    def logits(self, x):
-        found = [self.stem(x)]
-        for layer in self.layers:
-            found.append(layer(torch.cat(found, 1)))
-        return self.head(self.transition(torch.cat(found, 1)).amax((2, 3)))
-
-
 @stranger_class("inception", lambda: (images(17),), labels)
 class Inception(Classifier):
     """Branches of several kernels on an image of 17: what is left over by strides and ceil_mode."""
@@ -163,21 +37,6 @@ class Inception(Classifier):
     def logits(self, x):
         x = self.norm(self.pool(F.relu(torch.cat([self.a(x), self.b(x), self.c(x)], 1))))
         return self.head(F.adaptive_avg_pool2d(x, 2).flatten(1))
-
-
-@stranger_class("shufflenet", lambda: (images(16, 8),), labels)
-class ShuffleNet(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.inp, self.dw, self.out = nn.Conv2d(8, 16, 1, groups=4), nn.Conv2d(16, 16, 3, 2, 1, groups=16), nn.Conv2d(16, 24, 1, groups=4)
-        self.n1, self.n2, self.head = nn.BatchNorm2d(16), nn.BatchNorm2d(24), nn.Linear(32, 4)
-
-    def logits(self, x):
-        h = F.relu(self.n1(self.inp(x)))
-        B, C, H, W = h.shape
-        h = h.view(B, 4, C // 4, H, W).transpose(1, 2).reshape(B, C, H, W)
-        h = F.relu(torch.cat([F.avg_pool2d(x, 3, 2, 1), self.n2(self.out(self.dw(h)))], 1))
-        return self.head(h.mean((2, 3)))
 
 
 @stranger_class(
@@ -222,38 +81,6 @@ class SetDetector(nn.Module):
         )
 
 
-@stranger_class("fpn_retina", lambda: (images(),), lambda: (torch.randint(0, 2, (8, 3, 16, 16)).float(), torch.randn(8, 4, 16, 16)))
-class RetinaFPN(nn.Module):
-    """A pyramid from above, one head for all levels, focal loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.c = nn.ModuleList([nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 32, 3, 2, 1), nn.Conv2d(32, 64, 3, 2, 1)])
-        self.lateral = nn.ModuleList(nn.Conv2d(c, 16, 1) for c in (16, 32, 64))
-        self.smooth, self.classes, self.boxes = (
-            nn.Conv2d(16, 16, 3, padding=1),
-            nn.Conv2d(16, 3, 3, padding=1),
-            nn.Conv2d(16, 4, 3, padding=1),
-        )
-
-    def forward(self, x, label=None, box=None):
-        found = []
-        for conv in self.c:
-            x = F.relu(conv(x))
-            found.append(x)
-        tops = [self.lateral[2](found[2])]
-        for k in (1, 0):
-            tops.append(self.lateral[k](found[k]) + F.interpolate(tops[-1], size=found[k].shape[-2:], mode="nearest"))
-        heads = [(self.classes(self.smooth(p)), self.boxes(self.smooth(p))) for p in tops]
-        if label is None:
-            return heads
-        logits, boxes = heads[-1]
-        p, ce = logits.sigmoid(), F.binary_cross_entropy_with_logits(logits, label, reduction="none")
-        focal = (label * 0.25 + (1 - label) * 0.75) * (label * (1 - p) + (1 - label) * p) ** 2 * ce
-        others = sum(c.square().mean() + b.abs().mean() for c, b in heads[:-1])
-        return focal.sum() / label.sum().clamp(min=1) + F.smooth_l1_loss(boxes, box, beta=0.1) + 0.01 * others
-
-
 @stranger_class("deeplab", lambda: (images(),), lambda: (torch.randint(0, 4, (8, 32, 32)),))
 class DeepLab(nn.Module):
     """Atrous pyramid, upsampled; cross entropy with an ignored class, and the Dice loss."""
@@ -285,11 +112,8 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         self.patch, self.pos = nn.Linear(192, width), nn.Parameter(torch.randn(1, 16, width) * 0.02)
         self.encoder = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-        self.mask, self.decoder, self.out = (
-            nn.Parameter(torch.zeros(1, 1, width)),
-            nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True),
-            nn.Linear(width, 192),
-        )
+        self.mask = nn.Parameter(torch.zeros(1, 1, width))
+        self.decoder, self.out = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True), nn.Linear(width, 192)
 
     def forward(self, x, noise, keep=4):
         p = torch.einsum("nchpwq->nhwpqc", x.reshape(len(x), 3, 4, 8, 4, 8)).reshape(len(x), 16, 192)
@@ -346,36 +170,6 @@ class PromptableSegmenter(nn.Module):
         return loss.min(1).values.mean() + self.iou(t[:, 0]).square().mean()
 
 
-@stranger_class("vit_registers", lambda: (images(),), labels)
-class ViTRegisters(Classifier):
-    def __init__(self, width=32):
-        super().__init__()
-        self.patch, self.cls, self.registers = (
-            nn.Conv2d(3, width, 8, 8),
-            nn.Parameter(torch.zeros(1, 1, width)),
-            nn.Parameter(torch.randn(1, 3, width) * 0.02),
-        )
-        self.pos, self.scale = nn.Parameter(torch.randn(1, 25, width) * 0.02), nn.Parameter(torch.full((2, width), 1e-5))
-        self.norm1, self.norm2, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.w12, self.w3, self.head = nn.Linear(width, 128), nn.Linear(64, width), nn.Linear(2 * width, 4)
-
-    def logits(self, x):
-        B = len(x)
-        pos = F.interpolate(self.pos.reshape(1, 5, 5, -1).permute(0, 3, 1, 2), size=(4, 4), mode="bicubic").flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(B, -1, -1), self.registers.expand(B, -1, -1), self.patch(x).flatten(2).transpose(1, 2) + pos], 1)
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        q, k = F.layer_norm(q, q.shape[-1:]), F.layer_norm(k, k.shape[-1:])
-        x = x + self.scale[0] * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        a, b = self.w12(self.norm2(x)).chunk(2, -1)
-        x = x + self.scale[1] * self.w3(F.silu(a) * b)
-        return self.head(torch.cat([x[:, 0], x[:, 4:].mean(1)], -1))
-
-
 @stranger_class("spatial_transformer", lambda: (images(16, 1),), labels)
 class SpatialTransformer(Classifier):
     def __init__(self):
@@ -408,57 +202,14 @@ class SuperResolution(nn.Module):
         return ((y - target) ** 2 + 1e-6).sqrt().mean() + 0.01 * total
 
 
-@stranger_class("perceiver", lambda: (torch.randn(8, 24, 16),), labels)
-class Perceiver(Classifier):
-    def __init__(self, width=32):
-        super().__init__()
-        self.latents, self.kv, self.q = nn.Parameter(torch.randn(8, width) * 0.02), nn.Linear(16, 2 * width), nn.Linear(width, width)
-        self.block, self.head = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True), nn.Linear(width, 4)
-
-    def logits(self, x):
-        z = self.latents.repeat(len(x), 1, 1)
-        k, v = self.kv(x).chunk(2, -1)
-        for _ in range(2):
-            q, k4, v4 = (p.unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q(z), k, v))
-            z = self.block(z + F.scaled_dot_product_attention(q, k4, v4).transpose(1, 2).flatten(2))
-        return self.head(z.mean(1))
-
-
-@stranger_class("slot_attention", lambda: (torch.randn(8, 16, 32), torch.randn(8, 4, 32)))
-class SlotAttention(nn.Module):
-    """Slots compete for inputs and are updated by a cell."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.mu, self.sigma = nn.Parameter(torch.randn(1, 1, width)), nn.Parameter(torch.zeros(1, 1, width))
-        self.q, self.k, self.v, self.cell, self.norm = (
-            nn.Linear(width, width),
-            nn.Linear(width, width),
-            nn.Linear(width, width),
-            nn.GRUCell(width, width),
-            nn.LayerNorm(width),
-        )
-
-    def forward(self, x, noise):
-        slots = self.mu + self.sigma.exp() * noise
-        k, v = self.k(x), self.v(x)
-        for _ in range(2):
-            a = (torch.einsum("bnd,bsd->bns", k, self.q(self.norm(slots))) * 32**-0.5).softmax(-1) + 1e-8
-            updates = torch.einsum("bns,bnd->bsd", a / a.sum(1, keepdim=True), v)
-            slots = self.cell(updates.flatten(0, 1), slots.flatten(0, 1)).view_as(slots)
-        return F.mse_loss(torch.einsum("bns,bsd->bnd", a, slots), x) if self.training else slots
-
-
 @stranger_class("raft_correlation", lambda: (images(8, 3), images(8, 3)), lambda: (torch.randn(8, 2, 8, 8),))
 class OpticalFlow(nn.Module):
     """All pairs, looked up where the flow leads, flow refined twice."""
 
     def __init__(self, width=16):
         super().__init__()
-        self.features, self.update = (
-            nn.Conv2d(3, width, 3, padding=1),
-            nn.Sequential(nn.Conv2d(9 + 2, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 2, 3, padding=1)),
-        )
+        self.features = nn.Conv2d(3, width, 3, padding=1)
+        self.update = nn.Sequential(nn.Conv2d(9 + 2, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 2, 3, padding=1))
 
     def forward(self, a, b, target=None):
         a, b = self.features(a), self.features(b)
@@ -475,33 +226,6 @@ class OpticalFlow(nn.Module):
             if target is not None:
                 loss = loss + 0.8 ** (1 - k) * (flow - target).abs().mean()
         return flow if target is None else loss
-
-
-@stranger_class("capsules", lambda: (images(16, 1),), labels)
-class Capsules(nn.Module):
-    """Three rounds of routing by agreement."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.W = nn.Conv2d(1, 16, 5, 3), nn.Parameter(torch.randn(1, 4, 64, 8, 4) * 0.1)
-
-    @staticmethod
-    def squash(x):
-        square = x.square().sum(-1, keepdim=True)
-        return square / (1 + square) * x / (square + 1e-8).sqrt()
-
-    def forward(self, x, label=None):
-        u = self.squash(self.conv(x).view(len(x), -1, 4))
-        u_hat = torch.einsum("bic,jidc->bjid", u, self.W[0, :, : u.shape[1]])
-        b = torch.zeros(len(x), 4, u.shape[1], 1, device=x.device, dtype=x.dtype)
-        for k in range(3):
-            v = self.squash((b.softmax(1) * (u_hat if k == 2 else u_hat.detach())).sum(2, keepdim=True))
-            b = b + (u_hat.detach() * v).sum(-1, keepdim=True)
-        length = v.squeeze(2).norm(dim=-1)
-        if label is None:
-            return length
-        hot = F.one_hot(label, 4).to(x.dtype)
-        return (hot * F.relu(0.9 - length) ** 2 + 0.5 * (1 - hot) * F.relu(length - 0.1) ** 2).sum(1).mean()
 
 
 @stranger_class("video_factorized", lambda: (torch.randn(8, 3, 4, 16, 16),), labels)
@@ -525,11 +249,8 @@ class CBAM(Classifier):
 
     def __init__(self, width=16):
         super().__init__()
-        self.mlp, self.space, self.head = (
-            nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, width)),
-            nn.Conv2d(2, 1, 7, padding=3),
-            nn.Linear(width, 4),
-        )
+        self.mlp, self.space = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, width)), nn.Conv2d(2, 1, 7, padding=3)
+        self.head = nn.Linear(width, 4)
 
     def logits(self, x):
         x = x * torch.sigmoid(self.mlp(x.mean((2, 3))) + self.mlp(x.amax((2, 3))))[..., None, None]
@@ -543,10 +264,8 @@ class WeightedFusion(nn.Module):
 
     def __init__(self, width=16):
         super().__init__()
-        self.w, self.conv = (
-            nn.Parameter(torch.ones(2, 3)),
-            nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(2)),
-        )
+        self.w = nn.Parameter(torch.ones(2, 3))
+        self.conv = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, groups=width) for _ in range(2))
 
     def forward(self, p3, p4, p5):
         w = F.relu(self.w)

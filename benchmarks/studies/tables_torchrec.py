@@ -1,4 +1,4 @@
-"""torchrec's own planners on instances of benchmarks/tables.py; importing it fails without torchrec.
+"""torchrec's own planners on instances of the study `tables`; importing it fails without torchrec.
 
 Options become ShardingOptions with the same seconds and bytes; torchrec's proposers, greedy partitioner and performance model do the rest,
 in the loop that EmbeddingShardingPlanner runs.
@@ -20,8 +20,6 @@ from autoshard.tables.arrays import Devices
 
 PLENTY = 10**15  # bytes: no limit
 PARTITION_BY = {"device": "device", "node": "host", "mesh": "uniform"}
-KINDS = {"table_wise": "table_wise", "column_wise": "column_wise", "row_wise": "row_wise", "data_parallel": "data_parallel",
-         "table_row_wise": "table_row_wise"}  # fmt: skip
 KERNELS = {"hbm": "fused", "host": "fused_uvm", "host_cached": "fused_uvm_caching"}
 
 
@@ -44,7 +42,7 @@ def sharding_option(name: str, option: Option, module: torch.nn.Module) -> Shard
     ]
     return ShardingOption(
         name=name, tensor=torch.empty(1, 1, device="meta"), module=("tables", module), input_lengths=[1.0], batch_size=1,
-        sharding_type=KINDS[option.sharding], partition_by=PARTITION_BY[option.scope], compute_kernel=KERNELS[option.memory],
+        sharding_type=option.sharding, partition_by=PARTITION_BY[option.scope], compute_kernel=KERNELS[option.memory],
         shards=shards, is_pooled=True,
     )  # fmt: skip
 

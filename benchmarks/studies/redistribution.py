@@ -1,26 +1,16 @@
-"""Redistribution routes: TensorCraft's problems, random ones against torch's own planners, A* against Dijkstra, one edge of a plan.
-
-    python benchmarks/redistribution.py DATA [--json] [--random 300] [--exact 1000] [--seed 0]
-
-DATA is a file like tests/data/redistribution/problems.json (or a folder that holds redistribution/problems.json): problems with what
-TensorCraft's planners answered and the optimum of its own graph. CPU seconds of one process; the garbage of earlier problems is
-collected before each measurement.
-"""
+"""The study of redistribution routes; and the random problems that the tests use, too."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 from autoshard.layout import all_layouts, chunk_bounds
@@ -40,7 +30,8 @@ from autoshard.relayout import (
     to_placements,
 )
 from autoshard.relayout.blocks import CHUNKS, UNSHARDED, ceil_div, chunk_block, fits
-from autoshard.routes import Routes  # fmt: skip
+from autoshard.routes import Routes
+from benchmarks.studies import Row, Study
 
 MESHES = {
     1: [(2,), (3,), (4,), (6,), (8,)],
@@ -92,38 +83,35 @@ def _random_layout(rng: random.Random, shape, mesh, partial, cyclic: bool, order
 # -- 1: the published problems -----------------------------------------------------------------------------------------------------
 
 
-def published(items: list[dict], repeat: int) -> dict:
-    rows = []
-    for item in items:
-        problem = read_problem(item)
-        prices = IdealPrices(problem.mesh)
-        route, seconds = _timed(astar, problem, prices, repeat=repeat)
-        check = dijkstra(problem, prices)
-        best = min(item["optimum"][key]["cost"] for key in ("head_limit", "seed_limit"))
-        run = item["tensorcraft"]["memconstrained_default"]
-        ours = memory_constrained(problem, prices)
-        rows.append(
-            {
-                "id": problem.name,
-                "cost_seconds": route.seconds,
-                "dijkstra_seconds": check.seconds,
-                "published_optimum_seconds": best,
-                "published_run_seconds": run["cost"],
-                "reproduced_run_seconds": ours.seconds,
-                "naive_seconds": naive(problem, prices).seconds,
-                "between_elements": max([problem.elements(step.after) for step in route.steps[:-1]], default=0),
-                "peak_elements": route.peak_elements,
-                "limit_elements": problem.memory_limit(None, "resident"),
-                "steps": [step.collective for step in route.steps],
-                "explored": route.explored,
-                "cpu_seconds": seconds,
-            }
-        )
+def published(item: dict) -> Row:
+    """Our route beside the published planners' and the optimum of TensorCraft's own graph."""
+    problem = read_problem(item)
+    prices = IdealPrices(problem.mesh)
+    route, seconds = _timed(astar, problem, prices, repeat=3)
+    optimum = min(item["optimum"][key]["cost"] for key in ("head_limit", "seed_limit"))
+    plans = {
+        "ours": route.seconds, "dijkstra": dijkstra(problem, prices).seconds, "published optimum": optimum,
+        "published run": item["tensorcraft"]["memconstrained_default"]["cost"],
+        "reproduced run": memory_constrained(problem, prices).seconds, "naive": naive(problem, prices).seconds,
+    }  # fmt: skip
     return {
-        "problems": rows,
-        "dearer_than_published_optimum": sum(row["cost_seconds"] > row["published_optimum_seconds"] * (1 + 1e-9) for row in rows),
-        "cheaper_than_published_optimum": sum(row["cost_seconds"] < row["published_optimum_seconds"] * (1 - 1e-9) for row in rows),
-        "unequal_to_dijkstra": sum(not math.isclose(row["cost_seconds"], row["dijkstra_seconds"], rel_tol=1e-9) for row in rows),
+        "between_elements": max([problem.elements(step.after) for step in route.steps[:-1]], default=0),
+        "peak_elements": route.peak_elements, "limit_elements": problem.memory_limit(None, "resident"), "explored": route.explored,
+        "cpu_seconds": seconds, "steps": ", ".join(step.collective for step in route.steps),
+        "plans": {name: {"cost_seconds": cost} for name, cost in plans.items()},
+    }  # fmt: skip
+
+
+def totals(rows: list[Row]) -> Row:
+    """Of the published problems: how many routes cost more or less than theirs, or exceed the limit."""
+    rows = [row for row in rows if "published optimum" in row.get("plans", {})]
+    if not rows:
+        return {}
+    cost = [{name: plan["cost_seconds"] for name, plan in row["plans"].items()} for row in rows]
+    return {
+        "more_expensive_than_published_optimum": sum(one["ours"] > one["published optimum"] * (1 + 1e-9) for one in cost),
+        "cheaper_than_published_optimum": sum(one["ours"] < one["published optimum"] * (1 - 1e-9) for one in cost),
+        "unequal_to_dijkstra": sum(not math.isclose(one["ours"], one["dijkstra"], rel_tol=1e-9) for one in cost),
         "above_the_limit": sum(row["peak_elements"] > row["limit_elements"] for row in rows),
         "median_cpu_seconds": statistics.median(row["cpu_seconds"] for row in rows),
         "max_cpu_seconds": max(row["cpu_seconds"] for row in rows),
@@ -229,8 +217,8 @@ def against_torch(number: int, seed: int, draw=tensor_problem, collect=gc.collec
                 "within_the_limit": len(kept),
                 "geometric_mean_within_the_limit": _mean(kept),
                 "that_no_route_can_exceed": _mean(kept, "most"),
-                "by_axes": {k: _mean([row for row in kept if row.axes == k]) for k in sorted({row.axes for row in kept})},
-            }
+                **{f"axes_{k}": _mean([row for row in kept if row.axes == k]) for k in sorted({row.axes for row in kept})},
+            }  # fmt: skip
             for name in LIMITS
             for planner in ("greedy", "graph")
             if (some := [row for row in rows if (row.limit, row.planner) == (name, planner)])
@@ -366,7 +354,8 @@ def exact(number: int, seed: int) -> dict:
         infeasible += ours.status == "infeasible"
         cuts = [(s, a, b) for x in (problem.source, problem.target) for s, a, b in zip(problem.shape, x.axes, x.blocks) if a]
         uneven += any(b == CHUNKS or s % (b * math.prod(problem.mesh[x] for x in a)) for s, a, b in cuts)
-    return {"problems": number, "unequal": unequal, "uneven": uneven, "infeasible": infeasible, "cpu_seconds": seconds}
+    counts = {"problems": number, "unequal": unequal, "uneven": uneven, "infeasible": infeasible}
+    return {**counts, **{f"{name}_cpu_seconds": cpu for name, cpu in seconds.items()}}
 
 
 def conditions(rng: random.Random, problem: BlockProblem, i: int):
@@ -395,55 +384,51 @@ def edges(number: int) -> dict:
     return {"signatures": number, "layouts": len(layouts), "cpu_seconds_each": (time.process_time() - start) / number}
 
 
-# -- the script --------------------------------------------------------------------------------------------------------------------
+# -- the study -------------------------------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", nargs="?", default="tests/data/redistribution/problems.json")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--random", type=int, default=300, help="problems against torch's planners")
-    parser.add_argument("--exact", type=int, default=1000, help="problems of A* against Dijkstra")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(argv)
-    path = Path(options.data)
-    path = path / "redistribution" / "problems.json" if path.is_dir() else path
+def redistribution(measure, given) -> Row:
+    """Redistribution routes: TensorCraft's problems, random ones against torch's own planners, A* against Dijkstra, one edge of a plan.
+
+    DATA is a file like tests/data/redistribution/problems.json (or a folder that holds redistribution/problems.json): problems with what
+    TensorCraft's planners answered and the optimum of its own graph. Against torch: random problems under memory limits from the default
+    (input and output of the larger end) to none; means are of torch's cost over ours, and over a bound on all routes, of its plans within
+    the limit. CPU seconds of one process; the garbage of earlier problems is collected before each measurement.
+    """
+    return measure()
+
+
+DRAWS = {"any order": tensor_problem, "left to right": left_to_right, "small, left to right": small_problem}
+
+
+def cases(given) -> dict:
+    path = given.data / "redistribution" / "problems.json" if given.data.is_dir() else given.data
     items = json.loads(path.read_text())["problems"]
-    first = next((read_problem(item) for item in items if item["problem"]["id"] == "seed_p1"), None)
-    found = {"published": published(items, repeat=3), "published_runs": published_runs(first) if first else {}, "edges": edges(200)}
-    if options.random:
-        draws = {"any order": tensor_problem, "left to right": left_to_right, "small, left to right": small_problem}
-        for name, draw in draws.items():
-            found[f"against torch, {name}"] = against_torch(options.random, options.seed, draw)
-    if options.exact:
-        found["exact"] = exact(options.exact, options.seed)
-    print(json.dumps(found) if options.json else "\n".join(table(found)))
-    return 0
+    first = [read_problem(item) for item in items if item["problem"]["id"] == "seed_p1"]
+    torchs = DRAWS.items() if given.random else ()
+    return {
+        **{read_problem(item).name: partial(published, item) for item in items},
+        **({"published runs": lambda: as_plans(published_runs(first[0]))} if first else {}),
+        "edges": partial(edges, 200),
+        **{f"against torch, {name}": partial(limits_of_torch, given.random, given.seed, draw) for name, draw in torchs},
+        **({"exact": partial(exact, given.exact, given.seed)} if given.exact else {}),
+    }
 
 
-def table(found: dict) -> list[str]:
-    lines = [f"{'problem':18} {'ours':>12} {'optimum':>12} {'published':>12} {'naive':>12} {'states':>7} {'CPU ms':>8}  steps"]
-    for row in found["published"]["problems"]:
-        theirs = "-" if row["published_run_seconds"] is None else f"{row['published_run_seconds']:.6g}"
-        lines.append(
-            f"{row['id']:18} {row['cost_seconds']:12.6g} {row['published_optimum_seconds']:12.6g} {theirs:>12} "
-            f"{row['naive_seconds']:12.6g} {row['explored']:7d} {1e3 * row['cpu_seconds']:8.2f}  {', '.join(row['steps'])}"
-        )
-    lines += [f"{key}: {value}" for key, value in found["published"].items() if key != "problems"]
-    for part in found:
-        if part != "published":
-            lines += ["", part, *(f"  {key}: {value}" for key, value in found[part].items() if key != "by_limit")]
-            lines += [_limit_line(row) for row in found[part].get("by_limit", ())]
-    return lines
+def as_plans(costs: dict[str, float]) -> Row:
+    return {"plans": {name: {"cost_seconds": cost} for name, cost in costs.items()}}
 
 
-def _limit_line(row: dict) -> str:
-    axes = ", ".join(f"{k}: {mean:.2f}" for k, mean in row["by_axes"].items())
-    return (
-        f"  limit {row['limit']:8} torch's {row['planner']:6} {row['within_the_limit']:4d} of {row['plans']:4d} within it, "
-        f"{row['geometric_mean_within_the_limit']:.3f}x ours (no route can exceed {row['that_no_route_can_exceed']:.3f}); by axes {axes}"
-    )
+def limits_of_torch(number: int, seed: int, draw) -> Row:
+    found = against_torch(number, seed, draw)
+    return {**found, "plans": {f"limit {one['limit']}, {one['planner']}": one for one in found.pop("by_limit")}}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+REDISTRIBUTION = Study(
+    cases=cases, measure=redistribution, totals=totals, data="tests/data/redistribution/problems.json", alone=False,
+    options={
+        "--random": {"type": int, "default": 300, "help": "problems against torch's planners"},
+        "--exact": {"type": int, "default": 1000, "help": "problems of A* against Dijkstra"},
+        "--seed": {"type": int, "default": 0},
+    },
+)  # fmt: skip

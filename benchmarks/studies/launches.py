@@ -1,0 +1,183 @@
+"""Studies of launches and of serving: predictions beside published rates, none of which was fitted to; and what a ranking costs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from autoshard.cost import presets
+from autoshard.launch import Launch, ModelSizes, Site, why_illegal
+from autoshard.launch.launch_prices import prices_of
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.torchtitan import FLAVORS
+from autoshard.serving import serve_plan
+from benchmarks.studies import Row, Study
+from benchmarks.studies.commands import ROOT, cpu_seconds
+
+# -- seconds per token -----------------------------------------------------------------------------------------------------------------
+
+GPT_FAST = (
+    "pytorch-labs/gpt-fast README.md, Tensor Parallelism: A100-80GB (330 W), bf16, batch 1, prompt of 5 tokens (200 new ones are assumed)"
+)
+VLLM_A100 = "johnmusgrave.com/p/vllm-throughput-latency-sweep-on: vLLM 0.23.0, A100 40GB, BF16, 1024 tokens in, 128 out, 1 request"
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SERVED = {
+    "Llama-2-7B": (4096, 11008, 32, 32, 32, 32000),
+    "Llama-2-70B": (8192, 28672, 80, 64, 8, 32000),
+    "Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128256),
+}
+A100_40GB = {"memory_bandwidth": 1.555e12, "memory": 40e9}  # bytes/s, bytes: NVIDIA A100 40GB SXM data sheet
+FIGURES = (  # model, tensor, published tokens/s of one sequence, prompt, answer, what differs from the preset a100
+    ("Llama-2-7B", 1, 104.9, 5, 200, {}), ("Llama-2-7B", 2, 168.84, 5, 200, {}), ("Llama-2-7B", 4, 254.02, 5, 200, {}),
+    ("Llama-2-7B", 8, 328.43, 5, 200, {}), ("Llama-2-70B", 2, 21.32, 5, 200, {}), ("Llama-2-70B", 4, 38.01, 5, 200, {}),
+    ("Llama-2-70B", 8, 62.50, 5, 200, {}), ("Llama-3.1-8B", 1, 75.0, 1024, 128, A100_40GB),
+)  # fmt: skip
+
+
+def serving(case: tuple, given) -> Row:
+    """Predicted seconds per token beside published ones, none of which was fitted to.
+
+    Predictions are at the prices of the device's file, whose constants were fitted to training steps: memory is read at the share of its
+    bandwidth that those reach, and kernels are replayed from CUDA graphs. What a prediction leaves out (gaps between small kernels,
+    sampling, the host) makes it too low, most where a token takes few milliseconds.
+    """
+    import transformers
+
+    name, tensor, rate, prompt, answer, device = case
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(**dict(zip(SIZES, SERVED[name])), max_position_embeddings=131072)
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+    def mesh_of(shape: tuple[int, int, int]):
+        mesh = presets.mesh("a100", shape, 8)
+        return replace(mesh, device=replace(mesh.device, **device))
+
+    plan = serve_plan(model, tensor, max_tokens=prompt + answer, prompt=prompt, batch=1, mesh_of=mesh_of)
+    seconds = next(row.seconds_per_token for row in plan.rows if row.tensor == tensor)
+    return {"published_seconds": 1 / rate, "predicted_seconds": seconds, "error": seconds * rate - 1}
+
+
+SERVING = Study(
+    cases=lambda given: {f"{model}, tensor {tensor}": (model, tensor, *rest) for model, tensor, *rest in FIGURES}, measure=serving,
+    alone=False, notes={"Llama-2": GPT_FAST, "Llama-3.1": VLLM_A100},
+)  # fmt: skip
+
+
+# -- launches --------------------------------------------------------------------------------------------------------------------------
+
+LLAMA70, DEEPSEEK = FLAVORS["llama3", "70B"], FLAVORS["deepseek_v3", "671B"]
+QWEN30 = ModelSizes(48, 2048, 6144, 32, 4, 151936, 128, experts=128, active=8, expert_ffn=768)
+QWEN235 = ModelSizes(94, 4096, 12288, 64, 4, 151936, 128, experts=128, active=8, expert_ffn=1536)
+
+
+def launch(
+    devices: int, seq: int, batch: int, tp: int, pp: int, *, vp: int = 1, ep: int = 1, mbs: int = 1, precision: str = "fp8"
+) -> Launch:
+    data = devices // tp // pp
+    return Launch(
+        devices, seq, batch, mbs, data, data, 1, tp, 1, ep, 1 if ep > 1 else tp, pp, vp, "Interleaved1F1B" if vp > 1 else "1F1B",
+        "none", precision, tp > 1, uneven=True,
+    )  # fmt: skip
+
+
+FIRST = (LLAMA70, "h100", launch(32, 4096, 32, 4, 4, vp=5), 704)
+POINTS = {  # kind: model TFLOP/s per GPU of the first two, tokens/s per GPU of the mixtures
+    "tuning": {
+        "TP4 PP4 VP5": FIRST,
+        "PP8 VP5": (LLAMA70, "h100", launch(32, 4096, 32, 1, 8, vp=5), 668),
+        "TP8": (LLAMA70, "h100", launch(32, 4096, 32, 8, 1), 509),
+    },
+    "one degree changed": {
+        "TP4 PP4 VP5": FIRST,
+        "TP4 PP8 VP5": (LLAMA70, "h100", launch(32, 4096, 32, 4, 8, vp=5), 668),
+        "TP8 PP4 VP5": (LLAMA70, "h100", launch(32, 4096, 32, 8, 4, vp=5), 509),
+    },
+    "mixtures": {
+        "DeepSeek-V3 1024 H100 TP2 PP8 VP4 EP64": (DEEPSEEK, "h100", launch(1024, 4096, 8192, 2, 8, vp=4, ep=64), 1297),
+        "Qwen3 30B 16 H100 PP2 VP12 EP8": (QWEN30, "h100", launch(16, 4096, 1024, 1, 2, vp=12, ep=8), 5113),
+        "Qwen3 235B 256 H100 TP2 PP8 VP4 EP32": (QWEN235, "h100", launch(256, 4096, 8192, 2, 8, vp=4, ep=32), 1633),
+        "DeepSeek-V3 256 GB200 PP4 VP4 EP64 bf16": (
+            DEEPSEEK, "gb200", launch(256, 4096, 4096, 1, 4, vp=4, ep=64, precision="bf16"), 3139,
+        ),
+        "Qwen3 30B 8 GB200 EP8 MBS4": (QWEN30, "gb200", launch(8, 4096, 512, 1, 1, ep=8, mbs=4), 26084),
+        "Qwen3 235B 256 GB200 PP8 EP32": (QWEN235, "gb200", launch(256, 4096, 8192, 1, 8, ep=32), 5448),
+    },
+}  # fmt: skip
+
+
+def launcher_points(case: tuple, given) -> Row:
+    """Predicted against published rates of launches that no constant was fitted to: three ways to fine-tune a model, and mixtures of
+    experts.
+
+    Llama-3 70B fine-tuning on 32 H100, FP8: model TFLOP/s per GPU of TP4 PP4, PP8 and TP8. Sequences of 4096, a global batch of 32 and 5
+    stages per device are those of NeMo's recipe for the first. The other degree of PP8 and of TP8 is not published, so both readings are
+    printed: 1 (tuning; the states of 70.6e9 / 8 parameters alone take 79 GB there), and that of the first (one degree changed). Mixtures:
+    tokens/s per GPU, from docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge.
+    """
+    kind, (sizes, device, one, published) = case
+    prices = prices_of(TrainingRuns.of([one]), sizes, Site(device, 72 if device == "gb200" else 8), "megatron")
+    rate = float(prices.tokens_per_second[0])
+    predicted = rate if kind == "mixtures" else float(sizes.flops_per_token(one.seq) * rate / 1e12)
+    row = {"kind": kind, "predicted": predicted, "published": published, "error": predicted / published - 1}
+    return {**row, "memory_bytes": float(prices.bytes[0]), "illegal": list(why_illegal(one, sizes, "megatron"))}
+
+
+def launcher_totals(rows: list[Row]) -> Row:
+    errors = {kind: [abs(row["error"]) for row in rows if row["kind"] == kind] for kind in POINTS}
+    return {f"{kind}, median_error": float(np.median(some)) for kind, some in errors.items() if some}
+
+
+LAUNCHER_POINTS = Study(
+    cases=lambda given: {f"{kind}, {name}": (kind, one) for kind, rows in POINTS.items() for name, one in rows.items()},
+    measure=launcher_points, totals=launcher_totals, alone=False,
+)  # fmt: skip
+
+
+# -- seconds of a ranking --------------------------------------------------------------------------------------------------------------
+
+LLAMAS = ("llama3_8b", "llama3_70b", "llama3_405b")
+CLASSES = {"mixtral": ("MixtralConfig", "MixtralForCausalLM"), "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM")}
+
+
+def degrees(case: tuple[str, int], given) -> Row:
+    """CPU seconds of `autoshard degrees` with its bound, beside a limit: models x devices, each a command of its own.
+
+    Configurations of Mixtral 8x7B and DeepSeek-V3 are the sizes of their classes in transformers, which are those of the models.
+    For example: --only mixtral --devices 64 --more "--global-batch 256 --seq 8192"
+    """
+    name, devices = case
+    defaults = [f"{word} {value}" for word, value in (("--seq", 4096), ("--global-batch", 1024)) if word not in given.more.split()]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(ROOT / "models")
+        command = ["autoshard degrees", model_word(name, Path(folder)), f"--devices {devices}", *defaults, "--quiet", given.more]
+        seconds, code = cpu_seconds(" ".join(command), folder)
+    if code not in (0, 1):
+        raise SystemExit(f"{' '.join(command)} ended with {code}")
+    return {"cpu_seconds": seconds, "limit_seconds": given.limit, "fits": code == 0, "ok": seconds <= given.limit}
+
+
+def model_word(name: str, folder: Path) -> str:
+    """The model as the command takes it."""
+    if name in LLAMAS:
+        return f"models/llama.py:{name}"
+    import transformers  # here: the Llamas don't need it
+
+    config, architecture = CLASSES[name]
+    sizes = {**getattr(transformers, config)().to_dict(), "architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return f"hf:{folder}"
+
+
+DEGREES = Study(
+    cases=lambda given: {f"{name} on {n}": (name, n) for name in (*LLAMAS, *CLASSES) for n in given.devices}, measure=degrees, alone=False,
+    options={
+        "--devices": {"nargs": "*", "type": int, "default": [8, 64, 512, 1024]},
+        "--limit": {"type": float, "default": 30.0, "help": "CPU seconds"},
+        "--more": {"default": "", "help": "further words of the command"},
+    },
+)  # fmt: skip
