@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from autoshard.baselines import baselines
 from autoshard.capture import capture_deep
 from autoshard.cost import bytes_sent
-from autoshard.formulate import Formulation
+from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.baselining import pinned_to
+from autoshard.planning.baselining import masks_of
 from autoshard.planning.describe import describe
 from autoshard.planning.instance import Instance, formulate_for
 from autoshard.planning.options import Options, Stopwatch
@@ -79,7 +79,7 @@ def plans(graph: Graph, mesh: Mesh, *, time_limit: float, overlaps: bool = False
     formulated = formulate_for(graph, found, mesh, options)
     starts, peaks = [], {}
     for baseline in baselines(graph, mesh, found):
-        answer = solve(replace(formulated.problem, node_costs=pinned_to(formulated, baseline).node_costs), time_limit=time_limit)
+        answer = solve(with_pins(formulated, masks_of(formulated, baseline)), time_limit=time_limit)
         assert answer.choice is not None, f"{baseline.name} has no plan"
         starts.append(answer.choice)
         peaks[baseline.name] = answer.peak
