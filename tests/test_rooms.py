@@ -60,9 +60,9 @@ TABLE = {
         "torch numpy",
     ),
     "cli": (
-        "api calibrate cost launch mesh options pipeline precision problem reading relayout report serving simulate solvers tables "
-        "units torch_private version writing",
-        "typer rich torch transformers huggingface_hub distributed",
+        "api calibrate capture cost launch mesh options pipeline precision problem reading relayout report serving simulate solvers "
+        "tables units torch_private version writing",
+        "typer rich torch huggingface_hub distributed",
     ),
     "pytest_plugin": ("api", "pytest"),
 }
