@@ -32,6 +32,8 @@ from autoshard.torch_private import (
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     """torch's rows for the op on one axis; None if torch has no rule for it, or none that can be called this way."""
     overload = _overload(op.target)
+    if not inputs and any(str(argument.type) == "Tensor" for argument in overload._schema.arguments[:1]):
+        return []  # a number stands for the tensor, which torch's rules don't expect: replicated
     op = _with_counted_dims(op, inputs, overload)
     if overload in sharding_propagator.op_single_dim_strategy_funcs:
         args, kwargs = _arguments(op, tuple(_meta(t) for t in inputs))
