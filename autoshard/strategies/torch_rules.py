@@ -32,7 +32,7 @@ from autoshard.torch_private import (
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     """torch's rows for the op on one axis; None if torch has no rule for it, or none that can be called this way."""
     overload = _overload(op.target)
-    if not inputs and any(str(argument.type) == "Tensor" for argument in overload._schema.arguments[:1]):
+    if not inputs and _begins_with_a_tensor(overload):
         return []  # a number stands for the tensor, which torch's rules don't expect: replicated
     op = _with_counted_dims(op, inputs, overload)
     if overload in sharding_propagator.op_single_dim_strategy_funcs:
@@ -43,6 +43,10 @@ def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     if overload in sharding_propagator.op_strategy_funcs:
         return _clean(op, inputs, _from_strategies(sharding_propagator.op_strategy_funcs[overload], overload, op, inputs))
     return None
+
+
+def _begins_with_a_tensor(overload) -> bool:
+    return any(str(argument.type) == "Tensor" for argument in overload._schema.arguments[:1])
 
 
 def _with_counted_dims(op: Op, inputs: Inputs, overload) -> Op:
