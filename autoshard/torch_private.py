@@ -42,6 +42,7 @@ FORMS = {  # by the name here: one form for each range of versions
     "c10d_functional": [Form("torch:ops._c10d_functional")],  # the operators that dynamo traces collectives to
     "enter_autocast": [Form("torch.amp.autocast_mode:_enter_autocast")],
     "has_computed_kernel": [Form("torch._C:_dispatch_has_computed_kernel_for_dispatch_key")],
+    "TransformGetItemToIndex": [Form("torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex")],
     "over_places": [Form("torch.nn.attention.flex_attention:_vmap_for_bhqkv")],
     "parse_to": [Form("torch._C._nn:_parse_to")],
     # tensors without data, and modes that see operators

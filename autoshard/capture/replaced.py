@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention, noop_mask
 
 from autoshard.capture.operators import ATTENTION, CTC, DROPOUT
-from autoshard.torch_private import DispatchKey, EffectType, over_places, register_effectful_op
+from autoshard.torch_private import DispatchKey, EffectType, TransformGetItemToIndex, over_places, register_effectful_op
 
 aten = torch.ops.aten
 
@@ -121,7 +121,8 @@ def attend(
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     places = (torch.arange(n, device=query.device) for n in scores.shape)
-    scores = over_places(score_mod, prefix=(0,))(scores, *places).to(scores.dtype)
+    with TransformGetItemToIndex():  # slopes[h] in the function is an index, not the number at a place
+        scores = over_places(score_mod, prefix=(0,))(scores, *places).to(scores.dtype)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     return torch.softmax(scores, -1).nan_to_num(0.0) @ value  # 0 where a query may not attend to any key
@@ -133,8 +134,21 @@ def _mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> Tensor:
     if block_mask.mask_mod is not noop_mask:
         return create_mask(block_mask.mask_mod, batch, heads, query.shape[2], key.shape[2], query.device)
     t, s = block_mask.BLOCK_SIZE
-    blocks = block_mask.to_dense().bool().repeat_interleave(t, 2).repeat_interleave(s, 3)
+    blocks = _blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        blocks = blocks | _blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    blocks = blocks.repeat_interleave(t, 2).repeat_interleave(s, 3)
     return blocks[..., : query.shape[2], : key.shape[2]]
+
+
+def _blocks(number: Tensor, indices: Tensor) -> Tensor:
+    """[B, H, T / t, S / s], true where a row of blocks names a block: its first `number` [B, H, T / t] of `indices` [B, H, T / t, S / s].
+
+    What torch's to_dense computes, without writing into a tensor.
+    """
+    columns = torch.arange(indices.shape[-1], device=indices.device)
+    named = indices.unsqueeze(-1) == columns
+    return (named & (columns < number.unsqueeze(-1)).unsqueeze(-1)).any(-2)
 
 
 # -- ctc_loss ----------------------------------------------------------------------------------------------------------------------
