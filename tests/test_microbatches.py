@@ -201,7 +201,7 @@ def test_the_examples_of_a_step_give_the_number_of_microbatches():
         ({"microbatches": 0}, "microbatches is 0; expected a whole number"),
         ({"global_batch": 1.5}, "global_batch is 1.5; expected a whole number"),
         ({"accumulation_dtype": "int8"}, "accumulation_dtype is 'int8'"),
-        ({"microbatches": 2, "training": False}, "microbatches is 2, but nothing is trained"),
+        ({"microbatches": 2, "training": False}, "microbatches is 2, which has no effect on a forward pass"),
     ):
         with pytest.raises(ValueError, match=sentence):
             plan(model, inputs, mesh, **{"training": True, "baselines": False, **options})

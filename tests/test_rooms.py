@@ -69,11 +69,11 @@ TABLE = {
 
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
-    "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 616, "reading": 318,
+    "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 618, "reading": 318,
     "mesh": 395, "layout": 175, "graph": 2125, "capture": 3292, "strategies": 2250, "cost": 1640, "routes": 652, "problem": 336,
     "solvers": 4872, "formulate": 1526, "baselines": 1235, "solution": 1358, "simulate": 1234, "planning": 4320, "pipeline": 3534,
-    "explain": 1321, "lower": 5952, "runtime": 4609, "calibrate": 1260, "launch": 2286, "exports": 1090, "relayout": 1909, "tables": 2344,
-    "serving": 700, "report": 3063, "api": 1029, "cli": 3897, "pytest_plugin": 36,
+    "explain": 1321, "lower": 5952, "runtime": 4591, "calibrate": 1260, "launch": 2286, "exports": 1090, "relayout": 1909, "tables": 2344,
+    "serving": 700, "report": 3063, "api": 1034, "cli": 3897, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

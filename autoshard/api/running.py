@@ -71,11 +71,16 @@ def parallelize(
         return parallelize_plan(model, solution, device_mesh, example_inputs=example_inputs, pad=pad, **options)
     if isinstance(model, Mapping) or pad is not None:
         raise ValueError("a pipeline is of one program; give one model, and no values to pad with")
+    return _pipelined(model, solution, device_mesh, example_inputs, schedule, options)
+
+
+def _pipelined(
+    model: nn.Module, pipeline: Pipeline, device_mesh: DeviceMesh, example_inputs: Any, schedule: str | None, options: Mapping[str, Any]
+) -> nn.Module:
     if example_inputs is None:
         raise ValueError("a pipeline is captured before it runs; give example_inputs=(...), those of the full batch (meta tensors will do)")
-    pipeline = solution
     if schedule is not None and schedule.lower() in SCHEDULES:
-        pipeline, schedule = with_schedule(solution, schedule.lower()), None
+        pipeline, schedule = with_schedule(pipeline, schedule.lower()), None
 
     def captured(on_meta: nn.Module) -> CapturedPipeline:
         return captured_pipeline(on_meta, example_inputs, pipeline)

@@ -7,6 +7,8 @@ from .declared import having as having
 from .declared import options_of as options_of
 from .declared import refuse_elsewhere as refuse_elsewhere
 from .kinds import COUNTS as COUNTS
+from .kinds import FORBIDDEN as FORBIDDEN
+from .kinds import LAYOUTS as LAYOUTS
 from .kinds import OPTIMIZERS as OPTIMIZERS
 from .kinds import SIZE as SIZE
 from .kinds import SIZES as SIZES

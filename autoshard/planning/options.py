@@ -83,7 +83,7 @@ def checked_options(kind: Callable[..., Any], options: Mapping[str, Any], known:
     return declared.checked_options(kind, read, known)
 
 
-OF_LAYOUTS = ("pins", "keep", "forbid")
+OF_LAYOUTS = tuple(name for name, option in declared.options_of(Options).items() if option.kind in (declared.LAYOUTS, declared.FORBIDDEN))
 
 
 def _written(value: Any) -> Any:

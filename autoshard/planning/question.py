@@ -19,12 +19,12 @@ from autoshard.capture import capture_deep
 from autoshard.cycles import no_search_for_cycles
 from autoshard.graph import Graph, checkpointed, forward_blocks, with_microbatches
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, Stopwatch
+from autoshard.options import Options, having
+from autoshard.planning.options import Stopwatch
 from autoshard.solution import Solution
 from autoshard.strategies import is_experts
 
 LEAST_SECONDS = 1.0  # of search, at most the time limit, where capture and pricing leave less
-OF_TRAINING = ("optimizer", "master_weights", "recompute", "accumulation_dtype")  # options that a forward pass has no use for
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,7 @@ def check_effects(question: Question) -> None:
     options = question.options
     if (options.expert_imbalance or 1) > 1 and not any(map(is_experts, question.graph.ops)):
         raise ValueError(f"expert_imbalance is {options.expert_imbalance:g}, but the model has no experts; leave it out")
-    for name in OF_TRAINING if not options.training else ():
+    for name in having(Options, "of_training") if not options.training else ():
         if (value := getattr(options, name)) != getattr(Options, name):
             raise ValueError(f"{name} is {value!r}, which has no effect on a forward pass; add training=True, or leave it out")
 

@@ -49,25 +49,7 @@ def parallelize(
     pad: Mapping[str, float] | None = None,
     timeout: float = 50.0,
 ) -> nn.Module:
-    """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
-
-    The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
-    plan. Call it like the model, with tensors of the planned global shape, the same on every rank, or with DTensors:
-    `shard_inputs(batch)` makes them from global inputs of any shape, `shard_inputs(batch, local=True)` from this rank's shards. Replicated
-    results are plain tensors, all others DTensors. Hooks on submodules and calls of submodules are refused: the plan's graph runs instead.
-    A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls. With several
-    microbatches, iterate `model.microbatches(batch)` for a step: a call outside of it is a step of its own.
-
-    from_first_rank: all ranks use rank 0's parameters (False: all ranks hold the same ones already). The parameters of a model on the meta
-    device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
-    answer counts as lost. example_inputs: capture now instead of with the first call.
-
-    A plan of several programs gives one module with one set of parameters, a `ProgramsModule`: `module.program("generate")` runs that
-    program, `with module.switched("generate"):` lets the module itself run it. model: one for all programs, or one by program's name.
-    example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape.
-
-    ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
-    """
+    """`autoshard.parallelize` of a plan without stages: its arguments, module and errors."""
     if isinstance(solution, ProgramsSolution):
         return parallelize_programs(
             model, solution, device_mesh, example_inputs=example_inputs, from_first_rank=from_first_rank, pad=pad or {},
