@@ -4,7 +4,7 @@
 
 oldest is the floor of every range in pyproject.toml. Without --all a third of the files of tests are run, those at places 0, 3, 6 ... of
 their sorted list. What pip resolves is installed under build/matrix/, torch and CUDA's packages once for all cells (about 15 GB for all);
-a cell whose result is there for this commit is not run again. build/matrix/CELL/python is the interpreter of a cell.
+a cell whose result is there for this commit is not run again. build/matrix/CELL/bin/python is the interpreter of a cell.
 """
 
 import hashlib
@@ -78,20 +78,13 @@ def run(cell: str, every: bool) -> dict:
 
 
 def interpreter(cell: str, paths: list[Path]) -> Path:
-    """A Python that has what the cell has, and what PYTHONPATH names before it."""
-    path = STORE / cell / "python"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{os.pathsep.join(map(str, paths))}" exec "{bare_python()}" "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def bare_python() -> str:
-    """An interpreter without packages."""
-    python = STORE / "python" / "bin" / "python"
+    """A Python that has what the cell has, also where it starts another and names a path of its own."""
+    python = STORE / cell / "bin" / "python"
     if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(python.parent.parent)], check=True)
-    return str(python)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(STORE / cell)], check=True)
+    (site,) = (STORE / cell / "lib").glob("python*/site-packages")
+    (site / "cell.pth").write_text("".join(f"{path}\n" for path in paths))
+    return python
 
 
 def commit() -> str:
