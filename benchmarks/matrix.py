@@ -72,7 +72,7 @@ def run(cell: str, every: bool) -> dict:
     options = ["-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
     command = [str(interpreter(cell, paths)), "-m", "pytest", *options, *map(str, tests)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.stdout, re.MULTILINE)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-300:]
     return {"cell": cell, "said": last.strip("= "), "failed": failed, "versions": packages, "every": every, "code": done.returncode}
 
@@ -84,6 +84,8 @@ def interpreter(cell: str, paths: list[Path]) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(STORE / cell)], check=True)
     (site,) = (STORE / cell / "lib").glob("python*/site-packages")
     (site / "cell.pth").write_text("".join(f"{path}\n" for path in paths))
+    install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]  # for the entry points
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
     return python
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.capture import cache_name
 from autoshard.capture.nested_tensors import copied, tensors_of
 from autoshard.cli import main
 from autoshard.cli.model import load_model
@@ -100,8 +101,8 @@ def test_the_cache_setting_plans_a_decode_step_and_verify_runs_it(kind, tmp_path
 
 def test_the_cache_setting_makes_the_inputs_of_one_token_on_the_meta_device():
     module, given = load_model(f"hf:{HF / 'llama'}", {"cache": "static", "seq": 16, "batch": 4})
-    assert given["input_ids"].shape == (4, 1) and given["past_key_values"].layers[0].keys.shape == (4, 4, 16, 8)
-    assert all(tensor.is_meta for tensor in tensors_of(given["past_key_values"]))
+    assert given["input_ids"].shape == (4, 1) and given[cache_name(module)].layers[0].keys.shape == (4, 4, 16, 8)
+    assert all(tensor.is_meta for tensor in tensors_of(given[cache_name(module)]))
     for settings, sentence in (({"cache": "paged"}, "expected static or dynamic"), ({"cache": "static", "loss": True}, "leave it out")):
         with pytest.raises(ValueError, match=sentence):
             load_model(f"hf:{HF / 'llama'}", settings)

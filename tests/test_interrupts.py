@@ -219,7 +219,7 @@ def test_sigterm_is_as_good_as_ctrl_c(number):
         "sys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", script, "plan", TINY, "--mesh", "2", "--quiet"], capture_output=True, text=True, cwd=ROOT)
-    said = [line for line in done.stderr.splitlines() if "triton not found" not in line]  # torch's CUDA builds log it
+    said = [line for line in done.stderr.partition("nanobind: ")[0].splitlines() if "triton not found" not in line]  # of triton's own
     assert (done.returncode, done.stdout, said) == (130, "", ["autoshard: interrupted"])
 
 

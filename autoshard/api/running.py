@@ -87,9 +87,7 @@ def _pipelined(
 
     with deep_enough(model):
         number = pipeline.mesh.num_devices
-        return parallel_pipeline(
-            model, captured, device_mesh, number, example_inputs, digest=pipeline.digest, schedule=schedule, **options
-        )
+        return parallel_pipeline(model, captured, device_mesh, number, example_inputs, digest=pipeline.digest, schedule=schedule, **options)
 
 
 def _unverified(solution: Solution | ProgramsSolution | Pipeline) -> str:

@@ -7,6 +7,7 @@ from autoshard.capture.depth import containers as containers
 from autoshard.capture.depth import same_but_for_sizes as same_but_for_sizes
 from autoshard.capture.depth import shrunk as shrunk
 from autoshard.capture.functional import FACTORING as FACTORING
+from autoshard.capture.huggingface import cache_name as cache_name
 from autoshard.capture.huggingface import load_huggingface as load_huggingface
 from autoshard.capture.inputs import arguments as arguments
 from autoshard.capture.inputs import computed_in as computed_in

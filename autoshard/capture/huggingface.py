@@ -212,6 +212,13 @@ def _seq(config: Any, settings: Mapping[str, Any]) -> int:
 # -- example inputs -------------------------------------------------------------------------------------------------------------
 
 
+def cache_name(module: torch.nn.Module) -> str | None:
+    """What a model of transformers calls its cache: `cache` from 5.24 on, before `past_key_values`. None where it takes none."""
+    forwards = [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
+    names = {name for forward in forwards for name in inspect.signature(forward).parameters}
+    return next((name for name in ("cache", "past_key_values") if name in names), None)
+
+
 def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], empty_cache: Callable | None, loss: bool) -> dict[str, Any]:
     """Meta tensors for every input that the model's forward needs, labels among them when it returns a loss.
 
@@ -228,12 +235,12 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], empty
         return torch.empty(shape, dtype=module.dtype, device="meta")
 
     if (cache := settings.get("cache")) is not None:
-        if loss or "past_key_values" not in parameters:
+        if loss or (name := cache_name(module)) is None:
             raise ValueError(f"cache={cache} is for a step that generates text with {type(module).__name__}; leave it out")
         assert empty_cache is not None, "the setting `cache` needs what makes one"
         past = empty_cache(module, str(cache), batch, seq)
         _returns_one(module, parameters, loss=False)
-        return {"input_ids": ids(batch, 1), "past_key_values": past}
+        return {"input_ids": ids(batch, 1), name: past}
     inputs: dict[str, Any] = {}
     if "pixel_values" in parameters:
         vision = getattr(config, "vision_config", config)

@@ -1,4 +1,5 @@
 """Questions about a saved plan: why a layout was chosen, what another one costs, how robust the plan is, whether it is still good."""
+
 from autoshard.explain.programs_staleness import check_programs as check_programs
 from autoshard.explain.robustness import robustness as robustness
 from autoshard.explain.staleness import check as check

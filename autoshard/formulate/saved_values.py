@@ -297,4 +297,3 @@ def chosen_of(formulation: SavedValues, choice: Sequence[int], exposed: float = 
             if op.name in alternatives.copies:
                 recomputed.add(alternatives.copies[op.name])
     return Chosen(frozenset(recomputed), dict(sorted(offloaded.items())))
-

@@ -175,4 +175,3 @@ def _concatenate(tensors: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
             for c in sorted(outer)
         }
     return at[()]
-

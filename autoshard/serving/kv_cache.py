@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers.cache_utils import DynamicLayer
 
-from autoshard.capture import copied
+from autoshard.capture import cache_name, copied
 
 KINDS = ("static", "dynamic")  # transformers.StaticCache, transformers.DynamicCache
 
@@ -68,8 +68,9 @@ def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     itemsize = next(p.element_size() for p in model.parameters() if p.is_floating_point())
     model = on_meta(model).to(torch.bfloat16)  # some meta kernels (grouped_mm) know no other dtype
     cache = transformers.DynamicCache(config=text_config(model))
+    ids, name = torch.zeros(1, 1, dtype=torch.int64, device="meta"), cache_name(model) or "cache"
     with torch.no_grad():
-        type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), past_key_values=cache, use_cache=True)
+        type(model).forward(model, input_ids=ids, use_cache=True, **{name: cache})
     layers = []
     for k, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and not layer.is_initialized:

@@ -24,7 +24,7 @@ import transformers
 from torch import nn
 from transformers.cache_utils import DynamicLayer
 
-from autoshard.capture import Container, capture_module, containers, shrunk
+from autoshard.capture import Container, cache_name, capture_module, containers, shrunk
 from autoshard.graph import Graph
 from autoshard.serving.kv_cache import CachedLayer, cached_layers, on_meta, text_config
 
@@ -89,7 +89,9 @@ class Steps:
             cache.layers.append(
                 PagedLayer(*(torch.empty(batch, one.heads, one.tokens(tokens), d, dtype=dtype, device="meta") for d in dims))
             )
-        return self._captured({"input_ids": torch.empty(batch, 1, dtype=torch.int64, device="meta"), "past_key_values": cache})
+        return self._captured(
+            {"input_ids": torch.empty(batch, 1, dtype=torch.int64, device="meta"), cache_name(self.few) or "cache": cache}
+        )
 
     def _captured(self, inputs: dict[str, Any]) -> Graph:
         transformers.AttentionInterface.register(PAGED, paged_attention)  # transformers builds no mask for a name that it doesn't know
@@ -200,9 +202,8 @@ def _returns_last_logits(model: nn.Module) -> None:
     parameters = inspect.signature(_published(model).forward).parameters  # type: ignore[attr-defined]
     asked = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
-    def forward(self: Any, input_ids: Any, past_key_values: Any = None, use_cache: bool | None = None) -> Any:
-        cached = past_key_values is not None
-        outputs = original.forward(self, input_ids=input_ids, past_key_values=past_key_values, use_cache=cached, **asked)
+    def forward(self: Any, input_ids: Any, use_cache: bool | None = None, **past: Any) -> Any:
+        outputs = original.forward(self, input_ids=input_ids, use_cache=bool(past), **past, **asked)
         return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
     model.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})

@@ -85,9 +85,15 @@ def model_of(
     return lp
 
 
+class _Highs(highspy.Highs):
+    def enableCallbacks(self) -> None:  # HiGHS 1.16 calls this in __init__ and prints its banner to stdout there
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 def quiet_highs(**options: float) -> highspy.Highs:
     """HiGHS with these options, silent, on one thread."""
-    highs = highspy.Highs()
+    highs = _Highs()
     for name, value in {"output_flag": False, "threads": 1, "random_seed": 0, **options}.items():
         highs.setOptionValue(name, value)
     return highs
