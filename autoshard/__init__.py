@@ -4,6 +4,7 @@ Names are loaded when first used: `import autoshard.problem` and `autoshard.solv
 """
 
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,8 @@ _HOMES = {
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
-    "Cluster": "pipeline.submeshes", "load_pipeline": "api", "pipeline": "api", "verify_pipeline": "api",
-    "Program": "api", "plan_programs": "api", "ProgramsSolution": "api", "load_programs": "api",
+    "Cluster": "pipeline.submeshes", "pipeline": "api",
+    "Program": "api", "plan_programs": "api", "ProgramsSolution": "api",
     "Solution": "api",
     "Precision": "precision",
     "serve_plan": "serving",
@@ -30,9 +31,13 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)
+_RENAMED = {"load_programs": "load", "load_pipeline": "load", "verify_pipeline": "verify"}  # until the next version
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"autoshard.{name} is now autoshard.{_RENAMED[name]}, which takes every kind of plan", FutureWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _HOMES:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     return getattr(import_module(f"autoshard.{_HOMES[name]}"), name)

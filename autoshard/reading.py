@@ -49,16 +49,13 @@ class Format:
     schema: str = ""  # schemas/<schema>.json; empty where other projects define the format
 
 
-# keys by which a file shows what it is, where its format alone doesn't say it
-MARKS = {"programs": {"programs", "weights"}, "pipeline": {"stages", "configurations"}}
 MB = 10**6
 MOST_RATIO = 100  # of unpacked to packed bytes; plans and problems have 10 to 30, gzip makes up to 1,032 of repetitions
 SMALL = 4 * MB  # any gzip file may unpack to so much
 PIECE = 2**14  # packed bytes
 FORMATS = {
     # 10 kB per layer of GPT-2
-    "plan": Format("a plan", "a plan's file, as `autoshard plan --out` writes it", 64 * MB, "solution.1"),
-    "programs": Format("a plan of programs", "what `autoshard programs --out` wrote", 256 * MB, "programs.1"),
+    "plan": Format("a plan", "a plan's file, as `autoshard plan --out` writes it", 256 * MB, "plan.2"),
     # the largest instance of the contest that we know is 70 MB
     "problem": Format(
         "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"
@@ -68,7 +65,6 @@ FORMATS = {
     "cluster": Format("a measured cluster", "what `autoshard calibrate measure --out` wrote", 64 * MB, "cluster.1"),
     "curves": Format("a file of curves", "what `autoshard calibrate fit --out` wrote", 64 * MB, "curves.1"),
     "frontier": Format("a frontier", "what `autoshard frontier --out` wrote", 64 * MB, "frontier.1"),
-    "pipeline": Format("a pipeline", "what `autoshard pipeline --out` wrote", 1000 * MB, "pipeline.1"),
     "tables": Format(
         "a list of tables", "CSV (name,rows,columns,...) in a file named .csv, or JSON {'tables': [...]}", 64 * MB, "tables.1"
     ),
@@ -262,8 +258,6 @@ def refuse_other(data: Any, path: str | os.PathLike[str], *kinds: str) -> None:
 
 
 def _kind_of_data(data: dict) -> str | None:
-    if marked := [kind for kind, keys in MARKS.items() if keys <= data.keys()]:
-        return marked[0]
     written = data.get("format")
     if isinstance(written, int) and not isinstance(written, bool):
         return "plan"

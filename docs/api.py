@@ -28,8 +28,8 @@ COMMAND = "python docs/api.py"
 AREAS = {  # page: (title, what it is for, {where the names are imported from: names})
     "plan": ("Planning", "A model and a mesh in, a plan out; and questions about the plan.", {
         "autoshard": "plan Infeasible NoAnswer Solution load verify check explain extrapolate kept_layouts mesh_shapes plan_meshes "
-                     "frontier Frontier plan_programs Program ProgramsSolution load_programs autosharding_pass Precision serve_plan",
-        "autoshard.api": "Options PassOptions FrontierPoint check_programs edited_layouts html_report robustness",
+                     "frontier Frontier plan_programs Program ProgramsSolution autosharding_pass Precision serve_plan",
+        "autoshard.api": "Options PassOptions FrontierPoint Plan load_one edited_layouts html_report robustness",
         "autoshard.planning.options": "Demand",
         "autoshard.explain.explanations": "Explanation Alternative",
         "autoshard.explain.staleness": "Checked",
@@ -44,8 +44,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.layout": "parse text S P local_shape local_numel why_illegal is_legal all_layouts",
     }),
     "run": ("Running a plan", "On the processes of torch.distributed, or in the format of another launcher.", {
-        "autoshard": "parallelize device_mesh load_pipeline verify_pipeline save_checkpoint load_checkpoint RankLost export dry_run "
-                     "backend",
+        "autoshard": "parallelize device_mesh save_checkpoint load_checkpoint RankLost export dry_run backend",
         "autoshard.api": "as_plain measure_this_cluster",
         "autoshard.runtime.programs": "ProgramsModule ProgramModule",
         "autoshard.lower.unsharded": "materialized",
@@ -71,7 +70,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.api": "simulate simulate_grid Parallel Simulation",
         "autoshard.options": "PipelineOptions",
         "autoshard.pipeline.submeshes": "Kind",
-        "autoshard.pipeline.pipeline_record": "Pipeline PipelineStage",
+        "autoshard.solution.stage_records": "Pipeline PipelineStage",
         "autoshard.simulate.timeline": "Timeline",
         "autoshard.pipeline": "schedule_of Schedule Unit run ScheduleRun Span",
         "autoshard.report.trace": "trace_of trace_of_run",

@@ -25,7 +25,7 @@ def batch_of(text: torch.Tensor, step: int, shape: tuple[int, int]) -> tuple[tor
 
 
 def train(options: argparse.Namespace) -> None:
-    pipeline = autoshard.load_pipeline(options.pipeline)
+    pipeline = autoshard.load(options.pipeline)
     module, inputs = gpt2.tiny(**pipeline.assumptions["set"])  # the full batch, which the pipeline splits into microbatches
     device_mesh = autoshard.device_mesh(pipeline)
     torch.manual_seed(0)

@@ -146,7 +146,7 @@ def prepare(argv: list[str], folder: Path) -> None:
         elif name == "edited.json":
             prepare(["plan.json"], folder)
             plan = json.loads((folder / "plan.json").read_text())
-            plan["parameters"]["layers.0.up.weight"]["layout"] = "R,R"
+            plan["parts"][0]["parameters"]["layers.0.up.weight"]["layout"] = "R,R"
             path.write_text(json.dumps(plan))
         elif name == "cluster.json":
             from tests.test_schemas import measured

@@ -53,7 +53,7 @@ def launch(launcher: str) -> Callable[[str], object]:
 
 # what reads a file and does nothing else; most mutants go there, some to the verbs
 READERS = {
-    "plan": autoshard.load, "plan as a pickle": autoshard.load, "programs": autoshard.load_programs, "problem": read_contest,
+    "plan": autoshard.load, "plan as a pickle": autoshard.load, "programs": autoshard.load, "problem": read_contest,
     "torchtitan.toml": launch("torchtitan"), "megatron.sh": launch("megatron"), "nanotron.yaml": launch("nanotron"),
     "accelerate.yaml": launch("accelerate"),
 }  # fmt: skip
@@ -211,7 +211,7 @@ def main_of_mutants(arguments: list[str] | None = None) -> int:
     failed = total = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(written("solution.1"))
+        (folder / "plan.json").write_text(written("plan.2"))
         for form in forms:
             for verb in verbs[form]:  # what is imported and compiled once
                 good = GOOD[form][1]()

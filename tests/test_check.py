@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.api import plan
+from autoshard.api import check, plan
 from autoshard.cli.model import load_model
-from autoshard.explain.staleness import check
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed, Solution
 from tests.test_cli import ROOT, check_refused, run

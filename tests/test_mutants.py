@@ -15,7 +15,7 @@ from tests.test_mutations import LOADERS, written
 def folder(tmp_path_factory):
     sys.addaudithook(mutants.watch)
     folder = tmp_path_factory.mktemp("mutants")
-    (folder / "plan.json").write_text(written("solution.1"))
+    (folder / "plan.json").write_text(written("plan.2"))
     return folder
 
 

@@ -47,10 +47,10 @@ ROUTES = {"problems": [
 
 # a name of a good file: its ending, what it is, and how a fault is planted
 GOOD = {
-    "plan": (".json", lambda: written("solution.1"), bad_json),
-    "plan as a pickle": (".pkl", lambda: written("solution.1"), bad_pickle),
-    "programs": (".json", lambda: written("programs.1"), bad_json),
-    "pipeline": (".json", lambda: written("pipeline.1"), bad_json),
+    "plan": (".json", lambda: written("plan.2"), bad_json),
+    "plan as a pickle": (".pkl", lambda: written("plan.2"), bad_pickle),
+    "programs": (".json", lambda: written("plan.2 of programs"), bad_json),
+    "pipeline": (".json", lambda: written("plan.2 of stages"), bad_json),
     "frontier": (".json", lambda: written("frontier.1"), bad_json),
     "curves": (".json", lambda: written("curves.1"), bad_json),
     "cluster": (".json", lambda: written("cluster.1"), bad_json),
@@ -186,7 +186,7 @@ def bad_words(good: str, rng: random.Random) -> bytes:
 @pytest.fixture(scope="module")
 def plan_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("good") / "plan.json"
-    path.write_text(written("solution.1"))
+    path.write_text(written("plan.2"))
     return path
 
 
@@ -205,7 +205,7 @@ def run(verb: str, content: bytes, folder: Path, plan_path: Path, capsys) -> tup
 
 
 LOADERS = {
-    "load curves": curves.load, "load a cluster": curves.load_cluster, "load a pipeline": autoshard.load_pipeline,
+    "load curves": curves.load, "load a cluster": curves.load_cluster, "load a pipeline": autoshard.load,
     "load a checkpoint": load_checkpoint, "load a checkpoint's index": load_checkpoint,
 }  # fmt: skip
 

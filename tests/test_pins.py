@@ -394,7 +394,7 @@ def test_an_edited_file_is_kept_with_its_mesh_and_options(capsys, tmp_path):
     path, again = tmp_path / "plan.json", tmp_path / "again.json"
     first = plan_json(capsys, "--mesh", "2x2", "--train", "--memory", "1GB", "--optimizer", "sgd", "--out", str(path))
     data = json.loads(path.read_text())
-    data["parameters"]["layers.0.up.weight"]["layout"] = "S(1),R"
+    data["parts"][0]["parameters"]["layers.0.up.weight"]["layout"] = "S(1),R"
     path.write_text(json.dumps(data))
     code, out, err = run(capsys, "plan", *SMALL[:-1], "--keep", str(path), "--json", "--out", str(again))
     found = json.loads(out)
@@ -414,15 +414,16 @@ def test_an_edited_input_and_op_are_kept_on_the_command_line(capsys, tmp_path):
     path = tmp_path / "plan.json"
     first = plan_json(capsys, "--mesh", "2x2", "--train", "--out", str(path))
     data = json.loads(path.read_text())
-    had = data["layouts"]["gelu"]["outputs"][0]
-    data["layouts"]["gelu"]["outputs"] = ["R,S(0)"]
+    had = data["parts"][0]["layouts"]["gelu"]["outputs"][0]
+    data["parts"][0]["layouts"]["gelu"]["outputs"] = ["R,S(0)"]
     path.write_text(json.dumps(data))
     code, out, err = run(capsys, "plan", *SMALL[:-1], "--keep", str(path), "--json", "--out", str(tmp_path / "again.json"))
     assert code == 0 and f"keeping 5 layouts of {path}, 1 of them edited: gelu {had} -> R,S(0)" in err
     again = json.loads((tmp_path / "again.json").read_text())
-    assert again["layouts"]["gelu"]["outputs"] == ["R,S(0)"]
+    assert again["parts"][0]["layouts"]["gelu"]["outputs"] == ["R,S(0)"]
     assert json.loads(out)["cost_seconds"] > first["cost_seconds"]
-    data["results"]["output:0"] = "R,R" if data["results"]["output:0"] != "R,R" else "S(0),R"
+    results = data["parts"][0]["results"]
+    results["output:0"] = "R,R" if results["output:0"] != "R,R" else "S(0),R"
     path.write_text(json.dumps(data))
     check_refused(capsys, ("plan", *SMALL, "--keep", str(path)), "the edit of result output:0 can't be kept; take it back")
 

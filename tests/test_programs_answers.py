@@ -9,7 +9,7 @@ import torch
 
 import autoshard
 from autoshard import Mesh, Program
-from autoshard.api import check_programs, html_report
+from autoshard.api import html_report
 from autoshard.cli import main
 from autoshard.report.programs import SECTIONS
 from models import mlp
@@ -31,6 +31,11 @@ def models(rows=None):
     return {"train": (module, batch), "use": (module, batch)}
 
 
+def check_all(models, plan, **options):
+    module_of, inputs_of = ({name: pair[k] for name, pair in models.items()} for k in (0, 1))
+    return autoshard.check(module_of, inputs_of, plan, **options)
+
+
 # -- check ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -38,7 +43,7 @@ def models(rows=None):
 @pytest.mark.parametrize("solve", [True, False])
 def test_a_plan_is_good_for_what_it_was_made_for(devices, solve):
     plan = planned(devices)
-    checked = check_programs(models(), plan, solve=solve, within=0.002)
+    checked = check_all(models(), plan, solve=solve, within=0.002)
     assert checked.ok, checked.reasons
     assert checked.cost == pytest.approx(plan.cost, rel=1e-9) and checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-12)
 
@@ -52,16 +57,16 @@ def sharded(name):
 
 def test_a_plan_that_is_good_no_more_says_which_program_and_why():
     plan = planned()
-    assert any(line.startswith("train: ") for line in check_programs(models(rows=32), plan).reasons)
+    assert any(line.startswith("train: ") for line in check_all(models(rows=32), plan).reasons)
     full = {name: one.noting(memory_limit=0.5 * plan.peak_bytes) for name, one in plan.programs.items()}
-    assert any("over the limit" in line for line in check_programs(models(), replace(plan, programs=full)).reasons)
+    assert any("over the limit" in line for line in check_all(models(), replace(plan, programs=full)).reasons)
     apart = replace(plan, switches={"use": None}, programs={**plan.programs, "use": sharded("use")})
-    assert any("other layouts of the parameters" in line for line in check_programs(models(), apart).reasons)
+    assert any("other layouts of the parameters" in line for line in check_all(models(), apart).reasons)
     worse = {name: replace(sharded(name), assumptions=one.assumptions) for name, one in plan.programs.items()}
-    checked = check_programs(models(), replace(plan, programs=worse))
+    checked = check_all(models(), replace(plan, programs=worse))
     assert any("more than a plan that there is now" in line for line in checked.reasons), checked
     with pytest.raises(ValueError, match="no model for program 'use'"):
-        check_programs({"train": models()["train"]}, plan)
+        check_all({"train": models()["train"]}, plan)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------------------------

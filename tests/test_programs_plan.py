@@ -39,10 +39,10 @@ def planned(weight=1.0, switches=1.0, devices=None):
 def test_a_plan_is_what_its_file_holds(tmp_path, suffix):
     plan, path = planned(devices=(0, 1)), tmp_path / f"plan{suffix}"
     plan.save(path)
-    assert autoshard.load_programs(path) == plan == autoshard.api.load_any(path)
+    assert autoshard.load(path) == plan
     assert autoshard.load(f"{path}#use") == plan["use"]
-    with pytest.raises(ValueError, match="several programs; load it with autoshard.load_programs, or one of them as .*#train"):
-        autoshard.load(path)
+    with pytest.raises(ValueError, match="several programs; name one of them, as .*#train"):
+        autoshard.api.load_one(path)
     with pytest.raises(ValueError, match="no program 'serve'; the plan has train, use"):
         autoshard.load(f"{path}#serve")
 
@@ -55,7 +55,7 @@ def test_a_file_whose_parts_do_not_belong_together_is_refused(tmp_path, key, val
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(planned().to_dict() | {key: value}))
     with pytest.raises(ValueError, match=sentence):
-        autoshard.load_programs(path)
+        autoshard.load(path)
 
 
 def test_the_table_says_what_sharing_costs_and_what_is_kept_twice():

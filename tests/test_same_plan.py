@@ -121,6 +121,6 @@ def test_a_plan_and_its_files_have_one_digest_and_another_plan_another(tmp_path)
         plan.save(tmp_path / name)
         assert autoshard.load(tmp_path / name).digest == plan.digest
     pipeline.save(tmp_path / "pipeline.json")
-    assert autoshard.load_pipeline(tmp_path / "pipeline.json").digest == pipeline.digest
+    assert autoshard.load(tmp_path / "pipeline.json").digest == pipeline.digest
     assert replace(plan, seconds={"cpu": {"total": 9.0}}).digest == plan.digest  # how long planning took is no part of it
     assert len({plan.digest, pipeline.digest, *(change(plan).digest for change in OTHERS.values())}) == 2 + len(OTHERS)

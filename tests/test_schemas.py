@@ -22,6 +22,7 @@ from autoshard.mesh import Device
 from autoshard.problem import read_contest, write_choice
 from autoshard.reading import schemas
 from autoshard.runtime.checkpoint_files import Writer
+from autoshard.solution.plan_format import packed, unpacked
 from autoshard.solvers import solve
 from models import mlp
 
@@ -34,7 +35,7 @@ SLOW = Device("slow", 1e9, 1e9, 1e9, 1e9, launch=1e-7)
 
 
 def faults(kind: str, data: object) -> list[str]:
-    validator = jsonschema.Draft202012Validator(SCHEMAS[kind], registry=REGISTRY)
+    validator = jsonschema.Draft202012Validator(SCHEMAS[kind.partition(" ")[0]], registry=REGISTRY)
     return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in validator.iter_errors(data)]
 
 
@@ -95,8 +96,8 @@ def pipeline(path: Path) -> None:
 
 
 MADE = {
-    "solution.1": solution, "frontier.1": frontier, "curves.1": curves, "cluster.1": measured, "choice.1": choice, "programs.1": programs,
-    "sharding_map.1": sharding_map, "placements.1": placements, "pipeline.1": pipeline, "checkpoint.1": checkpoint,
+    "plan.2": solution, "plan.2 of programs": programs, "plan.2 of stages": pipeline, "frontier.1": frontier, "curves.1": curves,
+    "cluster.1": measured, "choice.1": choice, "sharding_map.1": sharding_map, "placements.1": placements, "checkpoint.1": checkpoint,
 }  # fmt: skip
 
 
@@ -118,6 +119,21 @@ def test_what_the_code_writes_is_as_the_schema_says(written, kind):
     assert faults(kind, written(kind)) == []
 
 
+@pytest.mark.parametrize("kind", ["plan.2", "plan.2 of programs", "plan.2 of stages"])
+def test_plans_of_every_kind_are_what_their_files_hold_in_both_formats(written, tmp_path, kind):
+    file = written(kind)
+    record = unpacked(file)
+    assert packed(record) == file  # and what format 1 held of programs and stages, was the record
+    first = record if kind == "plan.2 of stages" else {"format": 1, **record}
+    for k, data in enumerate((file, first)):
+        (tmp_path / f"{k}.json").write_text(json.dumps(data))
+    new, old = (autoshard.load(tmp_path / f"{k}.json") for k in (0, 1))
+    assert new == old and new.digest == old.digest and type(new) is type(old)
+    new.save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == file
+    assert len(new.parts) == len(file["parts"]) and all(part.layouts for part in new.parts.values())
+
+
 @pytest.mark.parametrize("name", ["example.json", "asplos-2025-iopddl-B.json.gz"])
 def test_the_contests_problems_are_as_the_schema_says(name):
     path = DATA / "iopddl" / name
@@ -127,7 +143,8 @@ def test_the_contests_problems_are_as_the_schema_says(name):
 
 @pytest.mark.parametrize("path", sorted([*(DATA / "solutions").glob("*.json"), *(ROOT / "solutions").glob("*.json")]), ids=lambda p: p.name)
 def test_plans_of_older_releases_are_as_the_schema_says(path):
-    assert faults("solution.1", json.loads(path.read_text())) == []
+    data = json.loads(path.read_text())
+    assert faults("plan.2", data if data["format"] == 2 else packed(data)) == []
 
 
 # -- planted faults --------------------------------------------------------------------------------------------------------------------
@@ -149,31 +166,31 @@ def put(*where):
 
 
 FAULTS = [
-    ("solution.1", put("format", 2)),
-    ("solution.1", put("cost", ...)),
-    ("solution.1", put("status", "best")),
-    ("solution.1", put("cost", "fast")),
-    ("solution.1", put("colour", "red")),
-    ("solution.1", put("mesh", "axes", [])),
-    ("solution.1", put("mesh", "axes", 0, "size", 0)),  # behind the reference to mesh.1.json
-    ("solution.1", put("mesh", "device", "flops", ...)),
-    ("solution.1", put("layouts", any, "outputs", ["S(0),X"])),
-    ("solution.1", put("layouts", any, "inputs", [None])),
-    ("solution.1", put("parameters", any, "layout", "whole")),
+    ("plan.2", put("format", 1)),
+    ("plan.2", put("cost", ...)),
+    ("plan.2", put("status", "best")),
+    ("plan.2", put("cost", "fast")),
+    ("plan.2", put("colour", "red")),
+    ("plan.2", put("mesh", "axes", [])),
+    ("plan.2", put("mesh", "axes", 0, "size", 0)),  # behind the reference to mesh.1.json
+    ("plan.2", put("mesh", "device", "flops", ...)),
+    ("plan.2", put("parts", 0, "layouts", any, "outputs", ["S(0),X"])),
+    ("plan.2", put("parts", 0, "layouts", any, "inputs", [None])),
+    ("plan.2", put("parts", 0, "parameters", any, "layout", "whole")),
     ("frontier.1", put("format", "autoshard.frontier/2")),
     ("frontier.1", put("points", [])),
     ("frontier.1", put("points", 0, "status", "best")),
     ("frontier.1", put("points", 0, "gap", -0.1)),
     ("frontier.1", put("points", 0, "memory_bytes", ...)),
     ("frontier.1", put("planning_seconds", None)),
-    ("programs.1", put("format", 2)),
-    ("programs.1", put("home", ...)),
-    ("programs.1", put("weights", any, 0)),
-    ("programs.1", put("switches", any, -1)),
-    ("programs.1", put("devices", "use", [-1])),
-    ("programs.1", put("copies", 0, "bytes", ...)),
-    ("programs.1", put("programs", {})),
-    ("programs.1", put("programs", any, "status", "best")),  # behind the reference to solution.1.json
+    ("plan.2 of programs", put("format", 1)),
+    ("plan.2 of programs", put("programs", "home", ...)),
+    ("plan.2 of programs", put("programs", "weights", any, 0)),
+    ("plan.2 of programs", put("programs", "switches", any, -1)),
+    ("plan.2 of programs", put("parts", 1, "devices", [-1])),
+    ("plan.2 of programs", put("programs", "copies", 0, "bytes", ...)),
+    ("plan.2 of programs", put("parts", [])),
+    ("plan.2 of programs", put("parts", 0, "status", "best")),
     ("curves.1", put("format", "autoshard.curves/0")),
     ("curves.1", put("curves", 0, "method", "spline")),
     ("curves.1", put("curves", 0, "parameters", "sizes", [1.0])),
@@ -188,9 +205,9 @@ FAULTS = [
     ("sharding_map.1", put(any, "node", ...)),
     ("placements.1", put("parameters", any, "placements", ["shard"])),
     ("placements.1", put("mesh", "shape", [])),
-    ("pipeline.1", put("stages", [])),
-    ("pipeline.1", put("stages", 0, "devices", ...)),
-    ("pipeline.1", put("way", "guessed")),
+    ("plan.2 of stages", put("parts", [])),
+    ("plan.2 of stages", put("parts", 0, "devices", ...)),
+    ("plan.2 of stages", put("pipeline", "way", "guessed")),
 ]
 
 
@@ -228,4 +245,13 @@ def test_a_schema_is_sound_and_named_as_its_file(kind):
 def test_every_schema_is_linked_and_tested():
     page = (ROOT / "docs" / "formats.md").read_text()
     assert [path.name for path in FOLDER.glob("*.json") if f"schemas/{path.name}" not in page] == [] and "options.1.json" in page
-    assert set(SCHEMAS) == {*MADE, "options.1", "problem.1", "mesh.1", "tables.1", "redistribution.1", "config.1", "layouts.1"}
+    assert set(SCHEMAS) == {
+        *(kind.partition(" ")[0] for kind in MADE),
+        "options.1",
+        "problem.1",
+        "mesh.1",
+        "tables.1",
+        "redistribution.1",
+        "config.1",
+        "layouts.1",
+    }

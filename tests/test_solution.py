@@ -116,14 +116,14 @@ def test_json_has_one_op_per_line_and_changes_in_one_line(tmp_path):
     other = {**linear_solution().layouts, "x": Placed((), ("R,R",))}
     linear_solution(layouts=other).save(tmp_path / "b.json")
     a, b = ((tmp_path / name).read_text().splitlines() for name in ("a.json", "b.json"))
-    assert '    "x": {"inputs": [], "outputs": ["S(0),R"]},' in a
+    assert '        "x": {"inputs": [], "outputs": ["S(0),R"]},' in a
     assert len(a) == len(b) and sum(x != y for x, y in zip(a, b)) == 1
 
 
 def test_a_pickle_holds_plain_data_that_needs_no_autoshard(tmp_path):
     linear_solution().save(tmp_path / "a.pkl")
     data = pickle.loads((tmp_path / "a.pkl").read_bytes())
-    assert data["layouts"]["x"] == {"inputs": [], "outputs": ["S(0),R"]}
+    assert data["parts"][0]["layouts"]["x"] == {"inputs": [], "outputs": ["S(0),R"]}
     assert b"autoshard" not in (tmp_path / "a.pkl").read_bytes()
 
 

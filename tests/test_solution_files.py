@@ -30,7 +30,8 @@ def as_json(data: object) -> bytes:
 
 
 def changed(**changes) -> dict:
-    return {**linear_solution().to_dict(), **changes}
+    """A file of format 1 with other values."""
+    return {"format": 1, **linear_solution().to_dict(), **changes}
 
 
 WRITERS = {"json": as_json, "pickle": pickle.dumps, "old pickle": lambda data: pickle.dumps(data, protocol=0), "dill": dill.dumps}
@@ -39,12 +40,12 @@ BAD_RECORDS = [
     ({}, "is not a plan: it holds nothing and no 'format'"),
     ([1, 2], "holds a list, not a plan"),
     ({"weights": [1], "epoch": 3}, "is not a plan: it holds 'weights', 'epoch' and no 'format'"),
-    (changed(format=2), "has format 2, this autoshard reads up to 1; update autoshard"),
+    (changed(format=3), "has format 3, this autoshard reads up to 2; update autoshard"),
     (changed(format="1"), "has format '1'; expected a whole number"),
     (changed(format=True), "has format True; expected a whole number"),
-    ({k: v for k, v in changed().items() if k != "layouts"}, "the file lacks 'layouts'"),
+    ({k: v for k, v in changed().items() if k != "layouts"}, "parts/0 lacks 'layouts'"),
     (changed(colour="red"), "the file holds Additional properties are not allowed ('colour' was unexpected)"),
-    (changed(layouts=[]), 'layouts holds [] is not of type "object"'),
+    (changed(layouts=[]), 'parts/0/layouts holds [] is not of type "object"'),
     (changed(cost="cheap"), 'cost holds "cheap" is not of types "null", "number"'),
     (changed(cost=1.0, bound=2.0), "its bound 2 is above its cost 1"),
     (changed(training="yes"), 'training holds "yes" is not of type "boolean"'),
@@ -53,13 +54,13 @@ BAD_RECORDS = [
         changed(mesh={**changed()["mesh"], "axes": [{"name": "a", "size": "2", "bandwidth": 1, "latency": 1}]}),
         'mesh/axes/0/size holds "2" is not of type "integer"',
     ),
-    (changed(layouts={"w": ["R,R"]}), 'layouts/w holds ["R,R"] is not of type "object"'),
-    (changed(layouts={"w": {"inputs": "R,R", "outputs": []}}), 'layouts/w/inputs holds "R,R" is not of type "array"'),
+    (changed(layouts={"w": ["R,R"]}), 'parts/0/layouts/w holds ["R,R"] is not of type "object"'),
+    (changed(layouts={"w": {"inputs": "R,R", "outputs": []}}), 'parts/0/layouts/w/inputs holds "R,R" is not of type "array"'),
     (changed(layouts={"w": {"inputs": [], "outputs": ["R"]}}), "op 'w' has layout 'R' of 1 placements, the mesh has 2 axes"),
-    (changed(layouts={"w": {"inputs": [], "outputs": ["Q,R"]}}), "layouts/w/outputs/0 "),
-    (changed(layouts={"w": {"inputs": [None], "outputs": []}}), 'layouts/w/inputs/0 holds null is not of type "string"'),
-    (changed(results={"output:0": 3}), 'results/output:0 holds 3 is not of type "string"'),
-    (changed(parameters={"w": {"shape": [8]}}), "parameters/w lacks 'layout'"),
+    (changed(layouts={"w": {"inputs": [], "outputs": ["Q,R"]}}), "parts/0/layouts/w/outputs/0 "),
+    (changed(layouts={"w": {"inputs": [None], "outputs": []}}), 'parts/0/layouts/w/inputs/0 holds null is not of type "string"'),
+    (changed(results={"output:0": 3}), 'parts/0/results/output:0 holds 3 is not of type "string"'),
+    (changed(parameters={"w": {"shape": [8]}}), "parts/0/parameters/w lacks 'layout'"),
 ]
 
 
@@ -211,7 +212,7 @@ def test_files_of_the_first_release_load_for_ever(tmp_path):
     path = Path(__file__).parent / "data" / "solutions" / "gpt2-tiny-2x2.format1.json"
     written = json.loads(path.read_text())
     solution = load(path)
-    assert solution.format == 1 and solution.cost == written["cost"] and solution.layouts.keys() == written["layouts"].keys()
+    assert written["format"] == 1 and solution.cost == written["cost"] and solution.layouts.keys() == written["layouts"].keys()
     assert {name: row["layout"] for name, row in solution.parameters.items()} == {k: v["layout"] for k, v in written["parameters"].items()}
     solution.save(tmp_path / "again.json")
-    assert load(tmp_path / "again.json") == solution
+    assert load(tmp_path / "again.json") == solution and json.loads((tmp_path / "again.json").read_text())["format"] == 2

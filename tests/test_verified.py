@@ -87,5 +87,5 @@ def test_a_program_of_several_is_marked_in_their_file(tmp_path):
     autoshard.plan_programs(programs, mesh_of(2)).save(tmp_path / "both.json")
     path = f"{tmp_path / 'both.json'}#serve"
     assert api.verify(model, inputs, autoshard.load(path), mark=path)["ok"]
-    both = autoshard.load_programs(tmp_path / "both.json")
+    both = autoshard.load(tmp_path / "both.json")
     assert both["serve"].verified and not both["train"].verified

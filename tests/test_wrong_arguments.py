@@ -23,11 +23,10 @@ FUNCTIONS = {
         lambda wrong: autoshard.device_mesh(wrong),
         lambda wrong: autoshard.parallelize(MODEL, wrong, None),
     ],
-    "pipeline": [lambda wrong: autoshard.verify_pipeline(MODEL, INPUTS, wrong)],
     "path": [
         lambda wrong: autoshard.load(wrong if wrong != "plan.json" else 1.5),
-        lambda wrong: autoshard.load_pipeline(wrong if wrong != "plan.json" else []),
-        lambda wrong: autoshard.load_programs(wrong if wrong != "plan.json" else b""),
+        lambda wrong: autoshard.load(wrong if wrong != "plan.json" else []),
+        lambda wrong: autoshard.load(wrong if wrong != "plan.json" else b""),
     ],
 }
 CASES = [(key, k, wrong) for key, functions in FUNCTIONS.items() for k in range(len(functions)) for wrong in NO_PLAN]

@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any
 from autoshard.api.methods import provide_methods
 
 if TYPE_CHECKING:
+    from autoshard.api.checking import check as check
     from autoshard.api.checking import dry_run as dry_run
     from autoshard.api.checking import verify as verify
     from autoshard.api.compiling import backend as backend
     from autoshard.api.passes import PassOptions as PassOptions
     from autoshard.api.passes import autosharding_pass as autosharding_pass
     from autoshard.api.reporting import html_report as html_report
-    from autoshard.api.running import load_pipeline as load_pipeline
     from autoshard.api.running import parallelize as parallelize
-    from autoshard.api.running import verify_pipeline as verify_pipeline
     from autoshard.api.simulating import Parallel as Parallel
     from autoshard.api.simulating import Simulation as Simulation
     from autoshard.api.simulating import simulate as simulate
     from autoshard.api.simulating import simulate_grid as simulate_grid
     from autoshard.api.with_tables import plan_with_tables as plan_with_tables
     from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
-    from autoshard.explain.programs_staleness import check_programs as check_programs
     from autoshard.explain.robustness import robustness as robustness
-    from autoshard.explain.staleness import check as check
     from autoshard.explain.why import explain as explain
     from autoshard.exports import NotHeld as NotHeld
     from autoshard.exports import as_plain as as_plain
@@ -56,24 +53,22 @@ if TYPE_CHECKING:
     from autoshard.runtime.checkpoints import load_checkpoint as load_checkpoint
     from autoshard.runtime.checkpoints import save_checkpoint as save_checkpoint
     from autoshard.runtime.parallelize import device_mesh as device_mesh
+    from autoshard.solution import Plan as Plan
     from autoshard.solution import ProgramsSolution as ProgramsSolution
     from autoshard.solution import Solution as Solution
     from autoshard.solution import load as load
-    from autoshard.solution import load_any as load_any
-    from autoshard.solution import load_programs as load_programs
+    from autoshard.solution import load_one as load_one
 
 _NAMES = {  # by the module, below autoshard, that defines them
-    "api.checking": "dry_run verify",
+    "api.checking": "check dry_run verify",
     "api.compiling": "backend",
     "api.passes": "PassOptions autosharding_pass",
     "api.reporting": "html_report",
-    "api.running": "load_pipeline parallelize verify_pipeline",
+    "api.running": "parallelize",
     "api.simulating": "Parallel Simulation simulate simulate_grid",
     "api.with_tables": "plan_with_tables",
     "calibrate.measure": "measure_this_cluster",
-    "explain.programs_staleness": "check_programs",
     "explain.robustness": "robustness",
-    "explain.staleness": "check",
     "explain.why": "explain",
     "exports": "NotHeld as_plain export",
     "launch.best_degrees": "Degrees degrees",
@@ -89,12 +84,11 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "planning.options": "Infeasible NoAnswer Options",
     "planning.plan": "plan",
     "planning.programs": "Program plan_programs",
-    "solution": "ProgramsSolution Solution load load_any load_programs",
+    "solution": "Plan ProgramsSolution Solution load load_one",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _CHECKED = (  # their arguments are compared with kinds.KINDS
-    "check device_mesh dry_run explain export extrapolate kept_layouts load load_any load_pipeline load_programs parallelize "
-    "robustness simulate verify verify_pipeline"
+    "check device_mesh dry_run explain export extrapolate kept_layouts load load_one parallelize robustness simulate verify"
 ).split()
 
 __all__ = sorted(_HOMES)

@@ -4,18 +4,24 @@ capture_module     the model's graph, and whether the plan fits it
 run_unsharded      the module on seeded random values (its own weights, where it has some): the reference
 random_choice      with `random`: more layouts, drawn from the candidates, which tests the candidates themselves
 verify_program     every rank's program against the reference, one comparison per set of layouts
+verify_stages      the same of a pipeline, whose stages run on ranks of their own
+
+A plan of several programs is verified and checked program by program: `verify` and `check` take any plan.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.capture import capture_module, constants, in_turn, input_names
+from autoshard.explain import Checked, check_program, check_programs
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
 from autoshard.lower import (
@@ -33,9 +39,11 @@ from autoshard.lower import (
 from autoshard.lower import dry_run as lower_dry_run
 from autoshard.lower import plant_fault as put_fault
 from autoshard.mesh import Mesh
+from autoshard.pipeline import microbatch, to_run
 from autoshard.planning import Progress, layouts_of, random_choice, results_of
 from autoshard.routes import Routes
-from autoshard.solution import Placed, Solution, replay, save_over
+from autoshard.runtime import CapturedPipeline, constants_of, verify_stages
+from autoshard.solution import Pipeline, Placed, Plan, ProgramsSolution, Solution, replay, save_over
 from autoshard.strategies import candidates
 from autoshard.torch_private import pytree
 
@@ -45,9 +53,9 @@ Layouts = tuple[int | None, dict[str, Placed], dict[str, str]]  # the seed of dr
 
 @in_turn
 def verify(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, nn.Module],
     example_inputs: Any,
-    solution: Solution,
+    solution: Plan,
     *,
     random: int = 0,
     seed: int = 0,
@@ -66,11 +74,43 @@ def verify(
     max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}], and `device`, `torch` and
     `inputs`, which `solution.marked(report)` keeps with the plan. mark: a file to which the plan is written with these where the answer is
     ok, `FILE#NAME` for one program of several. ValueError when the solution is of another model.
+
+    Of a pipeline, all ranks of all its stages run, with example_inputs of the full batch; the answer has the figures of its one plan at
+    the top, and none are drawn. Of several programs: model and example_inputs by program (a model alone is that of all); the answer has
+    `ok`, and the answer for each among `programs`.
     """
-    report, mesh = progress or (lambda message, fraction: None), solution.mesh
+    report = progress or (lambda message, fraction: None)
     _check_device(device, local_tensor_mode)
     if random < 0:
         raise ValueError(f"random is {random}; expected how many plans to draw, 0 or more")
+    if isinstance(solution, ProgramsSolution):
+        options: dict[str, Any] = {"random": random, "seed": seed, "local_tensor_mode": local_tensor_mode, "device": device}
+        models = _by_program(model, example_inputs, solution)
+        answers = {name: verify(*models[name], solution[name], **options, plant_fault=plant_fault, progress=progress) for name in solution}
+        answer = {"ok": all(one["ok"] for one in answers.values()), "programs": answers}
+    elif isinstance(solution, Pipeline):
+        if random or local_tensor_mode or device != "cpu":
+            raise ValueError("a pipeline runs on the CPU, with its own layouts; leave out random, local_tensor_mode and device")
+        answer = _verify_stages(model, example_inputs, solution, seed, plant_fault)
+    else:
+        answer = _verify(model, example_inputs, solution, random, seed, plant_fault, local_tensor_mode, device, report)
+    if answer["ok"] and mark is not None:
+        save_over(solution.marked(answer), mark)
+    return answer
+
+
+def _verify(
+    model: Any,
+    example_inputs: Any,
+    solution: Any,
+    random: int,
+    seed: int,
+    plant_fault: bool,
+    local_tensor_mode: bool,
+    device: str,
+    report: Progress,
+) -> dict[str, Any]:
+    mesh = solution.mesh
     report("capturing the model", 0.0)
     captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, captured.graph).checked()
@@ -93,13 +133,86 @@ def verify(
             verification = with_errors_of(verification, again, reference)
         rows.append(_row(drawn, verification))
     ok = all([row.pop("ok") for row in rows])
-    answer = {"ok": ok, "ranks": mesh.num_devices, "plans": rows, **ran_on(model, example_inputs, device)}
-    if ok and mark is not None:
-        save_over(solution.marked(answer), mark)
-    return answer
+    return {"ok": ok, "ranks": mesh.num_devices, "plans": rows, **_ran_on(model, example_inputs, device)}
 
 
-def ran_on(model: nn.Module, example_inputs: Any, device: str) -> dict[str, Any]:
+def _verify_stages(model: Any, example_inputs: Any, pipeline: Pipeline, seed: int, plant_fault: bool) -> dict[str, Any]:
+    captured = captured_pipeline(model, example_inputs, pipeline)
+    plan = captured.plan
+    if plant_fault:
+        stage = max(plan.stages, key=lambda one: one.mesh.num_devices)
+        wrong = replace(stage, layouts=put_fault(stage.layouts, stage.graph, stage.mesh, seed))
+        plan = replace(plan, stages=tuple(wrong if one is stage else one for one in plan.stages))
+    verification = verify_stages(model, example_inputs, plan, captured.constants, seed)
+    row = _row(seed, verification)
+    del row["seed"]
+    return {"ok": row.pop("ok"), "ranks": verification.ranks, **_ran_on(model, example_inputs, "cpu"), **row}
+
+
+def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline) -> CapturedPipeline:
+    """The stages of `pipeline` in this model. ValueError where it is of another model."""
+    part = microbatch(example_inputs, pipeline.microbatches)
+    captured = capture_module(model, part, training=bool(pipeline.assumptions.get("training", True)))
+    plan = to_run(pipeline, captured.graph, input_names(model, example_inputs), example_inputs)
+    return CapturedPipeline(plan, constants_of(model, captured.graph, constants(captured.fx_graph)))
+
+
+def check(
+    model: nn.Module | Mapping[str, nn.Module],
+    example_inputs: Any,
+    solution: Plan,
+    *,
+    within: float = 0.05,
+    mesh: Mesh | None = None,
+    solve: bool = True,
+    same_graph: bool = True,
+    time_limit: float = 600.0,
+    progress: Progress | None = None,
+) -> Checked:
+    """Whether a saved plan still fits the model, and costs at most `within` more than the best plan now (0.05 is five percent).
+
+    mesh: today's prices, on a mesh of the plan's shape; without it the plan's own. solve: search for the best plan now; without it compare
+    with a bound that is found faster and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts
+    fit it (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
+
+    Of several programs: model and example_inputs by program (a model alone is that of all; each shape of a program has its own entry,
+    "train[0]"); costs are seconds per unit, the peak is the fullest moment of any program. Of a pipeline: whether its stages fit the model;
+    it is not priced again.
+    """
+    options: dict[str, Any] = {"within": within, "solve": solve, "same_graph": same_graph, "time_limit": time_limit, "progress": progress}
+    if isinstance(solution, ProgramsSolution):
+        return check_programs(_by_program(model, example_inputs, solution), solution, mesh=mesh, **options)
+    if isinstance(solution, Solution):
+        return check_program(model, example_inputs, solution, mesh=mesh, **options)
+    if mesh is not None or not isinstance(solution, Pipeline):
+        raise ValueError("a pipeline is not priced again, only compared with its model; leave out the mesh")
+    try:
+        captured_pipeline(model, example_inputs, solution)
+    except ValueError as error:
+        return replace(_fits(solution, within), reasons=(str(error),))
+    return _fits(solution, within)
+
+
+def _fits(pipeline: Pipeline, within: float) -> Checked:
+    limit = pipeline.assumptions.get("memory_limit")
+    return Checked((), (), pipeline.seconds, pipeline.seconds, math.inf, 0.0, within, pipeline.peak_bytes, limit)
+
+
+def _by_program(model: Any, example_inputs: Any, plan: ProgramsSolution) -> dict[str, tuple[nn.Module, Any]]:
+    """Module and example inputs of each program. ValueError where one is missing."""
+    pairs = {}
+    for name in plan:
+        names = (name, plan.families[name])
+        module = model if isinstance(model, nn.Module) else next((model[one] for one in names if one in model), None)
+        inputs = next((example_inputs[one] for one in names if one in example_inputs), None)
+        if module is None or inputs is None:
+            what = "no model" if module is None else "no example inputs"
+            raise ValueError(f"there is {what} for program {name!r}; expected one for each of {', '.join(plan)}")
+        pairs[name] = (module, inputs)
+    return pairs
+
+
+def _ran_on(model: nn.Module, example_inputs: Any, device: str) -> dict[str, Any]:
     """Where and with which sizes a plan was run: `device`, `torch` (its version), `inputs` (global shapes by name)."""
     leaves = pytree.tree_leaves(example_inputs)
     named = zip(input_names(model, example_inputs), leaves, strict=False)

@@ -14,28 +14,26 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.pipeline import Pipeline
-from autoshard.solution import ProgramsSolution, Solution
+from autoshard.solution import Plan, Solution
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-A_PLAN = "a plan, as autoshard.plan or autoshard.load returns it"
+A_PLAN = "a plan of one program, as autoshard.plan or autoshard.load returns it"
 # by parameter: the types that are known, and how a sentence calls them; None is allowed where it is the default
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "model": ((nn.Module,), "a torch.nn.Module"),
     "solution": ((Solution,), A_PLAN),
-    "pipeline": ((Pipeline,), "a pipeline, as autoshard.pipeline or autoshard.load_pipeline returns it"),
     "device_mesh": ((DeviceMesh,), "a DeviceMesh, as autoshard.device_mesh returns it"),
     "path": ((str, os.PathLike), "the name of a file"),
     "name": ((str,), "the name of a parameter, buffer, input, op or block"),
     "seed": ((int,), "a whole number"),
     "random": ((int,), "a whole number of 0 or more"),
 }
+ANY = ("parallelize", "device_mesh", "verify", "check")  # they take a plan of any kind
 OWN: dict[tuple[str, str], tuple[tuple[type, ...], str]] = {
-    ("parallelize", "model"): ((nn.Module, Mapping), "a torch.nn.Module, or one by each program's name"),
-    ("parallelize", "solution"): ((Solution, ProgramsSolution, Pipeline), "a plan, of one program or several, or a pipeline"),
-    ("device_mesh", "solution"): ((Solution, ProgramsSolution, Pipeline), "a plan, of one program or several, or a pipeline"),
+    **{(name, "solution"): ((Plan,), "a plan, of one program or several, or a pipeline") for name in ANY},
+    **{(name, "model"): ((nn.Module, Mapping), "a torch.nn.Module, or one by each program's name") for name in ANY},
     ("parallelize", "schedule"): ((str, type), "the name of a schedule or of a file of its units"),
 }
 

@@ -37,7 +37,7 @@ from autoshard.planning import (
     with_node_layouts,
     with_number_of_microbatches,
 )
-from autoshard.solution import Solution, load, replay
+from autoshard.solution import Solution, load_one, replay
 
 log = logging.getLogger("autoshard")
 
@@ -175,7 +175,7 @@ def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solutio
 def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh, given: Collection[str]) -> Solution:
     """The solution of the file. given: the options that the caller named; without any of PRICED the prices are the plan's own."""
     assert chosen.ilp_solution_file is not None
-    solution = load(chosen.ilp_solution_file, mesh)
+    solution = load_one(chosen.ilp_solution_file, mesh)
     if solution.status == "unjudged":
         return with_node_layouts(captured, solution, chosen.ilp_solution_file)
     again = "; plan again without preload_solution"

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from autoshard.api.simulating import simulate
-from autoshard.pipeline import Pipeline
 from autoshard.planning import Progress
 from autoshard.report import html
-from autoshard.solution import ProgramsSolution, Solution
+from autoshard.solution import Plan, ProgramsSolution, Solution
 
 
 def html_report(
-    solution: Solution | ProgramsSolution | Pipeline,
+    solution: Plan,
     model: torch.nn.Module | None = None,
     example_inputs: Any = None,
     *,
@@ -33,7 +32,7 @@ def html_report(
     """
     if isinstance(solution, ProgramsSolution) and (model is not None or frontier is not None):
         raise ValueError(f"the plan is of several programs; for a time line or a frontier pass one of them: {', '.join(solution)}")
-    if isinstance(solution, ProgramsSolution | Pipeline):
+    if not isinstance(solution, Solution):
         return html.html_report(solution)
     report = progress or (lambda message, fraction: None)
     timeline = None if model is None else simulate(model, example_inputs, solution, progress=lambda message, f: report(message, 0.8 * f))

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.api.checking import ran_on
-from autoshard.capture import capture_module, constants, deep_enough, in_turn, input_names
-from autoshard.lower import plant_fault as put_fault
-from autoshard.pipeline import SCHEDULES, Pipeline, microbatch, to_run, with_schedule
-from autoshard.runtime import CapturedPipeline, constants_of, parallel_pipeline, verify_stages
+from autoshard.api.checking import captured_pipeline
+from autoshard.capture import deep_enough
+from autoshard.pipeline import SCHEDULES, with_schedule
+from autoshard.runtime import CapturedPipeline, parallel_pipeline
 from autoshard.runtime import parallelize as parallelize_plan
-from autoshard.solution import ProgramsSolution, Solution
+from autoshard.solution import Pipeline, Plan, ProgramsSolution, Solution
 
 log = logging.getLogger("autoshard")
 
 
 def parallelize(
     model: nn.Module | Mapping[str, nn.Module],
-    solution: Solution | ProgramsSolution | Pipeline,
+    solution: Plan,
     device_mesh: DeviceMesh,
     *,
     example_inputs: Any = None,
@@ -51,7 +48,7 @@ def parallelize(
     `with module.switched("generate"):` lets the module itself run it. model: one for all programs, or one by program's name.
     example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape.
 
-    A pipeline (`autoshard.pipeline`, `autoshard.load_pipeline`) needs example_inputs, those of the full batch. Each rank's copy has the
+    A pipeline (`autoshard.pipeline`) needs example_inputs, those of the full batch. Each rank's copy has the
     parameters of its stages; `loss = model.step(*inputs)` runs forward and backward of a batch, `model.evaluate(*inputs)` the forward,
     `model.clip_grad_norm_(max_norm)` clips over all stages, and each rank has an optimizer of its `model.parameters()`. schedule: instead
     of the pipeline's own another one of autoshard, a class of torch.distributed.pipelining ("InterleavedZeroBubble"), or a file `.csv`
@@ -60,14 +57,16 @@ def parallelize(
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
     options: dict[str, Any] = {"from_first_rank": from_first_rank, "timeout": timeout}
-    if dist.is_initialized() and dist.get_rank() == 0 and (unverified := _unverified(solution)):
+    if dist.is_initialized() and dist.get_rank() == 0 and (unverified := solution.unverified):
         log.warning(
-            "%s was never verified: check on simulated ranks that it computes what the model computes, and keep that in its file, by "
-            "`autoshard verify PLAN MODEL --mark` or plan.marked(autoshard.verify(model, inputs, plan))", unverified
+            "the plan%s was never verified: check on simulated ranks that it computes what the model computes, and keep that in its file, "
+            "by `autoshard verify PLAN MODEL --mark` or plan.marked(autoshard.verify(model, inputs, plan))",
+            f" of {', '.join(unverified)}" if all(unverified) else "",
         )  # fmt: skip
     if not isinstance(solution, Pipeline):
         if schedule is not None:
             raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
+        assert isinstance(solution, Solution | ProgramsSolution)
         return parallelize_plan(model, solution, device_mesh, example_inputs=example_inputs, pad=pad, **options)
     if isinstance(model, Mapping) or pad is not None:
         raise ValueError("a pipeline is of one program; give one model, and no values to pad with")
@@ -88,53 +87,3 @@ def _pipelined(
     with deep_enough(model):
         number = pipeline.mesh.num_devices
         return parallel_pipeline(model, captured, device_mesh, number, example_inputs, digest=pipeline.digest, schedule=schedule, **options)
-
-
-def _unverified(solution: Solution | ProgramsSolution | Pipeline) -> str:
-    """What of a plan is not marked as verified, in words; empty where everything is."""
-    if not isinstance(solution, ProgramsSolution):
-        return "" if solution.verified else "the pipeline" if isinstance(solution, Pipeline) else "the plan"
-    names = [name for name, plan in solution.programs.items() if not plan.verified]
-    return f"the plan of {', '.join(names)}" if names else ""
-
-
-def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline) -> CapturedPipeline:
-    """The stages of `pipeline` in this model. ValueError where it is of another model."""
-    part = microbatch(example_inputs, pipeline.microbatches)
-    captured = capture_module(model, part, training=bool(pipeline.assumptions.get("training", True)))
-    plan = to_run(pipeline, captured.graph, input_names(model, example_inputs), example_inputs)
-    return CapturedPipeline(plan, constants_of(model, captured.graph, constants(captured.fx_graph)))
-
-
-def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
-    """What `autoshard pipeline --out` or `Pipeline.save` wrote. ValueError in one sentence on anything else."""
-    return Pipeline.load(path)
-
-
-@in_turn
-def verify_pipeline(
-    model: nn.Module, example_inputs: Any, pipeline: Pipeline, *, seed: int = 0, plant_fault: bool = False
-) -> dict[str, Any]:
-    """Run a pipeline on all ranks of all its stages, in this process, and compare the loss and every gradient with the unsharded model.
-
-    example_inputs: those of the full batch; on the meta device they get seeded values, and so does the model. plant_fault: the negative
-    control, one layout is falsified and the answer must be no. Returns `ok`, `ranks`, `max_relative_error_outputs`,
-    `max_relative_error_gradients`, `placement_mismatches`, `redistributes`, `device`, `torch` and `inputs`, which
-    `pipeline.marked(report)` keeps with it. ValueError where the pipeline is of another model.
-    """
-    captured = captured_pipeline(model, example_inputs, pipeline)
-    plan = captured.plan
-    if plant_fault:
-        stage = max(plan.stages, key=lambda one: one.mesh.num_devices)
-        wrong = replace(stage, layouts=put_fault(stage.layouts, stage.graph, stage.mesh, seed))
-        plan = replace(plan, stages=tuple(wrong if one is stage else one for one in plan.stages))
-    verification = verify_stages(model, example_inputs, plan, captured.constants, seed)
-    return {
-        "ok": verification.ok,
-        "ranks": verification.ranks,
-        **ran_on(model, example_inputs, "cpu"),
-        "max_relative_error_outputs": verification.max_relative_error_outputs,
-        "max_relative_error_gradients": verification.max_relative_error_gradients,
-        "placement_mismatches": [mismatch.as_json() for mismatch in verification.placement_mismatches],
-        "redistributes": verification.redistributes,
-    }

@@ -90,7 +90,9 @@ def _checked(
         return load_api().check(*built[""], loaded, **options)
     file = model and model.partition("#")[0]
     of_each = {name: (one, file and f"{file}#{name}", f"{solution}#{name}") for name, one in loaded.programs.items()}
-    return load_api().check_programs(_built(output, of_each, settings, trust), loaded, **options)
+    built = _built(output, of_each, settings, trust)
+    modules, inputs = ({name: pair[k] for name, pair in built.items()} for k in (0, 1))
+    return load_api().check(modules, inputs, loaded, **options)
 
 
 def _built(output: Output, plans: Mapping[str, tuple[Any, str | None, str]], settings: dict, trust: bool) -> dict[str, tuple[Any, Any]]:

@@ -39,12 +39,17 @@ def load_device(device: str) -> str | Device:
 
 
 def load_plan(path: str, mesh: str | None) -> Any:
-    return load_api().load(path) if mesh is None else load_api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
+    """A plan of one program. ValueError where the file has another kind."""
+    return load_api().load_one(path, _mesh(mesh))
 
 
 def load_any_plan(path: str, mesh: str | None) -> Any:
-    """A plan of one program, or of several."""
-    return load_api().load_any(path, None if mesh is None else Mesh.from_bandwidths(parse_shape(mesh)))
+    """A plan of one program, of several, or of stages."""
+    return load_api().load(path, _mesh(mesh))
+
+
+def _mesh(written: str | None) -> Mesh | None:
+    return None if written is None else Mesh.from_bandwidths(parse_shape(written))
 
 
 def model_of(

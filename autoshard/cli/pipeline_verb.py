@@ -72,7 +72,7 @@ def pipeline(
             except api.Infeasible as error:
                 return say_no(output, error, {"configurations": []})
         _write(planned, output, out, csv, plot)
-        output.answer(planned.to_dict(), lambda: _report().pipeline_report(planned))
+        output.answer(planned.to_dict(layouts=False), lambda: _report().pipeline_report(planned))
     return OK
 
 

@@ -40,7 +40,7 @@ def programs(
     """
     with Output(as_json=as_json, quiet=quiet) as output:
         if ".py:" not in target:
-            return _answer(output, load_api().load_programs(target))
+            return _answer(output, load_api().load(target))
         if mesh is None:
             raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4")
         links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)

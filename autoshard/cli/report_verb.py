@@ -51,7 +51,7 @@ def report(
         if _is_pipeline(solution):
             if not alone or mesh is not None:
                 raise ValueError(f"{solution} is a pipeline, whose page needs nothing else; leave the other words out")
-            planned = load_api().load_pipeline(solution)
+            planned = load_api().load(solution)
             return _written(output, load_api().html_report(planned), out, {"sections": html.shown_sections(planned), "no_model": None})
         loaded = load_any_plan(solution, mesh)
         if hasattr(loaded, "programs"):

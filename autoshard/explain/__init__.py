@@ -2,5 +2,6 @@
 
 from autoshard.explain.programs_staleness import check_programs as check_programs
 from autoshard.explain.robustness import robustness as robustness
-from autoshard.explain.staleness import check as check
+from autoshard.explain.staleness import Checked as Checked
+from autoshard.explain.staleness import check_program as check_program
 from autoshard.explain.why import explain as explain

@@ -38,14 +38,9 @@ def check_programs(
     time_limit: float = 600.0,
     progress: Progress | None = None,
 ) -> Checked:
-    """As `check`, for a plan of several programs. Costs are seconds per unit, the peak is the fullest moment of any program.
-
-    models: model and example inputs by program; each shape of a program has its own entry, "train[0]". ValueError where one is missing.
-    """
+    """`autoshard.check` of a plan of several programs. models: model and example inputs by program."""
     watch, memory_limit = Stopwatch(progress), options_of(plan[plan.home]).memory_limit
     inspection = Inspection(plan, within, solve, same_graph, time_limit, memory_limit, watch)
-    if missing := [name for name in plan if name not in models]:
-        raise ValueError(f"there is no model for program {missing[0]!r}; expected one for each of {', '.join(plan)}")
     cluster = mesh or plan.mesh
     changes: dict[str, Changes] = {}
     plans: dict[str, Reopened] = {}

@@ -63,6 +63,8 @@ class Checked:
 
     def sentence(self, name: str = "the plan") -> str:
         """The whole answer in one sentence."""
+        if self.ok and not self.bound:
+            return f"{name} fits the model; it was planned to take {seconds(self.cost)}, which was not priced again"
         if self.ok:
             near = "and no plan now costs less" if self.excess <= ROUNDING else f"at most {_percent(self.excess)} above the best plan now"
             return f"{name} is good: it costs {seconds(self.cost)}, {near}"
@@ -129,7 +131,7 @@ class Inspection:
 
 
 @in_turn
-def check(
+def check_program(
     model: nn.Module,
     example_inputs: Any,
     solution: Solution,
@@ -141,12 +143,7 @@ def check(
     time_limit: float = 600.0,
     progress: Progress | None = None,
 ) -> Checked:
-    """Whether a saved plan still fits the model, and costs at most `within` more than the best plan now (0.05 is five percent).
-
-    mesh: today's prices, on a mesh of the plan's shape; without it the plan's own. solve: search for the best plan now; without it compare
-    with a bound that is found faster and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts
-    fit it (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
-    """
+    """`autoshard.check` of a plan of one program."""
     watch = Stopwatch(progress)
     inspection = Inspection(solution, within, solve, same_graph, time_limit, options_of(solution).memory_limit, watch)
     with watch.phase("capture", "capturing the model", 0.0):

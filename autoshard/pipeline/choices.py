@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.pipeline.configurations import Configuration, equal_parts, in_flight
-from autoshard.pipeline.pipeline_record import PipelineStage
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_division import Nodes, Stage, SubMesh
 from autoshard.pipeline.stage_planner import StagePlanner
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable, Sums
 from autoshard.pipeline.submeshes import Cluster
+from autoshard.solution import PipelineStage
 
 CHUNKS = 2  # parts per device of an interleaved schedule
 Ways = Sequence[tuple[str, Sequence[Stage]]]  # schedules, each with the parts of the model that it runs

@@ -28,7 +28,6 @@ from autoshard.pipeline.choices import described, planned_before, speed_ups
 from autoshard.pipeline.configurations import Configuration, fastest_first, in_flight
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of, microbatch
-from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_division import least_bottleneck
 from autoshard.pipeline.stage_planner import PRICES, StagePlanner
@@ -36,6 +35,7 @@ from autoshard.pipeline.stage_plans import JobRunner
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster
 from autoshard.planning import Infeasible, Progress, Stopwatch, bytes_text, checked_options
+from autoshard.solution import Pipeline
 
 
 @in_turn

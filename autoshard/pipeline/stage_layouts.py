@@ -11,10 +11,9 @@ import torch
 from autoshard.graph import Graph
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of
-from autoshard.pipeline.pipeline_record import Pipeline, PipelineStage
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.pipeline.stage_programs import StageProgram, stage_program
-from autoshard.solution import SENT, PipelineToRun, StageToRun
+from autoshard.solution import SENT, Pipeline, PipelineStage, PipelineToRun, StageToRun
 from autoshard.torch_private import pytree
 
 
@@ -27,7 +26,7 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
     if layers.count != (planned := pipeline.stages[-1].last):
         raise ValueError(f"the pipeline is of another model: it has {planned} layers, this model {layers.count}; plan this model")
     stages = tuple(_stage(stage_program(layers, s.first, s.last, recompute=s.recompute), s) for s in pipeline.stages)
-    order = _order(pipeline.timed)
+    order = _order(schedule_of_plan(pipeline))
     batch, leaves = batch_of(example_inputs), pytree.tree_leaves(example_inputs)
     pairs = zip(names, leaves, strict=True)
     split = frozenset(name for name, x in pairs if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch)
@@ -35,9 +34,14 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
     return PipelineToRun(stages, order, pipeline.microbatches, pipeline.mesh.num_devices, split, training)
 
 
+def schedule_of_plan(pipeline: Pipeline) -> Schedule:
+    """The units of every device group, in order."""
+    return schedule_of(pipeline.schedule, pipeline.num_groups, pipeline.microbatches, len(pipeline.stages) // pipeline.num_groups)
+
+
 def _stage(program: StageProgram, stage: PipelineStage) -> StageToRun:
     if stage.prices is None or not stage.layouts:
-        raise ValueError("this pipeline has no layouts to run; plan it with this version and save it with Pipeline.save, or `--out`")
+        raise ValueError("this pipeline has no layouts to run; plan it again with this version")
     missing = [op.name for op in program.graph.ops if op.name not in stage.layouts]
     if missing:
         raise ValueError(

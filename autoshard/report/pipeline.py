@@ -14,12 +14,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from autoshard.pipeline import Pipeline, ScheduleRun, backend_of, run
+from autoshard.pipeline import ScheduleRun, backend_of, run, schedule_of_plan
 from autoshard.report.charts import UNITS, lanes
 from autoshard.report.figures import blank, save
 from autoshard.report.plan_tables import shape_text
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
+from autoshard.solution import Pipeline
 from autoshard.units import percent, seconds, size
 from autoshard.writing import replacement
 
@@ -125,7 +126,7 @@ def time_line(pipeline: Pipeline) -> ScheduleRun:
     """One step of the pipeline: when each unit of each device group runs."""
     stages, groups = pipeline.stages, pipeline.num_groups
     return run(
-        pipeline.timed,
+        schedule_of_plan(pipeline),
         forward=[stage.forward_seconds for stage in stages],
         backward=[stage.backward_seconds for stage in stages],
         transfer=[stage.send_seconds for stage in stages],

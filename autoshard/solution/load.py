@@ -1,4 +1,4 @@
-"""A Solution from a file: our own format, or an old plan of `{node: {"args": {...}, "results": {...}}}` with torch placements."""
+"""A plan from a file: our own formats, or an old plan of `{node: {"args": {...}, "results": {...}}}` with torch placements."""
 
 from __future__ import annotations
 
@@ -10,59 +10,77 @@ from autoshard.mesh import Mesh
 from autoshard.reading import checked, refuse_other
 from autoshard.solution.files import read
 from autoshard.solution.pickles import Inert
-from autoshard.solution.programs import ProgramsSolution, load_programs, programs_of
-from autoshard.solution.record import FORMAT, Placed, Solution
+from autoshard.solution.plan import Plan
+from autoshard.solution.plan_format import FORMAT, is_pipeline, is_programs, packed, unpacked
+from autoshard.solution.programs import ProgramsSolution
+from autoshard.solution.record import Placed, Solution
+from autoshard.solution.stage_records import Pipeline
 
 
-def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
-    """Read a plan; ValueError in one sentence on anything that isn't one. `FILE#NAME` is one program of a plan of several.
+def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | ProgramsSolution | Pipeline:
+    """Read a plan: of one program, of several, or of stages. ValueError in one sentence on anything that isn't one.
 
-    mesh: for old plans, whose files don't name their mesh. Their layouts are returned with status "unjudged", cost inf and bound 0,
-    under the node names in the file. A plan of our own format has its mesh; it is an error if the argument has another shape.
+    `FILE#NAME` is one program of a plan of several. mesh: for old plans, whose files don't name their mesh. Their layouts are returned with
+    status "unjudged", cost inf and bound 0, under the node names in the file. A plan of our own formats has its mesh; it is an error if
+    the argument has another shape.
     """
-    solution = load_any(path, mesh)
-    if isinstance(solution, ProgramsSolution):
-        first = next(iter(solution), "NAME")
-        raise ValueError(f"{path} is a plan of several programs; load it with autoshard.load_programs, or one of them as {path}#{first}")
-    return solution
-
-
-def save_over(solution: Solution, path: str | os.PathLike[str]) -> None:
-    """Writes a plan to where `load` read it: with `FILE#NAME` as that program of the plan in FILE."""
-    file, _, program = str(path).rpartition("#")
-    if not file or os.path.exists(path) or not os.path.exists(file):
-        solution.save(path)
-        return
-    several = load_programs(file)
-    replace(several, programs={**several.programs, program: solution}).save(file)
-
-
-def load_any(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | ProgramsSolution:
-    """As `load`; a plan of several programs as it is."""
-    file, _, program = str(path).rpartition("#")
-    one_of_several = file and not os.path.exists(path) and os.path.exists(file)
-    data = {} if one_of_several else read(path)
-    if mesh is not None and (one_of_several or ("programs" in data and "weights" in data)):
-        raise ValueError(f"{path} says itself for which mesh it was planned; leave out the mesh")
-    if one_of_several:
-        return load_programs(file)[program]
-    if "programs" in data and "weights" in data:
-        return programs_of(data, path)
-    if _is_old(data):
+    file, program = _file_and_program(path)
+    data = read(file)
+    if program is None and _is_old(data):
         return _from_old(data, path, mesh)
-    refuse_other(data, path, "plan")
-    if "format" not in data:
-        keys = ", ".join(repr(str(key)[:30]) for key in list(data)[:3]) or "nothing"
-        raise ValueError(f"{path} is not a plan: it holds {keys} and no 'format'; expected a file that `autoshard plan --out` wrote")
-    _check_format(data["format"], path)
-    data = checked(data, path, "plan")
+    if mesh is not None and (is_programs(data) or "programs" in data):
+        raise ValueError(f"{path} says itself for which mesh it was planned; leave out the mesh")
+    plan = _plan_of(data, file)
+    if mesh is not None and mesh.shape != plan.mesh.shape:
+        raise ValueError(f"{path} was planned for mesh {_shape(plan.mesh)}, not for {_shape(mesh)}; leave out the mesh or plan again")
+    if program is None:
+        return plan
+    if not isinstance(plan, ProgramsSolution):
+        raise ValueError(f"{file} is no plan of several programs, so there is no {program!r} in it; leave out #{program}")
+    return plan[program]
+
+
+def load_one(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
+    """As `load`; ValueError where the plan is not of one program."""
+    plan = load(path, mesh)
+    if isinstance(plan, ProgramsSolution):
+        raise ValueError(f"{path} is a plan of several programs; name one of them, as {path}#{plan.home}")
+    if isinstance(plan, Pipeline):
+        raise ValueError(f"{path} is a pipeline; expected a plan without stages, as `autoshard plan --out` writes it")
+    return plan
+
+
+def save_over(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan to where `load` read it: with `FILE#NAME` as that program of the plan in FILE."""
+    file, program = _file_and_program(path)
+    if program is None:
+        plan.save(path)
+        return
+    several = load(file)
+    assert isinstance(several, ProgramsSolution) and isinstance(plan, Solution)
+    replace(several, programs={**several.programs, program: plan}).save(file)
+
+
+def _file_and_program(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """FILE and NAME of FILE#NAME; a file whose own name has a # is itself."""
+    file, _, program = str(path).rpartition("#")
+    return (file, program) if file and not os.path.exists(path) and os.path.exists(file) else (path, None)
+
+
+def _plan_of(data: dict, path: str | os.PathLike[str]) -> Solution | ProgramsSolution | Pipeline:
+    """The plan in a file's data, of format 2 or 1. ValueError, with the file's name, where it isn't sound."""
+    if not (is_programs(data) or is_pipeline(data)):
+        refuse_other(data, path, "plan")
+        if "format" not in data:
+            keys = ", ".join(repr(str(key)[:30]) for key in list(data)[:3]) or "nothing"
+            raise ValueError(f"{path} is not a plan: it holds {keys} and no 'format'; expected a file that `autoshard plan --out` wrote")
+    _check_format(data.get("format", 1), path)
+    file = checked(data if data.get("format") == FORMAT else packed(data), path, "plan")
+    kind = ProgramsSolution if "programs" in file else Pipeline if "pipeline" in file else Solution
     try:
-        solution = Solution.from_dict(data)
-    except ValueError as error:
+        return kind.from_dict(unpacked(file))
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a sound plan: {error}; expected what `autoshard plan --out` wrote, so plan again") from None
-    if mesh is not None and mesh.shape != solution.mesh.shape:
-        raise ValueError(f"{path} was planned for mesh {_shape(solution.mesh)}, not for {_shape(mesh)}; leave out the mesh or plan again")
-    return solution
 
 
 def _check_format(number: object, path: str | os.PathLike[str]) -> None:

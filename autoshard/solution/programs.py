@@ -11,19 +11,17 @@ are the originals; the others run with them, or with copies.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard.mesh import Mesh
-from autoshard.reading import checked
-from autoshard.solution.files import digest, read, write
-from autoshard.solution.record import FORMAT, Solution, plain
+from autoshard.solution.plan import Plan
+from autoshard.solution.record import Solution, plain
 
 
 @dataclass(frozen=True)
-class ProgramsSolution:
+class ProgramsSolution(Plan):
     """A plan for several programs on one set of weights, with its certificate. Seconds per unit of the weights, bytes per device."""
 
     programs: dict[str, Solution]  # each on its own mesh
@@ -43,7 +41,6 @@ class ProgramsSolution:
     keeps_state: list[str] = field(default_factory=list)  # families whose own buffers stay in memory while others run
     copies: tuple[dict, ...] = ()  # parameter, family, from, to, seconds, bytes (sent by all devices together)
     seconds: dict = field(default_factory=dict)  # {"cpu": {capture, ..., total}, "wall": ...}
-    format: int = FORMAT
 
     def __post_init__(self) -> None:
         for name in _REST:
@@ -58,6 +55,18 @@ class ProgramsSolution:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.programs)
+
+    @property
+    def parts(self) -> Mapping[tuple[str, int], Solution]:
+        return {(name, 0): solution for name, solution in self.programs.items()}
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        return tuple(name for name, solution in self.programs.items() if not solution.verified)
+
+    def marked(self, report: Mapping[str, Any]) -> ProgramsSolution:
+        """The same plan, each program marked by its own report among `programs`. ValueError where one says no."""
+        return replace(self, programs={name: one.marked(report["programs"][name]) for name, one in self.programs.items()})
 
     @property
     def gap(self) -> float:
@@ -103,15 +112,6 @@ class ProgramsSolution:
             rows.append({"name": name, **own, "loss": self.loss(name), **switched, "peak_bytes": self.peaks[name]})
         return rows
 
-    @property
-    def digest(self) -> str:
-        """A hash of what ranks run of this plan, by which they see that they have the same one."""
-        return digest(self.to_dict())
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to `path`, completely or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
-        write(self.to_dict(), path)
-
     def to_dict(self) -> dict:
         """Plain dicts, lists, strings and finite numbers; `from_dict` is the inverse."""
         data = {name: getattr(self, name) for name in _HEAD}
@@ -136,24 +136,6 @@ class ProgramsSolution:
         return solution
 
 
-_HEAD = ("format", "status", "solver", "cost", "bound", "peak_bytes", "home")  # first in a file, as readers look for them
+_HEAD = ("status", "solver", "cost", "bound", "peak_bytes", "home")  # first in a file, as readers look for them
 
 _REST = ("weights", "families", "switches", "devices", "best", "peaks", "keeps_state", "seconds")
-
-
-def load_programs(path: str | os.PathLike[str]) -> ProgramsSolution:
-    """Read a plan of several programs; ValueError in one sentence on anything that isn't one."""
-    data = read(path)
-    if not ("programs" in data and "weights" in data):
-        raise ValueError(f"{path} holds no plan of several programs; expected a file that `autoshard programs --out` wrote")
-    return programs_of(data, path)
-
-
-def programs_of(data: dict, path: str | os.PathLike[str]) -> ProgramsSolution:
-    """The plan in a file's data. ValueError, with the file's name, where it isn't sound."""
-    try:
-        return ProgramsSolution.from_dict(checked(data, path, "programs"))
-    except ValueError as error:
-        if str(error).startswith(str(path)):
-            raise
-        raise ValueError(f"{path} is not a sound plan of programs: {error}; plan again") from None

@@ -10,7 +10,6 @@ free-form dicts (files can't hold inf); records get this form when they are crea
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -21,14 +20,13 @@ from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Kernels, Mesh, TestedSteps, check_shape
 from autoshard.precision import Precision
-from autoshard.solution.files import digest, write
 from autoshard.solution.interval import interval, price_errors
+from autoshard.solution.plan import Plan
 from autoshard.solution.provided import provided
 from autoshard.solution.verified import Verified, marking, verified_of
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
 ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
-FORMAT = 1  # raised when an older reader would misread a newer file
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Solution:
+class Solution(Plan):
     """A plan for one graph on one mesh, with its certificate. Costs are in seconds, sizes in bytes per device."""
 
     layouts: dict[str, Placed]  # by op name, in graph order; parameters, buffers and inputs are ops of their qualified names
@@ -75,7 +73,6 @@ class Solution:
     overlapped: dict = field(default_factory=dict)  # seconds, bound_seconds, serial_plan_seconds: of time lines
     modules: dict = field(default_factory=dict)  # by axis name, for launchers that know modules only: styles, dropped, seconds
     seconds: dict = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
-    format: int = FORMAT
 
     def __post_init__(self) -> None:
         free = ("results", "baselines", "parameters", "breakdown", "counts", "fingerprint", "assumptions", "prices")
@@ -85,6 +82,10 @@ class Solution:
         object.__setattr__(self, "layouts", dict(self.layouts))
         for name in ("cost", "bound", "peak_bytes"):
             object.__setattr__(self, name, float(getattr(self, name)))
+
+    @property
+    def parts(self) -> Mapping[tuple[str, int], Solution]:
+        return {("", 0): self}
 
     @property
     def gap(self) -> float:
@@ -240,6 +241,10 @@ class Solution:
         """The same plan, marked as verified by a report of `verify`. ValueError where that says no."""
         return self.noting(**marking(report, self._run_layouts()))
 
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        return () if self.verified else ("",)
+
     def _run_layouts(self) -> list:
         return [{name: placed.to_dict() for name, placed in self.layouts.items()}, self.results]
 
@@ -264,15 +269,6 @@ class Solution:
         """The view in a notebook: cost and proof, the usual plans, layouts."""
         return provided("notebook")(self)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to `path`, completely or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
-        write(self.to_dict(), path)
-
-    @property
-    def digest(self) -> str:
-        """A hash of what ranks run of this plan, by which they see that they have the same one."""
-        return digest(self.to_dict())
-
     def to_dict(self) -> dict:
         """Plain dicts, lists, strings and finite numbers; `from_dict` is the inverse."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "overlapped" or self.overlapped}
@@ -281,7 +277,7 @@ class Solution:
         data["mesh"] = plain(self.mesh.to_dict(), "mesh")
         for name in ("cost", "bound", "peak_bytes"):
             data[name] = data[name] if math.isfinite(data[name]) else None
-        return {"format": data.pop("format"), **{key: data.pop(key) for key in _HEAD}, **data}
+        return {**{key: data.pop(key) for key in _HEAD}, **data}
 
     @staticmethod
     def from_dict(data: dict) -> Solution:

@@ -24,7 +24,7 @@ class Verified:
 
 
 def marking(report: Mapping[str, Any], layouts: Any) -> dict[str, Any]:
-    """The fact as an assumption. report: of `verify` or `verify_pipeline`; layouts: of the plan, in JSON's types. ValueError where the
+    """The fact as an assumption. report: of `verify`; layouts: of the plan, in JSON's types. ValueError where the
     report says no."""
     if not report.get("ok"):
         raise ValueError("the plan can't be marked as verified: the report says that it does not compute what the model computes")

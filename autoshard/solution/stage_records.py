@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from autoshard.mesh import Mesh
-from autoshard.pipeline.schedules import Schedule, schedule_of
-from autoshard.reading import data_of
-from autoshard.solution import Placed, Verified, digest, marking, verified_of, write
+from autoshard.solution.plan import Plan
+from autoshard.solution.record import Placed
+from autoshard.solution.verified import Verified, marking, verified_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PipelineStage:
     layouts: dict[str, Placed] = field(default_factory=dict)  # of every op, by its name in the captured program
     prices: Mesh | None = None  # the mesh of the stage with its prices, by which routes between layouts are chosen
 
-    def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
+    def to_dict(self, *, layouts: bool = True) -> dict[str, Any]:
         data = asdict(replace(self, layouts={}, prices=None))
         del data["layouts"], data["prices"]
         if layouts:
@@ -53,7 +52,7 @@ class PipelineStage:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Plan):
     """A pipeline plan. Seconds of one step; bytes per device."""
 
     seconds: float
@@ -71,6 +70,12 @@ class Pipeline:
     assumptions: dict[str, Any] = field(default_factory=dict)
     seconds_spent: dict[str, float] = field(default_factory=dict)
 
+    status = "feasible"  # no division is proven best
+
+    @property
+    def parts(self) -> Mapping[tuple[str, int], PipelineStage]:
+        return {("", k): stage for k, stage in enumerate(self.stages)}
+
     @property
     def gap(self) -> float:
         return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
@@ -81,35 +86,29 @@ class Pipeline:
         return 1 + max(stage.group for stage in self.stages)
 
     @property
-    def timed(self) -> Schedule:
-        """The units of every device group, in order."""
-        return schedule_of(self.schedule, self.num_groups, self.microbatches, len(self.stages) // self.num_groups)
-
-    @property
     def mesh(self) -> Mesh:
         """All devices of the cluster as one axis, for `device_mesh`."""
         kinds = self.assumptions.get("cluster") or [{"nodes": 1, "devices": 1 + max(max(stage.devices) for stage in self.stages)}]
         return Mesh.from_bandwidths((sum(kind["nodes"] * kind["devices"] for kind in kinds),))
 
     @property
-    def digest(self) -> str:
-        """A hash of what ranks run of this plan, by which they see that they have the same one."""
-        return digest(self.to_dict(layouts=True))
-
-    @property
     def verified(self) -> Verified | None:
-        """With what `verify_pipeline` found it to be right; None where it was never marked so, or has other layouts now."""
+        """With what `verify` found it to be right; None where it was never marked so, or has other layouts now."""
         return verified_of(self.assumptions, self._layouts())
 
     def marked(self, report: Mapping[str, Any]) -> Pipeline:
-        """The same pipeline, marked as verified by a report of `verify_pipeline`. ValueError where that says no."""
+        """The same pipeline, marked as verified by a report of `verify`. ValueError where that says no."""
         return replace(self, assumptions={**self.assumptions, **marking(report, self._layouts())})
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        return () if self.verified else ("",)
 
     def _layouts(self) -> list:
         return [{name: placed.to_dict() for name, placed in stage.layouts.items()} for stage in self.stages]
 
-    def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
-        """Plain data: the keys of `autoshard pipeline --json`. layouts: include those of every op."""
+    def to_dict(self, *, layouts: bool = True) -> dict[str, Any]:
+        """Plain data; without the layouts of every op it has the keys of `autoshard pipeline --json`."""
         return {
             "status": "feasible", "seconds": self.seconds, "bound_seconds": self.bound, "gap": self.gap, "peak_bytes": self.peak_bytes,
             "bubble": self.bubble, "exposed_communication_seconds": self.exposed_communication, "schedule": self.schedule,
@@ -118,20 +117,11 @@ class Pipeline:
             "assumptions": self.assumptions, "seconds_spent": self.seconds_spent,
         }  # fmt: skip
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything, layouts included, as JSON, atomically."""
-        write(self.to_dict(layouts=True), path)
-
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Pipeline:
-        """What `save` or `autoshard pipeline --out` wrote. ValueError in one sentence on anything else."""
-        data = data_of(path, "pipeline")
+    def from_dict(data: Mapping[str, Any]) -> Pipeline:
+        """The inverse of `to_dict`; ValueError where a stage is not sound, and keys that it doesn't know are ignored."""
         names = {"bound_seconds": "bound", "exposed_communication_seconds": "exposed_communication"}
         known = {f.name for f in fields(Pipeline)}
         values = {name: value for key, value in data.items() if (name := names.get(key, key)) in known}
-        try:
-            stages = tuple(map(PipelineStage.from_dict, data["stages"]))
-        except (TypeError, ValueError) as error:
-            expected = "expected what `autoshard pipeline --out` wrote, so plan again"
-            raise ValueError(f"{path} is not a sound pipeline: {error}; {expected}") from None
-        return Pipeline(**{**values, "stages": stages, **{key: tuple(data[key]) for key in ("configurations", "speed_up", "budgets")}})
+        tuples = {key: tuple(data[key]) for key in ("configurations", "speed_up", "budgets")}
+        return Pipeline(**{**values, "stages": tuple(map(PipelineStage.from_dict, data["stages"])), **tuples})
