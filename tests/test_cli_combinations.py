@@ -28,6 +28,7 @@ LINES = {
     "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),
     "on the mesh of the plan": (["plan", MODEL, "--keep", PLAN], ["plan", MODEL, "--keep", PLAN, "--mesh", "2x4"]),
     "without MODEL": (["check", HERE, "--launcher", "torchtitan"], ["check", HERE, MODEL, "--launcher", "torchtitan"]),
+    "without another plan": (["show", PLAN], ["show", PLAN, PLAN]),
     "beside --no-model": (["report", PLAN, "--no-model"], ["report", PLAN]),
     "on a format": (["export", PLAN], ["export", PLAN, "--format", "tp_plan"]),
     "on mlp": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),

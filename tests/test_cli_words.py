@@ -32,7 +32,6 @@ BEGINS = {
     "serve-plan": [MODEL, "--devices", "8", "--max-tokens", "64", "--batch", "4"],
     "check": [HERE],
     "degrees": [MODEL, "--devices", "8"],
-    "diff": [PLAN, PLAN],
     "demo": [],
     "doctor": [],
     "export": [PLAN],
@@ -56,7 +55,7 @@ FILES, BOUNDLESS = [MISSING, FOLDER], ["inf", "nan", "0.5"]
 
 WRONG = {
     "model": MODELS, "target": [MISSING, *MODELS[:2], FOLDER], "settings": ["layers", "=2", "nosuch=2", "1=2"],
-    "solution": FILES, "keep": FILES, "cluster": FILES, "a": FILES, "b": FILES, "problem": FILES, "spec": FILES, "frontier": FILES,
+    "solution": FILES, "keep": FILES, "cluster": FILES, "other": FILES, "problem": FILES, "spec": FILES, "frontier": FILES,
     "files": FILES, "mesh": SHAPES, "devices": COUNTS, "devices_per_node": COUNTS, "memory": SIZES, "memory_limit": SIZES, "hbm": SIZES,
     "host_memory": SIZES, "host_bandwidth": SIZES, "intra_node_bandwidth": SIZES, "inter_node_bandwidth": SIZES, "largest": SIZES,
     "out": PATHS, "csv": PATHS, "trace": PATHS, "plot": PICTURES, "picture": PICTURES, "draw": PICTURES, "save_dir": [HERE, "/nowhere/a"],

@@ -78,7 +78,7 @@ KINDS = ("sharding_map", "json", "parallelize_module", "tp_plan", "fully_shard",
 QUICK = {
     "show": ("plan", "show FILE"),
     "show a pickle": ("plan as a pickle", "show FILE"),
-    "diff": ("plan", "diff FILE PLAN"),
+    "diff": ("plan", "show FILE PLAN"),
     "report": ("plan", "report FILE --no-model --out OUT"),
     "explain": ("plan", "explain FILE"),
     "export": ("plan", "export FILE --format json"),
@@ -104,7 +104,7 @@ QUICK = {
 }
 SLOW = {
     **{f"export {kind}": ("plan", f"export FILE --format {kind}") for kind in KINDS},
-    "diff to": ("plan", "diff PLAN FILE"),
+    "diff to": ("plan", "show PLAN FILE"),
     "show as JSON": ("plan", "show FILE --json"),
     "export a pickle": ("plan as a pickle", "export FILE --format sharding_map --out OUT"),
 }

@@ -16,7 +16,7 @@ UNSEEN = {
     ("*", "quiet"): "there is neither progress nor a note that it could leave out",
     ("*", "time_limit"): "the search ends before",
     ("*", "model"): "the plan is for this model",
-    ("diff", "exit_code"): "it is 0 where nothing differs",
+    ("show", "exit_code"): "it is 0 where nothing differs",
     ("check", "any_graph"): "the graph is the planned one",
     ("simulate", "prefetch"): "nothing is gathered before it is used, where parameters are replicated",
     ("simulate", "no_join"): "one reduction has nothing to be joined with",

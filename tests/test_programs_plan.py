@@ -82,11 +82,11 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
     assert main(["programs", f"{source}:programs", "--mesh", "2", "--set", "rows=3", "--out", plan, "--json", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["programs"]["use"]["weight"] == 3 and record["gap"] <= 0.001
-    for words in (["programs", plan], ["show", plan], ["show", f"{plan}#use"], ["diff", plan, plan]):
+    for words in (["programs", plan], ["show", plan], ["show", f"{plan}#use"], ["show", plan, plan]):
         assert main([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
     assert main(["verify", f"{plan}#train", "--trust", "--json", "--quiet"]) == 0 and json.loads(capsys.readouterr().out)["ok"]
-    assert main(["diff", plan, f"{plan}#use"]) == 2 and "name one of them" in capsys.readouterr().err
+    assert main(["show", plan, f"{plan}#use"]) == 2 and "name one of them" in capsys.readouterr().err
     assert main(["programs", f"{source}:programs"]) == 2 and "--mesh" in capsys.readouterr().err
 
 

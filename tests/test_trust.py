@@ -10,8 +10,8 @@ from autoshard.cli.loading import model_of
 from tests.helpers_solutions import linear_solution
 from tests.test_cli import check_refused, run
 
-NAMES_A_PLAN = {"solution", "target", "a"}  # arguments of the verbs that take a plan
-MORE = {"explain": ("w",), "diff": ("plan.json",), "report": ("--out", "r.html"), "verify": ("--quiet",)}  # words that make it work
+NAMES_A_PLAN = {"solution", "target"}  # arguments of the verbs that take a plan
+MORE = {"explain": ("w",), "report": ("--out", "r.html"), "verify": ("--quiet",)}  # words that make it work
 COMMANDS = {name: verb for name, verb in get_command(app).commands.items() if name != "programs"}  # whose file names no model
 VERBS = {name: verb for name, verb in COMMANDS.items() if NAMES_A_PLAN & {p.name for p in verb.params}}
 WITH_MODEL = sorted(name for name, verb in VERBS.items() if "trust" in {p.name for p in verb.params})
@@ -28,7 +28,7 @@ def ran(tmp_path, monkeypatch):
 
 def test_the_verbs_that_need_a_model_are_known():
     assert WITH_MODEL == ["check", "explain", "report", "simulate", "verify"]
-    assert {"show", "diff", "export"} <= set(VERBS) and "plan" not in VERBS
+    assert {"show", "export"} <= set(VERBS) and "plan" not in VERBS
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

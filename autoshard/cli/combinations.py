@@ -30,7 +30,7 @@ Given = frozenset[str]
 NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 LINKS = ("intra_node_bandwidth", "inter_node_bandwidth")
 RESULTS = ("out", "csv", "plot", "trace", "picture", "draw")
-READ = ("model", "target", "solution", "a", "b", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
+READ = ("model", "target", "solution", "other", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
 REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
 
 
@@ -126,6 +126,7 @@ RULES = (
     Ineffective(
         ("export",), ("within",), lambda given, values: values.get("kind") in UNPRICED, "on a format whose reader decides what a step takes"
     ),
+    Ineffective(("show",), ("exit_code",), without("other"), "without another plan to compare with", "name it"),
     Ineffective(("report",), ("trust",), beside("no_model"), "beside --no-model"),
     Ineffective(
         ("explain",), ("model", "settings", "trust", "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"

@@ -127,7 +127,11 @@ OWN: dict[str, dict[str, Declaration]] = {
         "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
         "free": opt("With --keep: parameters to plan anew; repeatable.", metavar="GLOB"),
     },
-    "show": {"mesh": OLD_MESH},
+    "show": {
+        "other": arg("Another plan, to compare it with.", PLAN, "OTHER"),
+        "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
+        "mesh": OLD_MESH,
+    },
     "verify": {
         "model": THE_MODEL,
         "mesh": OLD_MESH,
@@ -238,12 +242,6 @@ OWN: dict[str, dict[str, Declaration]] = {
         "memory": opt("Memory of a device: 72GB. Default: all it has.", SIZE),
         "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
         "eager": opt("Every kernel is launched from the host: no CUDA graphs.", SWITCH),
-    },
-    "diff": {
-        "a": arg("A plan.", PLAN, "A"),
-        "b": arg("Another one.", PLAN, "B"),
-        "exit_code": opt("Exit with 1 where they differ.", SWITCH),
-        "mesh": OLD_MESH,
     },
     "demo": {"out": opt("Keep the plan in this file.", OUT)},
     "doctor": {

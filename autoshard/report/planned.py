@@ -133,7 +133,6 @@ def verify_report(report: Mapping) -> RenderableType:
 def summary(solution: Solution) -> dict:
     """Plain data, which `plan --json` and `show --json` print; None where a number isn't known. Cost, bound and gap are of tasks one after
     the other; `status` is of the objective, and `overlapped` has its own seconds, bound and gap."""
-    counts = {key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")}
     return {
         "status": solution.status,
         "objective": solution.objective,
@@ -149,7 +148,7 @@ def summary(solution: Solution) -> dict:
         "training": solution.training,
         "microbatches": solution.microbatches,
         "mesh": {"shape": list(solution.mesh.shape), **solution.mesh.to_dict()},
-        **counts,
+        **{key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")},
         "baselines": solution.baselines,
         "replicated_ops": list(solution.replicated_ops),
         "parameters": {name: row["layout"] for name, row in solution.parameters.items()},
@@ -158,6 +157,7 @@ def summary(solution: Solution) -> dict:
         "assumptions": solution.assumptions,
         "cpu_seconds": solution.seconds.get("cpu", {}),
         "wall_seconds": solution.seconds.get("wall", {}),
+        **({} if solution.pin_prices is None else {"pins": list(solution.pin_prices)}),
     }
 
 
