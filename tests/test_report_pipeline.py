@@ -1,5 +1,6 @@
-"""The page of a pipeline: stages over time, and what `autoshard report` makes of a pipeline's file."""
+"""The page of a pipeline: stages over time, and what `autoshard show` makes of a pipeline's file."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -48,13 +49,23 @@ def test_a_pipeline_s_page_names_its_stages_and_says_where_its_seconds_are_other
 
 def test_the_verb_reports_a_pipeline_s_file(tmp_path, capsys):
     PIPELINE.save(tmp_path / "pipe.json")
-    assert main(["report", str(tmp_path / "pipe.json"), "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["show", str(tmp_path / "pipe.json"), "--html", str(tmp_path / "page.html")]) == 0
     assert "Stages over time" in (tmp_path / "page.html").read_text()
-    assert main(["report", str(tmp_path / "pipe.json"), "models/gpt2.py:tiny", "--out", str(tmp_path / "page.html")]) == 2
+    assert main(["show", str(tmp_path / "pipe.json"), "--model", "models/gpt2.py:tiny", "--html", str(tmp_path / "page.html")]) == 2
     assert "whose page needs nothing else" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["show", "simulate"])
+def test_the_verb_shows_what_the_search_printed(tmp_path, capsys):
+    PIPELINE.save(tmp_path / "pipe.json")
+    assert main(["show", str(tmp_path / "pipe.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(PIPELINE.to_dict()))
+    assert main(["show", str(tmp_path / "pipe.json")]) == 0
+    assert "Stages" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "pipe.json"), "--mesh", "2"]) == 2
+    assert "says itself for which devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["explain", "simulate"])
 def test_other_verbs_refuse_it(tmp_path, capsys, verb):
     PIPELINE.save(tmp_path / "pipe.json")
     assert main([verb, str(tmp_path / "pipe.json")]) == 2

@@ -13,7 +13,6 @@ from . import (  # noqa: F401 (each module adds its verbs to the app)
     plan_verbs,
     programs_verb,
     redistribute_verb,
-    report_verb,
     serve_plan_verb,
     show_verb,
     simulate_verb,

@@ -9,7 +9,6 @@ from autoshard.report.explained import explained as explained
 from autoshard.report.explained import prices_report as prices_report
 from autoshard.report.explained import robustness_table as robustness_table
 from autoshard.report.frontier import svg as svg
-from autoshard.report.html import save_html as save_html
 from autoshard.report.launchers import launch_table as launch_table
 from autoshard.report.plan_tables import axis_line as axis_line
 from autoshard.report.plan_tables import price_parts as price_parts
