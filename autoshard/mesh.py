@@ -220,6 +220,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         check_size(self.shape)
+        if not all(self.axis_names) or len(set(self.axis_names)) < len(self.axes):
+            raise ValueError(f"the axes are called {', '.join(map(repr, self.axis_names))}; expected a name of its own for each")
         if not (isinstance(self.expert_imbalance, (int, float)) and 1 <= self.expert_imbalance < math.inf):
             raise ValueError(f"expert_imbalance is {self.expert_imbalance!r}; expected a number of 1 or more: 1 is a balanced load")
 

@@ -61,7 +61,10 @@ SITUATIONS = {
         "fsdp": [MLP, "--data", "2", "--scheme", "fsdp"],
         "mlp": ["mlp", "--constants", "distir_3386edc", "--data", "2"],
     },
-    "show": {"plan": ["plan.json"], "programs": ["programs.json"]},
+    "show": {
+        "plan": ["plan.json"], "programs": ["programs.json"], "equal": ["plan.json", "plan.json"], "other": ["plan.json", "edited.json"],
+        "page": ["plan.json", "--html", "new.html", "--trust"], "page without model": ["plan.json", "--html", "new.html", "--no-model"],
+    },
     "verify": {"plan": ["tiny.json", "--trust"]},
     "explain": {
         "name": ["plan.json", "layers.0.up.weight", "--trust"],
@@ -75,13 +78,11 @@ SITUATIONS = {
         "no bound": [LLAMA, "--devices", "8", "--no-bound", "--seq", "64", "--global-batch", "16"],
         "megatron": [LLAMA, "--devices", "8", "--no-bound", "--launcher", "megatron", "--seq", "64", "--global-batch", "16"],
     },
-    "diff": {"equal": ["plan.json", "plan.json"], "other": ["plan.json", "edited.json"]},
     "doctor": {"model": [GPT2, "--device", "cpu"], "alone": []},
     "export": {
         "map": ["plan.json"], "tp_plan": ["plan.json", "--format", "tp_plan", "--within", "9"],
         "fully_shard": ["plan.json", "--format", "fully_shard", "--within", "9"],
     },
-    "report": {"model": ["plan.json", "--trust"], "no model": ["plan.json", "--no-model"]},
     "programs": {"model": ["rl.py:programs", "--mesh", "2"], "plan": ["programs.json"]},
     "redistribute": {"mesh": ["problems.json"], "tensorcraft": ["problems.json", "--prices", "tensorcraft", "--count", "buffers"]},
     "serve-plan": {"experts": [MIXTRAL, *SERVED]},
@@ -106,10 +107,10 @@ VALUES = {
     "axis": "a", "frontier": "frontier.json", "switches": "9", "planner": "naive", "memory_limit": "1GB", "count": "buffers",
     "max_depth": "1", "top_k": "1", "draw": "new.svg", "max_tokens": "128", "prompt": "9", "hbm": "1GB", "host_memory": "1GB",
     "host_bandwidth": "1GB/s", "reserve": "0.5", "effort": "0.1", "method": "p_norm", "collective": "all_reduce", "system": "b",
-    "seconds": "2", "largest": "1MB", "backend": "gloo", "name": "h100", "model": MLP,
+    "seconds": "2", "largest": "1MB", "backend": "gloo", "name": "h100", "model": MLP, "other": "edited.json", "html": "new.html",
 }  # fmt: skip
 OWN = {
-    ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml", ("report", "out"): "new.html",
+    ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml",
     ("explain", "name"): "layers.0.down.weight", ("pipeline", "recompute"): "always", ("tables", "devices"): "2",
     ("degrees", "precision"): "fp8", ("verify", "device"): "cuda", ("doctor", "device"): "cuda", ("doctor", "model"): MLP,
     ("verify", "model"): f"{ROOT}/models/mlp.py:tiny", ("degrees", "settings"): "layers=1",
@@ -121,7 +122,7 @@ OWN = {
     ("programs", "mesh"): "4", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
 }  # fmt: skip
 HOST = ("cpu_seconds", "wall_seconds", "seconds_of_host", "autosharding_time", "imports")  # of the planning host
-RESULTS = ("out", "csv", "plot", "trace", "picture", "draw", "save_dir")
+RESULTS = ("out", "html", "csv", "plot", "trace", "picture", "draw", "save_dir")
 
 
 # files that the command lines name: made when one does; {name: the command line that writes it}

@@ -38,7 +38,7 @@ from tests.test_mutations import ENCODINGS, GOOD, LOADERS, QUICK, VERBS, loaded,
 
 MOST_SECONDS, MOST_MB = 1.0, 300.0
 TEXT = (".toml", ".yaml", ".sh", ".txt", ".csv")
-HEAVY = {"report", "solve", "report --frontier"}  # verbs whose own work takes long: one mutant in ten
+HEAVY = {"page", "solve", "page with a frontier"}  # verbs whose own work takes long: one mutant in ten
 RUNS = (
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "os.fork", "pty.spawn", "pickle.find_class", "socket.connect",
 )  # fmt: skip

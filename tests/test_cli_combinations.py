@@ -11,7 +11,8 @@ from tests.test_cli_words import HERE, MODEL, PLAN, ROOT, run_all, verbs
 
 RIGHT = {
     "time_limit": "60", "batch": "4", "seq": "64", "dtype": "float32", "within": "0.01", "alternatives": "3", "devices": "8",
-    "out": "new", "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
+    "out": "new", "html": "new", "frontier": HERE,
+    "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
     "memory_limit": "80GB", "microbatches": "4",
     "switches": "2", "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
@@ -28,7 +29,10 @@ LINES = {
     "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),
     "on the mesh of the plan": (["plan", MODEL, "--keep", PLAN], ["plan", MODEL, "--keep", PLAN, "--mesh", "2x4"]),
     "without MODEL": (["check", HERE, "--launcher", "torchtitan"], ["check", HERE, MODEL, "--launcher", "torchtitan"]),
-    "beside --no-model": (["report", PLAN, "--no-model"], ["report", PLAN]),
+    "beside another plan": (["show", PLAN, PLAN], ["show", PLAN]),
+    "without --html": (["show", PLAN], ["show", PLAN, "--html", "new"]),
+    "without another plan": (["show", PLAN], ["show", PLAN, PLAN]),
+    "beside --no-model": (["show", PLAN, "--html", "new", "--no-model"], ["show", PLAN, "--html", "new"]),
     "on a format": (["export", PLAN], ["export", PLAN, "--format", "tp_plan"]),
     "on mlp": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
     "on one stage": (["simulate", MODEL], ["simulate", MODEL, "--pipeline", "2"]),
@@ -57,7 +61,10 @@ WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "fro
     "degrees": (["--devices", "8", "--per-node", "1"], ["--devices", "8"]), "tables": (["--devices", "8x1"], ["--devices", "8"]),
 }  # fmt: skip
 ABOUT = {"tables": [HERE], "check": [HERE, "--launcher", "torchtitan"]}
-TRUSTED = {"explain": (["explain", PLAN, "w", "--model", MODEL], ["explain", PLAN, "w"])}
+TRUSTED = {
+    "show": (["show", PLAN, "--html", "new", "--model", MODEL], ["show", PLAN, "--html", "new"]),
+    "explain": (["explain", PLAN, "w", "--model", MODEL], ["explain", PLAN, "w"]),
+}
 
 
 def lines_of(rule, verb: str) -> tuple[list[str], list[str]]:
@@ -132,7 +139,7 @@ def test_an_option_of_one_value_comes_once():
 @pytest.mark.parametrize(
     ("argv", "lost"),
     [
-        (["report", "FILE", "--no-model", "--out", "FILE"], "SOLUTION"),
+        (["show", "FILE", "--no-model", "--html", "FILE"], "SOLUTION"),
         (["export", "FILE", "--out", "FILE"], "SOLUTION"),
         (["redistribute", "FILE", "--draw", "FILE"], "PROBLEM"),
         (["solve", "FILE", "--out", "./FILE"], "PROBLEM"),

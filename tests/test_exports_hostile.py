@@ -1,7 +1,6 @@
 """Exported Python holds the words of a plan's file as literals and comments: whatever they are, none of them becomes code."""
 
 import ast
-import json
 
 import pytest
 from hypothesis import example, given, settings
@@ -72,7 +71,7 @@ def check(name, other, note, axes):
 
 
 @settings(max_examples=60, deadline=None)
-@given(words, words, words, st.lists(words, min_size=3, max_size=3, unique=True).map(tuple))
+@given(words, words, words, st.lists(words.filter(bool), min_size=3, max_size=3, unique=True).map(tuple))
 @example('x": 0}\n' + PLANTED + '\nPLAN = {"', "y", f"a\n{PLANTED}", ("a", f'b")\n{PLANTED}#', 'c"'))
 def test_no_word_of_a_plan_becomes_code(name, other, note, axes):
     if name != other:
@@ -81,7 +80,7 @@ def test_no_word_of_a_plan_becomes_code(name, other, note, axes):
 
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
-@given(words, words, words, st.lists(words, min_size=3, max_size=3, unique=True).map(tuple))
+@given(words, words, words, st.lists(words.filter(bool), min_size=3, max_size=3, unique=True).map(tuple))
 def test_no_word_of_a_plan_becomes_code_in_many_plans(name, other, note, axes):
     if name != other:
         check(name, other, note, axes)
@@ -102,7 +101,7 @@ def test_a_hostile_file_writes_python_that_runs_nothing(tmp_path):
     """The whole way: a plan's file with such names, loaded and exported to a file that is then run."""
     hostile = 'h": 0}\nopen(r"' + str(tmp_path / "ran") + '", "w")\nPLAN = {"x'
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(solution_of(hostile, "y", hostile, ("a", "b", "c")).to_dict()))
+    solution_of(hostile, "y", hostile, ("a", "b", "c")).save(path)
     for kind in KINDS:
         export(autoshard.load(path), kind, tmp_path / f"{kind}.py")
         exec(compile((tmp_path / f"{kind}.py").read_text(), "exported", "exec"), {})

@@ -171,3 +171,9 @@ def test_a_mesh_is_a_value():
 
 def test_a_number_is_a_mesh_of_one_axis():
     assert check_shape(8) == (8,)
+
+
+@pytest.mark.parametrize("names", [("", "b"), ("a", "a")])
+def test_each_axis_has_a_name_of_its_own(names):
+    with pytest.raises(ValueError, match="expected a name of its own for each"):
+        Mesh(tuple(Axis(name, 2, 1e9, 1e-6) for name in names), Device("mine", 1e12, 5e11, 1e12, 16e9))

@@ -78,11 +78,11 @@ KINDS = ("sharding_map", "json", "parallelize_module", "tp_plan", "fully_shard",
 QUICK = {
     "show": ("plan", "show FILE"),
     "show a pickle": ("plan as a pickle", "show FILE"),
-    "diff": ("plan", "diff FILE PLAN"),
-    "report": ("plan", "report FILE --no-model --out OUT"),
+    "diff": ("plan", "show FILE PLAN"),
+    "page": ("plan", "show FILE --no-model --html OUT"),
     "explain": ("plan", "explain FILE"),
     "export": ("plan", "export FILE --format json"),
-    "report --frontier": ("frontier", "report PLAN --no-model --out OUT --frontier FILE"),
+    "page with a frontier": ("frontier", "show PLAN --no-model --html OUT --frontier FILE"),
     "solve": ("problem", "solve FILE --time-limit 2 --out OUT"),
     "tables of CSV": ("tables.csv", "tables FILE --devices 2"),
     "tables": ("tables", "tables FILE --devices 2"),
@@ -104,7 +104,7 @@ QUICK = {
 }
 SLOW = {
     **{f"export {kind}": ("plan", f"export FILE --format {kind}") for kind in KINDS},
-    "diff to": ("plan", "diff PLAN FILE"),
+    "diff to": ("plan", "show PLAN FILE"),
     "show as JSON": ("plan", "show FILE --json"),
     "export a pickle": ("plan as a pickle", "export FILE --format sharding_map --out OUT"),
 }
@@ -113,7 +113,7 @@ WITH_MODEL = {
     "verify": ("plan", f"verify FILE {MODEL}"),
     "check": ("plan", f"check FILE {MODEL}"),
     "simulate": ("plan", f"simulate FILE {MODEL}"),
-    "report of a model": ("plan", f"report FILE {MODEL} --out OUT"),
+    "page of a model": ("plan", f"show FILE --model {MODEL} --html OUT"),
     "explain --robust": ("plan", f"explain FILE --robust --model {MODEL}"),
     "plan --keep": ("plan", f"plan {MODEL} --keep FILE"),
     "plan --cluster": ("cluster", f"plan {MODEL} --cluster FILE"),

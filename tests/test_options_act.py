@@ -16,7 +16,7 @@ UNSEEN = {
     ("*", "quiet"): "there is neither progress nor a note that it could leave out",
     ("*", "time_limit"): "the search ends before",
     ("*", "model"): "the plan is for this model",
-    ("diff", "exit_code"): "it is 0 where nothing differs",
+    ("show", "exit_code"): "it is 0 where nothing differs",
     ("check", "any_graph"): "the graph is the planned one",
     ("simulate", "prefetch"): "nothing is gathered before it is used, where parameters are replicated",
     ("simulate", "no_join"): "one reduction has nothing to be joined with",
@@ -86,12 +86,13 @@ def test_a_degree_that_shards_nothing_is_refused(scheme):
     assert run(["simulate", TINY, "--scheme", scheme, "--tensor", "2", "--json"])[0] == 0
 
 
-@pytest.mark.parametrize("verb", ["explain", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("simulate", "report"))])
+@pytest.mark.parametrize("verb", ["explain", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("simulate", "show"))])
 @pytest.mark.parametrize("given", [["--set", "batch=32"], ["--set", "hidden=32"], ["--set", "dtype=bfloat16"]], ids=" ".join)
 def test_sizes_that_a_plan_was_not_made_for_are_refused(verb, given, folder, monkeypatch):
     monkeypatch.chdir(folder)
     prepare(["tiny.json"], folder)
-    words = [verb, "tiny.json", *(["layers.0.up.weight"] if verb == "explain" else []), "--trust", "--json"]
+    more = {"explain": ["layers.0.up.weight"], "show": ["--html", "new.html"]}.get(verb, [])
+    words = [verb, "tiny.json", *more, "--trust", "--json"]
     code, out, err = run([*words, *given])
     assert (code, out) == (2, "") and "tiny.json was planned for" in err and "--any-graph" in err
     assert run([*words, "--set", "batch=16"])[0] == 0  # as it was planned

@@ -76,5 +76,5 @@ def test_the_wheel_works_without_the_repository(tmp_path):
     where = run("--version", folder=tmp_path, path=installed, before="import autoshard; print(autoshard.__file__)")
     assert str(installed) in where.stdout
     assert run("verify", str(plan), "--trust", folder=tmp_path, path=installed).returncode == 0
-    assert run("report", str(plan), "--trust", "--out", "report.html", folder=tmp_path, path=installed).returncode == 0
+    assert run("show", str(plan), "--trust", "--html", "report.html", folder=tmp_path, path=installed).returncode == 0
     assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -16,13 +16,13 @@ from autoshard.cli import main
 from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.pipeline.choices import place
 from autoshard.pipeline.microbatches import microbatch
-from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.pipelines import pipeline
 from autoshard.pipeline.stage_division import SubMesh
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
 from autoshard.planning.options import Infeasible
 from autoshard.report.pipeline import pipeline_report, plot_speed_up
+from autoshard.solution import Pipeline
 from autoshard.units import seconds
 from models import mlp
 

@@ -109,13 +109,14 @@ def test_every_verb_answers_for_the_file_or_for_one_program(tmp_path, capsys):
     assert main(["programs", f"{source}:programs", "--mesh", "2", "--out", plan, "--quiet"]) == 0
     capsys.readouterr()
     for words in (
-        ["report", plan, "--out", page], ["report", f"{plan}#use", "--no-model", "--out", page],
+        ["show", plan, "--html", page], ["show", f"{plan}#use", "--no-model", "--html", page],
         ["explain", plan], ["explain", f"{plan}#use"],
         ["check", plan, "--trust"], ["check", plan, f"{source}:programs"], ["check", f"{plan}#use", "--trust"],
         ["export", f"{plan}#use", "--format", "tp_plan"], ["export", f"{plan}#train", "--format", "vllm"],
     ):  # fmt: skip
         assert main([*words, "--json", "--quiet"]) == 0, words
         assert json.loads(capsys.readouterr().out)
-    for words in (["report", plan, f"{source}:programs"], ["explain", plan, "0.weight"], ["export", plan], ["check", plan]):
+    named = ["show", plan, "--html", page, "--model", f"{source}:programs"]
+    for words in (named, ["explain", plan, "0.weight"], ["export", plan], ["check", plan]):
         assert main(words) == 2
         assert f"{plan}#train" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from autoshard import Mesh, Program
 from autoshard.cli import main
 from autoshard.layout import all_layouts, rank_bounds, text
 from autoshard.planning.programs import sub_mesh
-from autoshard.report import as_text, programs_changes, programs_record, programs_report
+from autoshard.report import as_text, comparison, programs_record, programs_report
 from autoshard.routes import DeviceSet, Transfers
 from models import mlp
 
@@ -69,7 +69,7 @@ def test_the_table_says_what_sharing_costs_and_what_is_kept_twice():
 
 
 def test_differences_of_plans_are_those_of_their_programs():
-    same, other = programs_changes(planned(), planned()), programs_changes(planned(), planned(devices=(0, 1)))
+    same, other = comparison(planned(), planned()), comparison(planned(), planned(devices=(0, 1)))
     assert same["same"] and not other["same"] and set(other["programs"]) == {"train", "use"}
 
 
@@ -82,11 +82,11 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
     assert main(["programs", f"{source}:programs", "--mesh", "2", "--set", "rows=3", "--out", plan, "--json", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["programs"]["use"]["weight"] == 3 and record["gap"] <= 0.001
-    for words in (["programs", plan], ["show", plan], ["show", f"{plan}#use"], ["diff", plan, plan]):
+    for words in (["programs", plan], ["show", plan], ["show", f"{plan}#use"], ["show", plan, plan]):
         assert main([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
     assert main(["verify", f"{plan}#train", "--trust", "--json", "--quiet"]) == 0 and json.loads(capsys.readouterr().out)["ok"]
-    assert main(["diff", plan, f"{plan}#use"]) == 2 and "name one of them" in capsys.readouterr().err
+    assert main(["show", plan, f"{plan}#use"]) == 2 and "name one of them" in capsys.readouterr().err
     assert main(["programs", f"{source}:programs"]) == 2 and "--mesh" in capsys.readouterr().err
 
 

@@ -38,8 +38,9 @@ def whole_page(tmp_path_factory) -> tuple[Path, dict]:
     ]
     described = {"format": "autoshard.frontier/1", "model": "tiny", "mesh": [2, 2], "training": True, "planning_seconds": 1.0}
     (folder / "frontier.json").write_text(json.dumps({**described, "points": points}))
-    words = ["report", str(folder / "plan.json"), f"{ROOT}/models/gpt2.py:tiny", "--frontier", str(folder / "frontier.json"), "--quiet"]
-    assert main([*words, "--out", str(folder / "report.html")]) == 0
+    model, frontier = f"{ROOT}/models/gpt2.py:tiny", str(folder / "frontier.json")
+    words = ["show", str(folder / "plan.json"), "--model", model, "--frontier", frontier, "--quiet"]
+    assert main([*words, "--html", str(folder / "report.html")]) == 0
     return folder / "report.html", {"parameters": len(solution.parameters)}
 
 

@@ -370,7 +370,7 @@ def plan_file(tmp_path) -> str:
 
 def test_report_writes_the_page_and_says_what_is_missing(plan_file, tmp_path, capsys):
     out = tmp_path / "r.html"
-    assert main(["report", plan_file, "--out", str(out), "--json"]) == 0
+    assert main(["show", plan_file, "--html", str(out), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["bytes"] == len(out.read_bytes()) and answer["no_model"] == "the plan doesn't say which model it is for"
     assert answer["sections"]["timeline"] is False and answer["sections"]["baselines"] is True
@@ -378,7 +378,7 @@ def test_report_writes_the_page_and_says_what_is_missing(plan_file, tmp_path, ca
 
 def test_a_model_that_is_gone_leaves_the_page_without_a_time_line(tmp_path, capsys):
     linear_solution(assumptions={"model": "gone.py:net", "set": {}}).save(tmp_path / "plan.json")
-    assert main(["report", str(tmp_path / "plan.json"), "--trust", "--out", str(tmp_path / "r.html")]) == 0
+    assert main(["show", str(tmp_path / "plan.json"), "--trust", "--html", str(tmp_path / "r.html")]) == 0
     assert "without a time line: there is no file gone.py" in capsys.readouterr().err
     assert "needs the model, and there is no file gone.py" in (tmp_path / "r.html").read_text()
 
@@ -386,13 +386,13 @@ def test_a_model_that_is_gone_leaves_the_page_without_a_time_line(tmp_path, caps
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gone.py:net"], "there is no file gone.py"),  # one that is named must be there
-        (["--no-model", f"{ROOT}/models/mlp.py:tiny"], "contradict"),
+        (["--model", "gone.py:net"], "there is no file gone.py"),  # one that is named must be there
+        (["--no-model", "--model", f"{ROOT}/models/mlp.py:tiny"], "--model has no effect beside --no-model"),
         (["--frontier", "gone.json"], "there is no file gone.json"),
-        (["--out", "nowhere/r.html"], "there is no folder nowhere"),
+        (["--html", "nowhere/r.html"], "there is no folder nowhere"),
     ],
 )
 def test_report_refuses_what_it_cannot_do(plan_file, words, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["report", plan_file, *words]) == 2
+    assert main(["show", plan_file, *(["--html", "report.html"] if "--html" not in words else []), *words]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "report.html").exists()

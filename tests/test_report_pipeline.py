@@ -1,16 +1,18 @@
-"""The page of a pipeline: stages over time, and what `autoshard report` makes of a pipeline's file."""
+"""The page of a pipeline: stages over time, and what `autoshard show` makes of a pipeline's file."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
 from autoshard.cli import main
-from autoshard.pipeline.pipeline_record import Pipeline, PipelineStage
 from autoshard.report import html
 from autoshard.report.charts import WIDTH
 from autoshard.report.pipeline import chart, time_line
+from autoshard.solution import Pipeline, PipelineStage
 from tests.helpers_report import HOSTILE, Elements
+from tests.helpers_solutions import linear_solution
 
 STAGE = PipelineStage(0, 2, 0, (0, 1), "h100", (2,), 1.0, 2.0, 0.0, 0.0, 1e9, 2, False, {"a": "S(0)"})
 ROW = {"way": "grid", "schedule": "1f1b", "pipeline": 2, "microbatches": 3, "seconds": 12.0, "fits": True}
@@ -48,13 +50,39 @@ def test_a_pipeline_s_page_names_its_stages_and_says_where_its_seconds_are_other
 
 def test_the_verb_reports_a_pipeline_s_file(tmp_path, capsys):
     PIPELINE.save(tmp_path / "pipe.json")
-    assert main(["report", str(tmp_path / "pipe.json"), "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["show", str(tmp_path / "pipe.json"), "--html", str(tmp_path / "page.html")]) == 0
     assert "Stages over time" in (tmp_path / "page.html").read_text()
-    assert main(["report", str(tmp_path / "pipe.json"), "models/gpt2.py:tiny", "--out", str(tmp_path / "page.html")]) == 2
+    assert main(["show", str(tmp_path / "pipe.json"), "--model", "models/gpt2.py:tiny", "--html", str(tmp_path / "page.html")]) == 2
     assert "whose page needs nothing else" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["show", "simulate"])
+def test_the_verb_shows_what_the_search_printed(tmp_path, capsys):
+    PIPELINE.save(tmp_path / "pipe.json")
+    assert main(["show", str(tmp_path / "pipe.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(PIPELINE.to_dict(layouts=False)))
+    assert main(["show", str(tmp_path / "pipe.json")]) == 0
+    assert "Stages" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "pipe.json"), "--mesh", "2"]) == 2
+    assert "says itself for which devices" in capsys.readouterr().err
+
+
+def test_show_compares_two_pipelines(tmp_path, capsys):
+    moved = replace(PIPELINE.stages[1], parameters={**PIPELINE.stages[1].parameters, "w": "S(0)"}, devices=(3, 2))
+    for name, plan in (("a", PIPELINE), ("b", replace(PIPELINE, microbatches=8, stages=(PIPELINE.stages[0], moved)))):
+        plan.save(tmp_path / f"{name}.json")
+    paths = [str(tmp_path / f"{name}.json") for name in "ab"]
+    assert main(["show", *paths, "--json", "--exit-code"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert not record["same"] and record["microbatches"] == [PIPELINE.microbatches, 8]
+    assert record["stages"][0]["parameters"] == {} and record["stages"][1]["parameters"] == {"w": [None, "S(0)"]}
+    assert main(["show", *paths]) == 0 and "Stage 1" in capsys.readouterr().out
+    assert main(["show", paths[0], paths[0], "--exit-code"]) == 0
+    linear_solution().save(tmp_path / "one.json")
+    assert main(["show", paths[0], str(tmp_path / "one.json")]) == 2
+    assert "one plan is of stages and the other of one program" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["explain", "simulate"])
 def test_other_verbs_refuse_it(tmp_path, capsys, verb):
     PIPELINE.save(tmp_path / "pipe.json")
     assert main([verb, str(tmp_path / "pipe.json")]) == 2

@@ -61,7 +61,7 @@ def hostile(tmp_path, monkeypatch):
 
 WORDS = [
     ["show", "plan.json"],
-    ["diff", "plan.json", "model.json"],
+    ["show", "plan.json", "model.json"],
     ["explain", "plan.json"],
     ["export", "plan.json", "--format", "json"],
     ["check", "model.json"],

@@ -10,8 +10,9 @@ from autoshard.cli.loading import model_of
 from tests.helpers_solutions import linear_solution
 from tests.test_cli import check_refused, run
 
-NAMES_A_PLAN = {"solution", "target", "a"}  # arguments of the verbs that take a plan
-MORE = {"explain": ("w",), "diff": ("plan.json",), "report": ("--out", "r.html"), "verify": ("--quiet",)}  # words that make it work
+NAMES_A_PLAN = {"solution", "target"}  # arguments of the verbs that take a plan
+MORE = {"explain": ("w",), "show": ("--html", "r.html"), "verify": ("--quiet",)}  # words that make it work
+AS_OPTION = ("explain", "show")  # verbs whose model is --model
 COMMANDS = {name: verb for name, verb in get_command(app).commands.items() if name != "programs"}  # whose file names no model
 VERBS = {name: verb for name, verb in COMMANDS.items() if NAMES_A_PLAN & {p.name for p in verb.params}}
 WITH_MODEL = sorted(name for name, verb in VERBS.items() if "trust" in {p.name for p in verb.params})
@@ -27,8 +28,8 @@ def ran(tmp_path, monkeypatch):
 
 
 def test_the_verbs_that_need_a_model_are_known():
-    assert WITH_MODEL == ["check", "explain", "report", "simulate", "verify"]
-    assert {"show", "diff", "export"} <= set(VERBS) and "plan" not in VERBS
+    assert WITH_MODEL == ["check", "explain", "show", "simulate", "verify"]
+    assert "export" in VERBS and "plan" not in VERBS
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
@@ -40,7 +41,7 @@ def test_no_verb_runs_the_model_that_a_plan_names(capsys, ran, verb):
 
 @pytest.mark.parametrize("verb", WITH_MODEL)
 def test_the_refusal_shows_the_model_and_both_ways_out(capsys, ran, verb):
-    words = f"{'--model ' if verb == 'explain' else ''}net.py:net --set width=5 --set depth=2"
+    words = f"{'--model ' if verb in AS_OPTION else ''}net.py:net --set width=5 --set depth=2"
     argv = (verb, "plan.json", *MORE.get(verb, ()), "--set", "width=5", "--set", "depth=2")
     check_refused(capsys, argv, f"plan.json is for a model whose code would run; to run it name it yourself: {words}; or add --trust")
     assert not ran.exists() and not (ran.parent / "r.html").exists()
@@ -50,14 +51,15 @@ def test_the_refusal_shows_the_model_and_both_ways_out(capsys, ran, verb):
 @pytest.mark.parametrize("named", [True, False])
 def test_the_model_runs_where_the_user_says_so(capsys, ran, verb, named):
     """The control of the tests above: named, or trusted, the file is imported (and its function then refused)."""
-    words = ("--trust",) if not named else ("--model", "net.py:net") if verb == "explain" else ("net.py:net",)
+    words = ("--trust",) if not named else ("--model", "net.py:net") if verb in AS_OPTION else ("net.py:net",)
     code, _, err = run(capsys, verb, "plan.json", *words, *MORE.get(verb, ()))
     assert ran.exists() and "net.py:net returned a NoneType" in err
-    assert code == (0 if verb == "report" and not named else 2)  # a report is also written without its model
+    assert code == (0 if verb == "show" and not named else 2)  # a page is also written without its model
 
 
-def test_a_report_without_its_model_needs_no_trust(capsys, ran):
-    assert run(capsys, "report", "plan.json", "--no-model", "--out", "r.html")[0] == 0 and not ran.exists()
+@pytest.mark.parametrize("words", [(), ("plan.json",), ("--no-model", "--html", "r.html")], ids=" ".join)
+def test_what_needs_no_model_needs_no_trust(capsys, ran, words):
+    assert run(capsys, "show", "plan.json", *words)[0] == 0 and not ran.exists()
 
 
 def test_words_of_the_plan_are_quoted_for_a_shell():

@@ -152,7 +152,7 @@ def _verify_stages(model: Any, example_inputs: Any, pipeline: Pipeline, seed: in
 def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline) -> CapturedPipeline:
     """The stages of `pipeline` in this model. ValueError where it is of another model."""
     part = microbatch(example_inputs, pipeline.microbatches)
-    captured = capture_module(model, part, training=bool(pipeline.assumptions.get("training", True)))
+    captured = capture_module(model, part, training=pipeline.training)
     plan = to_run(pipeline, captured.graph, input_names(model, example_inputs), example_inputs)
     return CapturedPipeline(plan, constants_of(model, captured.graph, constants(captured.fx_graph)))
 

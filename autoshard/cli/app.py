@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from autoshard.cli.old_verbs import rewritten
 from autoshard.cli.output import Output, VisibleLines, complain, say
 from autoshard.cli.verbs import Verbs
 from autoshard.version import VERSION
@@ -60,7 +61,7 @@ def _options(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = rewritten(sys.argv[1:] if argv is None else argv)
     if arguments in NO_WORDS:
         arguments = [*arguments, "--help"]
     try:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import parse_settings, parse_share
 from autoshard.cli.launchers import load_launchers, site_of, sizes_of
-from autoshard.cli.loading import DEVICE, INTER, load_any_plan, load_api, load_cluster, model_of
-from autoshard.cli.model import load_model
+from autoshard.cli.loading import DEVICE, INTER, load_any_plan, load_api, load_cluster, models_for
 from autoshard.cli.output import Output
 from autoshard.reading import text_of
 from autoshard.writing import write_atomically
@@ -68,7 +66,8 @@ def check(
         _refuse_configuration(solution)
         loaded = load_any_plan(solution, mesh)
         options |= {"mesh": None if cluster is None else load_cluster(cluster), "progress": output.progress}
-        checked = _checked(output, loaded, solution, model, parse_settings(settings), trust, options)
+        modules, inputs = models_for(output, loaded, solution, model, parse_settings(settings), trust)
+        checked = load_api().check(modules, inputs, loaded, **options)
         record, sentence = checked.to_dict(), checked.sentence(solution)
         output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
     return OK if checked.ok else NO
@@ -79,27 +78,6 @@ def _refuse_configuration(path: str) -> None:
     launchers = WRITTEN_FOR.get(Path(path).suffix)
     if launchers is not None and Path(path).is_file():
         raise ValueError(f"{path} looks like a launcher's configuration, not like a plan; add --launcher {launchers}")
-
-
-def _checked(
-    output: Output, loaded: Any, solution: str, model: str | None, settings: dict, trust: bool, options: Mapping[str, Any]
-) -> Any:  # fmt: skip
-    """The check of a plan, or of each of a file with several."""
-    if not hasattr(loaded, "programs"):
-        built = _built(output, {"": (loaded, model, solution)}, settings, trust)
-        return load_api().check(*built[""], loaded, **options)
-    file = model and model.partition("#")[0]
-    of_each = {name: (one, file and f"{file}#{name}", f"{solution}#{name}") for name, one in loaded.programs.items()}
-    built = _built(output, of_each, settings, trust)
-    modules, inputs = ({name: pair[k] for name, pair in built.items()} for k in (0, 1))
-    return load_api().check(modules, inputs, loaded, **options)
-
-
-def _built(output: Output, plans: Mapping[str, tuple[Any, str | None, str]], settings: dict, trust: bool) -> dict[str, tuple[Any, Any]]:
-    """Model and inputs of each plan. plans: the plan, the model that the user names, and the plan's file."""
-    models = {name: (model_of(one, model, settings, path, trust), one.training) for name, (one, model, path) in plans.items()}
-    output.progress("building the model", 0.0)
-    return {name: load_model(written, keywords, training=training) for name, ((written, keywords), training) in models.items()}
 
 
 def _check_launch(

@@ -29,8 +29,8 @@ Given = frozenset[str]
 # devices of which no matmul runs at a precision faster than in 16 bits
 NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 LINKS = ("intra_node_bandwidth", "inter_node_bandwidth")
-RESULTS = ("out", "csv", "plot", "trace", "picture", "draw")
-READ = ("model", "target", "solution", "a", "b", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
+RESULTS = ("out", "html", "csv", "plot", "trace", "picture", "draw")
+READ = ("model", "target", "solution", "other", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
 REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
 
 
@@ -104,6 +104,7 @@ LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", 
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
 OF_PROGRAMS = ("mesh", "settings", "switches", "memory_limit", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
+OF_PAGES = ("model", "settings", "trust", "frontier", "no_model")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
@@ -122,11 +123,14 @@ RULES = (
     ),
     Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
     Ineffective(("simulate",), ("trust",), lambda given, values: not _is_plan(given, values), "on a model, which is run anyway"),
-    Ineffective(("check", "verify", "report", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
+    Ineffective(("check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
     Ineffective(
         ("export",), ("within",), lambda given, values: values.get("kind") in UNPRICED, "on a format whose reader decides what a step takes"
     ),
-    Ineffective(("report",), ("trust",), beside("no_model"), "beside --no-model"),
+    Ineffective(("show",), ("exit_code",), without("other"), "without another plan to compare with", "name it"),
+    Ineffective(("show",), ("html",), beside("other"), "beside another plan to compare with"),
+    Ineffective(("show",), OF_PAGES, without("html"), "without --html", "add it"),
+    Ineffective(("show",), ("model", "settings", "trust"), beside("no_model"), "beside --no-model"),
     Ineffective(
         ("explain",), ("model", "settings", "trust", "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"
     ),

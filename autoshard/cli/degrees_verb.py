@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_settings
 from autoshard.cli.launchers import load_launchers, model_builder, site_of, sizes_of
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_report
 from autoshard.cli.output import Output
 from autoshard.writing import write_atomically
 
@@ -63,13 +63,7 @@ def degrees(
             write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out)
             output.note(f"wrote {out}")
         if plot is not None:
-            _report().draw(answer, plot)
+            load_report().launchers.draw(answer, plot)
             output.note(f"wrote {plot}")
-        output.answer(answer.to_dict(top) if as_json else {}, lambda: _report().degrees_table(answer, top or TABLE_ROWS))
+        output.answer(answer.to_dict(top) if as_json else {}, lambda: load_report().launchers.degrees_table(answer, top or TABLE_ROWS))
     return OK if answer.ranked.prices.fits[0] else NO
-
-
-def _report():
-    from autoshard.report import launchers as report  # here: as in loading
-
-    return report

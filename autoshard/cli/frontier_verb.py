@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.cli.app import OK, app, say_no
 from autoshard.cli.arguments import bandwidths, model_settings
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_report
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
 from autoshard.cli.plan_inputs import check_mesh_words, mesh_of
@@ -64,7 +64,7 @@ def frontier(
         except api.Infeasible as error:
             return say_no(output, error)
         _write(swept, output, out, csv, plot, save_dir)
-        record, report = swept.to_dict(), _report()
+        record, report = swept.to_dict(), load_report().frontier
         output.answer(record, lambda: report.frontier_report(record))
     return OK
 
@@ -73,9 +73,9 @@ def _write(swept: Any, output: Output, out: str | None, csv: str | None, plot: s
     if out is not None:
         swept.save(out)
     if csv is not None:
-        _report().write_csv(swept.to_dict(), csv)
+        load_report().frontier.write_csv(swept.to_dict(), csv)
     if plot is not None:
-        _report().draw(swept.to_dict(), plot)
+        load_report().frontier.draw(swept.to_dict(), plot)
     if save_dir is not None:
         Path(save_dir).mkdir(exist_ok=True)
         for i in range(len(swept.points)):
@@ -84,9 +84,3 @@ def _write(swept: Any, output: Output, out: str | None, csv: str | None, plot: s
     for path in (out, csv, plot, save_dir):
         if path is not None:
             output.note(f"wrote {path}")
-
-
-def _report() -> Any:
-    from autoshard.report import frontier as report  # here: as in loading
-
-    return report

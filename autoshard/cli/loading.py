@@ -6,6 +6,8 @@ import shlex
 from types import ModuleType
 from typing import Any
 
+from autoshard.cli.model import load_model
+from autoshard.cli.output import Output
 from autoshard.mesh import Device, Mesh, parse_shape
 
 INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # the default, an H100 node: as Mesh.from_bandwidths
@@ -75,3 +77,15 @@ def model_of(
             f"runs what the plan names{without}"
         )
     return named, settings
+
+
+def models_for(output: Output, plan: Any, path: str, model: str | None, settings: dict, trust: bool) -> tuple[Any, Any]:
+    """What `verify` and `check` take beside a plan: its model and example inputs; of several programs, each of both by name."""
+    several = hasattr(plan, "programs")
+    file = model and model.partition("#")[0]
+    of_each = {name: (one, file and f"{file}#{name}", f"{path}#{name}") for name, one in plan.programs.items()} if several else {}
+    plans = of_each or {"": (plan, model, path)}
+    named = {name: (model_of(one, written, settings, where, trust), one.training) for name, (one, written, where) in plans.items()}
+    output.progress("building the model", 0.0)
+    built = {name: load_model(written, keywords, training=training) for name, ((written, keywords), training) in named.items()}
+    return ({name: pair[0] for name, pair in built.items()}, {name: pair[1] for name, pair in built.items()}) if several else built[""]

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import active_children, get_context
-from types import ModuleType
 from typing import Any
 
 from autoshard.cli.app import OK, app, say_no
 from autoshard.cli.arguments import Bandwidths, bandwidths, model_settings, parse_bytes
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_report
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
 from autoshard.mesh import DEVICES_PER_NODE
@@ -72,7 +71,7 @@ def pipeline(
             except api.Infeasible as error:
                 return say_no(output, error, {"configurations": []})
         _write(planned, output, out, csv, plot)
-        output.answer(planned.to_dict(layouts=False), lambda: _report().pipeline_report(planned))
+        output.answer(planned.to_dict(layouts=False), lambda: load_report().pipeline.pipeline_report(planned))
     return OK
 
 
@@ -80,17 +79,11 @@ def _write(planned: Any, output: Output, out: str | None, csv: str | None, plot:
     if out is not None:
         planned.save(out)
     if csv is not None:
-        _report().write_csv(planned.configurations, csv)
+        load_report().pipeline.write_csv(planned.configurations, csv)
     if plot is not None:
-        _report().plot_speed_up(planned, plot)
+        load_report().pipeline.plot_speed_up(planned, plot)
     for path in filter(None, (out, csv, plot)):
         output.note(f"wrote {path}")
-
-
-def _report() -> ModuleType:
-    from autoshard.report import pipeline as report  # here: as in loading
-
-    return report
 
 
 def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:

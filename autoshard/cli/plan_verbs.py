@@ -1,4 +1,4 @@
-"""`autoshard plan | show | verify`: makes a plan, shows it, checks it on simulated ranks."""
+"""`autoshard plan | verify`: makes a plan, checks it on simulated ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.cli.app import NO, OK, app, say_no
 from autoshard.cli.arguments import bandwidths, model_settings
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_any_plan, load_api, load_plan, load_report, model_of
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_any_plan, load_api, load_plan, load_report, models_for
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
 from autoshard.cli.plan_inputs import AUTO, check_mesh_words, edits_note, inherited, mesh_of, one_mesh, wanted_gap
@@ -93,32 +93,9 @@ def _plan(
     if out is not None:
         solution.save(out)
         output.note(f"wrote {out}")
-    record = _record(solution) if compared is None else {**_record(solution), "meshes": compared}
-    output.answer(record, lambda: load_report().planned_report(solution, compared))
-    return OK
-
-
-def _record(solution: Any) -> dict:
-    """The plan's summary, with what its pins cost where that was asked for."""
-    prices = solution.pin_prices
-    return load_report().summary(solution) | ({"pins": list(prices)} if prices is not None else {})
-
-
-@app.command()
-def show(solution: str, mesh: str | None = None, as_json: bool = False) -> int:
-    """Show a plan: its cost and proof, beside the usual plans, the layout of each parameter, and where the time goes.
-
-    \b
-    autoshard show solutions/gpt2-small-2x4.json
-    """
-    with Output(as_json=as_json) as output:
-        loaded, report = load_any_plan(solution, mesh), load_report()
-        if hasattr(loaded, "programs"):
-            from autoshard.report import programs_record, programs_report  # here: as in loading
-
-            output.answer(programs_record(loaded), lambda: programs_report(loaded))
-            return OK
-        output.answer(_record(loaded), lambda: report.planned_report(loaded))
+    report = load_report()
+    record = report.summary(solution) | ({} if compared is None else {"meshes": compared})
+    output.answer(record, lambda: report.planned_report(solution, compared))
     return OK
 
 
@@ -149,10 +126,9 @@ def verify(
     """
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
-        loaded = load_plan(solution, mesh)
-        written, keywords = model_of(loaded, model, model_settings(settings, batch=batch, seq=seq, dtype=dtype), solution, trust)
-        output.progress("building the model", 0.0)
-        module, example_inputs = load_model(written, keywords, training=loaded.training)
+        loaded = load_any_plan(solution, mesh)
+        keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
+        module, example_inputs = models_for(output, loaded, solution, model, keywords, trust)
         record = load_api().verify(
             module,
             example_inputs,

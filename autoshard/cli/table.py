@@ -87,6 +87,7 @@ SECONDS = number(above=True, finite=False)
 LAUNCHER, PRECISION, RUNS_ON = one_of(tuple(LAUNCHERS), "launcher"), one_of(PRECISIONS), one_of(("cpu", "cuda"), "device")
 OLD_MESH = opt("For old plans, whose files don't say: the mesh, 2x4.", MESH)
 THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", MODEL)
+MODEL_OPTION = opt("file.py:function; without it and with --trust the one the plan was made for.", MODEL, metavar="MODEL")
 NUMBERS_HELP = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
 
 SHARED: dict[str, Declaration] = {
@@ -127,7 +128,16 @@ OWN: dict[str, dict[str, Declaration]] = {
         "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
         "free": opt("With --keep: parameters to plan anew; repeatable.", metavar="GLOB"),
     },
-    "show": {"mesh": OLD_MESH},
+    "show": {
+        "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
+        "other": arg("Another plan, to compare it with.", PLAN, "OTHER"),
+        "html": opt("Write a page of HTML here.", OUT),
+        "model": MODEL_OPTION,
+        "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", file("what `autoshard frontier --out` wrote")),
+        "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
+        "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
+        "mesh": OLD_MESH,
+    },
     "verify": {
         "model": THE_MODEL,
         "mesh": OLD_MESH,
@@ -193,7 +203,7 @@ OWN: dict[str, dict[str, Declaration]] = {
         "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn."),
         "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", LAYOUT, metavar="LAYOUT"),
         "alternatives": opt("With NAME: how many other layouts to report.", count(0)),
-        "model": opt("file.py:function; without it and with --trust the plan's own.", MODEL, metavar="MODEL"),
+        "model": MODEL_OPTION,
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
         "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE),
         "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS),
@@ -239,12 +249,6 @@ OWN: dict[str, dict[str, Declaration]] = {
         "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
         "eager": opt("Every kernel is launched from the host: no CUDA graphs.", SWITCH),
     },
-    "diff": {
-        "a": arg("A plan.", PLAN, "A"),
-        "b": arg("Another one.", PLAN, "B"),
-        "exit_code": opt("Exit with 1 where they differ.", SWITCH),
-        "mesh": OLD_MESH,
-    },
     "demo": {"out": opt("Keep the plan in this file.", OUT)},
     "doctor": {
         "model": arg("file.py:function or hf:DIR: the model whose ops are looked up for --device.", MODEL),
@@ -262,14 +266,6 @@ OWN: dict[str, dict[str, Declaration]] = {
         "mesh": OLD_MESH,
         "out": opt("Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", OUT),
         "as_json": opt("Print one JSON object: the export, what it leaves out, its price.", SWITCH, "--json"),
-    },
-    "report": {
-        "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
-        "model": THE_MODEL,
-        "out": opt("Write the page here.", OUT),
-        "frontier": opt("Show this frontier, a file of `frontier --out`.", file("what `autoshard frontier --out` wrote")),
-        "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
-        "mesh": OLD_MESH,
     },
     "redistribute": {
         "problem": arg(

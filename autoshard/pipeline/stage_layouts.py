@@ -30,7 +30,7 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
     batch, leaves = batch_of(example_inputs), pytree.tree_leaves(example_inputs)
     pairs = zip(names, leaves, strict=True)
     split = frozenset(name for name, x in pairs if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch)
-    training = bool(pipeline.assumptions.get("training", True))
+    training = pipeline.training
     return PipelineToRun(stages, order, pipeline.microbatches, pipeline.mesh.num_devices, split, training)
 
 

@@ -1,15 +1,12 @@
 """Reports: plain records for scripts; text, HTML and plots for people."""
 
-from autoshard.report.changes import changes as changes
-from autoshard.report.changes import changes_tables as changes_tables
-from autoshard.report.changes import programs_changes as programs_changes
-from autoshard.report.changes import programs_changes_report as programs_changes_report
+from autoshard.report.changes import comparison as comparison
+from autoshard.report.changes import comparison_tables as comparison_tables
 from autoshard.report.explained import check_table as check_table
 from autoshard.report.explained import explained as explained
 from autoshard.report.explained import prices_report as prices_report
 from autoshard.report.explained import robustness_table as robustness_table
 from autoshard.report.frontier import svg as svg
-from autoshard.report.html import save_html as save_html
 from autoshard.report.launchers import launch_table as launch_table
 from autoshard.report.plan_tables import axis_line as axis_line
 from autoshard.report.plan_tables import price_parts as price_parts

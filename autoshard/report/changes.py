@@ -11,15 +11,37 @@ from rich.text import Text
 from autoshard.report.blocks import in_a_block, named
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
-from autoshard.solution import ProgramsSolution
-from autoshard.solution import changes as changes
+from autoshard.solution import Pipeline, Plan, ProgramsSolution, Solution, changes
 from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of a table; the rest is counted
 LEAST_SHARE = 0.001  # of the cost: parts that differ by less are left out
 
 
-def changes_tables(record: Mapping[str, Any]) -> RenderableType:
+def comparison(a: Plan, b: Plan) -> dict[str, Any]:
+    """The differences of two plans, as `solution.changes`: of several programs those of each, of pipelines those of each stage.
+
+    ValueError where they are of different kinds, or have other programs.
+    """
+    if isinstance(a, Solution) and isinstance(b, Solution):
+        return changes(a, b)
+    if isinstance(a, ProgramsSolution) and isinstance(b, ProgramsSolution):
+        return _programs_changes(a, b)
+    if isinstance(a, Pipeline) and isinstance(b, Pipeline):
+        return _pipeline_changes(a, b)
+    kinds = {Solution: "of one program", ProgramsSolution: "of several programs", Pipeline: "of stages"}
+    said = " and the other ".join(kinds[type(plan)] for plan in (a, b))
+    raise ValueError(f"one plan is {said}; give two of a kind, one program of several as FILE#NAME")
+
+
+def comparison_tables(record: Mapping[str, Any]) -> RenderableType:
+    """The record of `comparison` for the terminal."""
+    if "programs" in record:
+        return _programs_report(record)
+    return _pipeline_report(record) if "stages" in record else _changes_tables(record)
+
+
+def _changes_tables(record: Mapping[str, Any]) -> RenderableType:
     """The record of `solution.changes` for the terminal."""
     assumptions = {key: list(map(str, pair)) for key, pair in record["assumptions"].items()}
     return shown(
@@ -32,12 +54,12 @@ def changes_tables(record: Mapping[str, Any]) -> RenderableType:
 
 
 def _summary(record: Mapping[str, Any]) -> ReportTable:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for key, say in (("cost_seconds", seconds), ("bound_seconds", seconds), ("peak_bytes", size)):
         a, b = record[key]
         ratio = f"{b / a:.3g}x" if a and a < float("inf") and b < float("inf") else "-"
         rows.append((key.split("_")[0], say(a), say(b), ratio))
-    rows += [("status", *record["status"], ""), ("mesh", *record["mesh"], "")]
+    rows += [(key, *map(str, record[key]), "") for key in ("status", "schedule", "microbatches", "mesh") if key in record]
     return ReportTable("The plans are the same" if record["same"] else "", ("", *numbers("a", "b", "b to a")), rows)
 
 
@@ -67,7 +89,7 @@ def _seconds(record: Mapping[str, Any]) -> ReportTable:
     return ReportTable("Where the time moved", ("", *numbers("a", "b", "b - a")), rows)
 
 
-def programs_changes(a: ProgramsSolution, b: ProgramsSolution) -> dict[str, Any]:
+def _programs_changes(a: ProgramsSolution, b: ProgramsSolution) -> dict[str, Any]:
     """The differences of two plans of the same programs: those of each program, and pairs of what they have in common.
 
     ValueError where they have other programs.
@@ -81,13 +103,40 @@ def programs_changes(a: ProgramsSolution, b: ProgramsSolution) -> dict[str, Any]
     return {"same": same, **pairs, "copied": copied, "programs": of_each}
 
 
-def programs_changes_report(record: Mapping[str, Any]) -> RenderableType:
-    """The record of `programs_changes` for the terminal."""
+def _programs_report(record: Mapping[str, Any]) -> RenderableType:
+    """The record of programs for the terminal."""
     cost = " and ".join(map(seconds, record["cost_seconds"]))
     counts = " and ".join(str(len(names)) for names in record["copied"])
     of_each = [
         part
         for name, of_one in record["programs"].items()
-        for part in ("", Text(f"program {name}", style="bold"), changes_tables(of_one))
+        for part in ("", Text(f"program {name}", style="bold"), _changes_tables(of_one))
     ]  # fmt: skip
     return shown(f"per unit {cost}; copied parameters {counts}", *of_each)
+
+
+def _pipeline_changes(a: Pipeline, b: Pipeline) -> dict[str, Any]:
+    """Pairs of two pipelines; of each stage its layers, its devices, and the layouts of the parameters that differ."""
+    pairs = {
+        "cost_seconds": [a.seconds, b.seconds], "bound_seconds": [a.bound, b.bound], "peak_bytes": [a.peak_bytes, b.peak_bytes],
+        "schedule": [a.schedule, b.schedule], "microbatches": [a.microbatches, b.microbatches],
+    }  # fmt: skip
+    stages = []
+    for k in range(max(len(a.stages), len(b.stages))):
+        both = [one.stages[k] if k < len(one.stages) else None for one in (a, b)]
+        layers = [None if stage is None else [stage.first, stage.last, *stage.devices] for stage in both]
+        layouts = [{} if stage is None else stage.parameters for stage in both]
+        names = [name for name in dict.fromkeys([*layouts[0], *layouts[1]]) if layouts[0].get(name) != layouts[1].get(name)]
+        stages.append({"layers": layers, "parameters": {name: [one.get(name) for one in layouts] for name in names}})
+    return {"same": a.digest == b.digest and a.seconds == b.seconds, **pairs, "stages": stages}
+
+
+def _pipeline_report(record: Mapping[str, Any]) -> RenderableType:
+    """The record of pipelines for the terminal."""
+    of_each: list[Any] = []
+    for k, stage in enumerate(record["stages"]):
+        layers = [None if one is None else f"layers {one[0]}-{one[1] - 1} on {len(one) - 2} devices" for one in stage["layers"]]
+        moved = {"": layers} if layers[0] != layers[1] else {}
+        if moved or stage["parameters"]:
+            of_each += ["", _pairs(f"Stage {k}", {**moved, **stage["parameters"]})]
+    return shown(_summary(record), *of_each)

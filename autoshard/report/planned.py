@@ -116,9 +116,12 @@ def pins_table(rows: Sequence[Mapping], cost: float) -> ReportTable:
 
 
 def verify_report(report: Mapping) -> RenderableType:
-    """What a check on simulated ranks found, plan by plan; "plan" is the solution's own, the others are drawn at random."""
+    """What a check on simulated ranks found, plan by plan; "plan" is the solution's own, the others are drawn at random. Program by program
+    where there are several."""
+    if "programs" in report:
+        return shown(*(part for name, one in report["programs"].items() for part in (f"program {name}", verify_report(one))))
     rows, mismatches = [], []
-    for row in report["plans"]:
+    for row in report.get("plans", [report]):
         drawn = "plan" if row.get("seed") is None else f"random, seed {row['seed']}"
         errors = [row.get(f"max_relative_error_{what}") for what in ("outputs", "gradients")]
         told = ["-" if value is None else f"{value:.1e}" if value else "0" for value in errors]
@@ -133,7 +136,6 @@ def verify_report(report: Mapping) -> RenderableType:
 def summary(solution: Solution) -> dict:
     """Plain data, which `plan --json` and `show --json` print; None where a number isn't known. Cost, bound and gap are of tasks one after
     the other; `status` is of the objective, and `overlapped` has its own seconds, bound and gap."""
-    counts = {key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")}
     return {
         "status": solution.status,
         "objective": solution.objective,
@@ -149,7 +151,7 @@ def summary(solution: Solution) -> dict:
         "training": solution.training,
         "microbatches": solution.microbatches,
         "mesh": {"shape": list(solution.mesh.shape), **solution.mesh.to_dict()},
-        **counts,
+        **{key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")},
         "baselines": solution.baselines,
         "replicated_ops": list(solution.replicated_ops),
         "parameters": {name: row["layout"] for name, row in solution.parameters.items()},
@@ -158,6 +160,7 @@ def summary(solution: Solution) -> dict:
         "assumptions": solution.assumptions,
         "cpu_seconds": solution.seconds.get("cpu", {}),
         "wall_seconds": solution.seconds.get("wall", {}),
+        **({} if solution.pin_prices is None else {"pins": list(solution.pin_prices)}),
     }
 
 

@@ -28,9 +28,9 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | P
     data = read(file)
     if program is None and _is_old(data):
         return _from_old(data, path, mesh)
-    if mesh is not None and (is_programs(data) or "programs" in data):
-        raise ValueError(f"{path} says itself for which mesh it was planned; leave out the mesh")
     plan = _plan_of(data, file)
+    if mesh is not None and not isinstance(plan, Solution):
+        raise ValueError(f"{path} says itself for which devices it was planned; leave out the mesh")
     if mesh is not None and mesh.shape != plan.mesh.shape:
         raise ValueError(f"{path} was planned for mesh {_shape(plan.mesh)}, not for {_shape(mesh)}; leave out the mesh or plan again")
     if program is None:

@@ -77,6 +77,21 @@ class Pipeline(Plan):
         return {("", k): stage for k, stage in enumerate(self.stages)}
 
     @property
+    def model(self) -> Any:
+        """`file.py:function` of the planned model; None where the plan was not made from a file."""
+        return self.assumptions.get("model")
+
+    @property
+    def model_settings(self) -> Any:
+        """Keyword arguments of the function `model`; None without any."""
+        return self.assumptions.get("set")
+
+    @property
+    def training(self) -> bool:
+        """Whether a step has a backward pass."""
+        return bool(self.assumptions.get("training", True))
+
+    @property
     def gap(self) -> float:
         return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 

@@ -36,8 +36,8 @@ from scipy.optimize import nnls  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.mesh import Mesh  # noqa: E402
-from autoshard.pipeline.pipeline_record import Pipeline  # noqa: E402
 from autoshard.pipeline.submeshes import Kind  # noqa: E402
+from autoshard.solution import Pipeline  # noqa: E402
 
 STEPS, ROUNDS = 3, 5  # of each pipeline in its turn, and turns
 FEW, MANY = 4, 16  # microbatches of the tiny models; the middle ones have few

@@ -1,4 +1,4 @@
-"""`diff` and `doctor`."""
+"""`show` of two plans, and `doctor`."""
 
 import json
 from dataclasses import replace
@@ -32,9 +32,9 @@ def plans(tmp_path):
     return a, b, name, paths
 
 
-def test_diff_lists_what_changed_and_nothing_else(plans, capsys):
+def test_show_lists_what_two_plans_differ_in_and_nothing_else(plans, capsys):
     a, b, name, paths = plans
-    assert main(["diff", *paths, "--json"]) == 0
+    assert main(["show", *paths, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert not record["same"] and record["cost_seconds"] == [a.cost, b.cost]
     assert record["parameters"] == {name: [a.parameters[name]["layout"], "R,R"]} and record["ops"] == {} and record["results"] == {}
@@ -45,9 +45,9 @@ def test_diff_lists_what_changed_and_nothing_else(plans, capsys):
 def test_a_plan_is_the_same_as_itself(plans, capsys):
     a, _, name, paths = plans
     assert changes(a, a)["same"]
-    assert main(["diff", paths[0], paths[0], "--exit-code"]) == 0
+    assert main(["show", paths[0], paths[0], "--exit-code"]) == 0
     assert "the same" in capsys.readouterr().out
-    assert main(["diff", *paths, "--exit-code"]) == 1
+    assert main(["show", *paths, "--exit-code"]) == 1
     assert name in capsys.readouterr().out
 
 
