@@ -16,28 +16,32 @@ _HOMES = {
     "Infeasible": "api", "NoAnswer": "api",
     "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
     "backend": "api", "check": "api", "dry_run": "api", "explain": "api",
-    "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
-    "Frontier": "api", "frontier": "api",
-    "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
-    "Cluster": "pipeline.submeshes", "pipeline": "api",
-    "Program": "api", "plan_programs": "api", "ProgramsSolution": "api",
-    "Solution": "api",
+    "kept_layouts": "api", "mesh_shapes": "api", "frontier": "api",
+    "RankLost": "api", "device_mesh": "api", "load_checkpoint": "api", "save_checkpoint": "api",
+    "Plan": "solution", "Solution": "solution", "Program": "api", "Cluster": "pipeline.submeshes",
     "Precision": "precision",
     "serve_plan": "serving",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
-    "Option": "tables", "Table": "tables", "dp_proposals": "tables", "plan_tables": "tables", "plan_with_tables": "api",
+    "Table": "tables", "plan_tables": "tables", "plan_with_tables": "api",
     "Row": "strategies", "register_rule": "strategies",
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)
-_RENAMED = {"load_programs": "load", "load_pipeline": "load", "verify_pipeline": "verify"}  # until the next version
+_MOVED = {  # until the next version: where they are, and what to write
+    "load_programs": ("solution", "load"), "load_pipeline": ("solution", "load"), "verify_pipeline": ("api", "verify"),
+    "plan_programs": ("planning", "plan"), "plan_meshes": ("planning", "plan"), "pipeline": ("pipeline.pipelines", "plan"),
+    "extrapolate": ("api", "Solution.extrapolate"), "ProgramsSolution": ("solution", "Plan"), "Frontier": ("api", "api.Frontier"),
+    "Option": ("tables", "tables.Option"), "dp_proposals": ("tables", "tables.dp_proposals"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warnings.warn(f"autoshard.{name} is now autoshard.{_RENAMED[name]}, which takes every kind of plan", FutureWarning, stacklevel=2)
-        name = _RENAMED[name]
+    if name in _MOVED:
+        home, new = _MOVED[name]
+        warnings.warn(f"autoshard.{name} is now autoshard.{new}", FutureWarning, stacklevel=2)
+        room = import_module(f"autoshard.{home}")
+        return getattr(room, name, None) or getattr(room, new)
     if name not in _HOMES:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     return getattr(import_module(f"autoshard.{_HOMES[name]}"), name)
@@ -51,7 +55,7 @@ class _Facade(ModuleType):
     """A public function hides the room of its name: `autoshard.pipeline` is the function, `from autoshard.pipeline import X` the room."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):  # what importing a room would set
+        if not (name in (_HOMES | _MOVED) and isinstance(value, ModuleType)):  # what importing a room would set
             super().__setattr__(name, value)
 
 

@@ -277,7 +277,8 @@ def answer_meshes(case: dict) -> dict:
 
 
 def answer_programs(case: dict) -> dict:
-    from autoshard import Infeasible, Mesh, Program, plan_programs
+    from autoshard import Infeasible, Mesh, Program
+    from autoshard.planning import plan_programs
 
     programs = {name: Program(*load({"model": m, "settings": settings}), **more) for name, (m, settings, more) in case["programs"].items()}
     try:
@@ -298,7 +299,7 @@ def answer_frontier(case: dict) -> dict:
 
 
 def answer_extrapolate(case: dict) -> dict:
-    from autoshard import extrapolate
+    from autoshard.api import extrapolate
 
     return in_full(extrapolate(planned(case), *load({**case, "settings": {**case["settings"], "layers": case["layers"]}})))
 
@@ -331,7 +332,8 @@ def answer_grid(case: dict) -> dict:
 
 
 def answer_pipeline(case: dict) -> dict:
-    from autoshard import Cluster, pipeline
+    from autoshard import Cluster
+    from autoshard.pipeline import pipeline
 
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in case["options"].items()}
     best = pipeline(*load(case), Cluster.of(case["devices"], devices_per_node=min(8, case["devices"])), **options)

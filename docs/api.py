@@ -27,14 +27,15 @@ COMMAND = "python docs/api.py"
 
 AREAS = {  # page: (title, what it is for, {where the names are imported from: names})
     "plan": ("Planning", "A model and a mesh in, a plan out; and questions about the plan.", {
-        "autoshard": "plan Infeasible NoAnswer Solution load verify check explain extrapolate kept_layouts mesh_shapes plan_meshes "
-                     "frontier Frontier plan_programs Program ProgramsSolution autosharding_pass Precision serve_plan",
-        "autoshard.api": "Options PassOptions FrontierPoint Plan load_one edited_layouts html_report robustness",
+        "autoshard": "plan Infeasible NoAnswer Solution load verify check explain kept_layouts mesh_shapes "
+                     "frontier Plan Program autosharding_pass Precision serve_plan",
+        "autoshard.api": "Options PassOptions Frontier FrontierPoint extrapolate plan_meshes load_one edited_layouts html_report "
+                         "robustness",
         "autoshard.planning.options": "Demand",
         "autoshard.explain.explanations": "Explanation Alternative",
         "autoshard.explain.staleness": "Checked",
         "autoshard.planning.mesh_shapes": "MeshPlan MeshPlans",
-        "autoshard.solution": "Placed differences misfits",
+        "autoshard.solution": "ProgramsSolution Placed differences misfits",
         "autoshard.solution.changes": "changes",
         "autoshard.pytest_plugin": "autoshard_check",
     }),
@@ -66,7 +67,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.solvers": "Answer Status Infeasibility Auto ILP CVX DP Dual Exhaustive hull Hull HullPoint",
     }),
     "simulate": ("Simulator and pipelines", "What a step will take, and how to divide a model into stages.", {
-        "autoshard": "Cluster pipeline",
+        "autoshard": "Cluster",
         "autoshard.api": "simulate simulate_grid Parallel Simulation",
         "autoshard.options": "PipelineOptions",
         "autoshard.pipeline.submeshes": "Kind",
@@ -83,8 +84,8 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.relayout.execute": "BlockGroups shard_blocks simulate",
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {
-        "autoshard": "Table Option plan_tables plan_with_tables dp_proposals",
-        "autoshard.tables": "TablePlan PlacedTable",
+        "autoshard": "Table plan_tables plan_with_tables",
+        "autoshard.tables": "Option TablePlan PlacedTable dp_proposals",
         "autoshard.tables.records": "DeviceLoad",
         "autoshard.api.with_tables": "Together WithTables",
         "autoshard.tables.torchrec": "TableProposer TablePartitioner parameter_constraints sharding_plan",

@@ -54,6 +54,6 @@ if "RANK" not in os.environ:
     loop(*models.values(), lambda name: nullcontext())
 else:
     two = {"train": Program(policy, batch, training=True), "generate": Program(models["generate"], token, weight=LENGTH)}
-    plan = autoshard.plan_programs(two, Mesh.from_bandwidths((4,)))
+    plan = autoshard.plan(two, Mesh.from_bandwidths((4,)))
     model = autoshard.parallelize(models, plan, autoshard.device_mesh(plan))
     loop(model, model, model.switched)

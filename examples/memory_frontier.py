@@ -11,10 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the package, not in it
 
 import autoshard
+from autoshard.api import Frontier
 from models import mlp
 
 
-def swept() -> autoshard.Frontier:
+def swept() -> Frontier:
     """Points by growing memory; `proven` and `optimal` ones are within a thousandth of the best that fits in theirs."""
     model, inputs = mlp.mlp(batch=1024, width=1024, hidden=4096, layers=1)
     mesh = autoshard.Mesh.from_bandwidths((2, 4), device="a100")

@@ -22,7 +22,7 @@ CLUSTER = autoshard.Cluster.of(4, devices_per_node=2, device=SMALL, intra_node_b
 
 def planned():
     model, inputs = mlp.mlp(batch=1024, width=256, hidden=1024, layers=4)
-    return autoshard.pipeline(model, inputs, CLUSTER, microbatches=(8,), schedules=("gpipe", "1f1b"))
+    return autoshard.plan(model, inputs, CLUSTER, microbatches=(8,), schedules=("gpipe", "1f1b"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autoshard.api.compiling import backend as backend
     from autoshard.api.passes import PassOptions as PassOptions
     from autoshard.api.passes import autosharding_pass as autosharding_pass
+    from autoshard.api.planning import plan as plan
     from autoshard.api.reporting import html_report as html_report
     from autoshard.api.running import parallelize as parallelize
     from autoshard.api.simulating import Parallel as Parallel
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from autoshard.launch.best_degrees import degrees as degrees
     from autoshard.launch.checked_launch import CheckedLaunch as CheckedLaunch
     from autoshard.launch.checked_launch import check_launch as check_launch
-    from autoshard.pipeline.pipelines import pipeline as pipeline
     from autoshard.planning.extrapolate import extrapolate as extrapolate
     from autoshard.planning.frontier import Frontier as Frontier
     from autoshard.planning.frontier import FrontierPoint as FrontierPoint
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
     from autoshard.planning.options import Infeasible as Infeasible
     from autoshard.planning.options import NoAnswer as NoAnswer
     from autoshard.planning.options import Options as Options
-    from autoshard.planning.plan import plan as plan
     from autoshard.planning.programs import Program as Program
-    from autoshard.planning.programs import plan_programs as plan_programs
     from autoshard.runtime.agreement import RankLost as RankLost
     from autoshard.runtime.checkpoints import load_checkpoint as load_checkpoint
     from autoshard.runtime.checkpoints import save_checkpoint as save_checkpoint
@@ -63,6 +61,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "check dry_run verify",
     "api.compiling": "backend",
     "api.passes": "PassOptions autosharding_pass",
+    "api.planning": "plan",
     "api.reporting": "html_report",
     "api.running": "parallelize",
     "api.simulating": "Parallel Simulation simulate simulate_grid",
@@ -76,14 +75,12 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "runtime.agreement": "RankLost",
     "runtime.checkpoints": "load_checkpoint save_checkpoint",
     "runtime.parallelize": "device_mesh",
-    "pipeline.pipelines": "pipeline",
     "planning.extrapolate": "extrapolate",
     "planning.frontier": "Frontier FrontierPoint frontier",
     "planning.keeping": "edited_layouts kept_layouts",
     "planning.mesh_shapes": "mesh_shapes plan_meshes",
     "planning.options": "Infeasible NoAnswer Options",
-    "planning.plan": "plan",
-    "planning.programs": "Program plan_programs",
+    "planning.programs": "Program",
     "solution": "Plan ProgramsSolution Solution load load_one",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

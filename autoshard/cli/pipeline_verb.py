@@ -67,7 +67,7 @@ def pipeline(
         api = load_api()
         with _executor(workers, dask) as executor:
             try:
-                planned = api.pipeline(module, example_inputs, cluster, executor=executor, progress=output.progress, **options)
+                planned = api.plan(module, example_inputs, cluster, executor=executor, progress=output.progress, **options)
             except api.Infeasible as error:
                 return say_no(output, error, {"configurations": []})
         _write(planned, output, out, csv, plot)

@@ -48,7 +48,7 @@ def programs(
         output.progress("building the models", 0.0)
         loaded = load_programs(target, model_settings(settings))
         try:
-            plan = load_api().plan_programs(loaded, built, switches=switches_of(switches), progress=output.progress, **wanted_gap(planning))
+            plan = load_api().plan(loaded, built, switches=switches_of(switches), progress=output.progress, **wanted_gap(planning))
         except load_api().Infeasible as error:
             return say_no(output, error, error.to_dict())
         noted = {name: s.noting(model=f"{target}#{name}", set=model_settings(settings)) for name, s in plan.programs.items()}

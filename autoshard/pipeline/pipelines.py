@@ -49,14 +49,8 @@ def pipeline(
     assumptions: Mapping | None = None,
     **options: Any,
 ) -> Pipeline:
-    """The fastest pipeline for one step of `model` over `cluster`; one stage over all devices is also a pipeline.
-
-    example_inputs: those of the full batch, which is dim 0 of the first tensor and of all others of that length. executor: any
-    concurrent.futures.Executor to plan stages in (processes, Dask, Ray); the answer doesn't depend on it. options: the fields of
-    `PipelineOptions`. ValueError on bad input, `Infeasible` where nothing fits: it says which constraint to relax, and how far.
-
-        pipeline(module, (tokens, targets), Cluster.of(16), memory_limit=80e9).stages
-    """
+    """`autoshard.plan` on a cluster; one stage over all devices is also a pipeline. `Infeasible` says which constraint to relax, and how
+    far."""
     checked = checked_options(PipelineOptions, options)
     if not isinstance(cluster, Cluster):
         raise ValueError(f"cluster is {type(cluster).__name__}; expected a Cluster, for example Cluster.of(16, devices_per_node=8)")

@@ -42,20 +42,7 @@ def plan(
     on_plan: Callable[[Solution], None] | None = None,
     **options: Any,
 ) -> Solution:
-    """The fastest layout of every tensor of `model` on `mesh` that fits in memory, with its proof.
-
-    model, example_inputs: a module and the inputs of its forward (a tuple, or a dict of keyword arguments); the meta device
-    costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
-    price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. watch: the clock, by default of wall seconds. on_plan: called with
-    the plan before what is beside it is worked out (schemes of modules, padding, prices of pins). Threads plan in turn. ValueError on bad
-    input; `Infeasible` when nothing fits, with the demands that conflict.
-
-    time_limit is for all of planning: the search ends then, and what is worked out beside the plan. Capture and pricing can't be
-    shortened; where they take longer, the answer is the first plan that is found within three seconds more.
-
-        solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)
-    """
+    """`autoshard.plan` of one program on one mesh. watch: the clock, by default of wall seconds."""
     checked = checked_options(Options, options)
     question = ask(model, example_inputs, mesh, checked, watch or Stopwatch(progress), assumptions)
     return plan_captured(replace(question, on_plan=on_plan))

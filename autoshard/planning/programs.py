@@ -97,16 +97,8 @@ def plan_programs(
     progress: Progress | None = None,
     **options: Any,
 ) -> ProgramsSolution:
-    """The plan of several programs on one set of weights that costs least per unit, with its proof.
-
-    programs: by name, each with its `weight`, how often it runs per unit. A parameter has one layout for all programs, or one per program
-    and is copied at each switch, whichever is cheaper; two programs that train a parameter share its layout. switches: how often per unit
-    the copies of a program are made anew, a number or one by program's name; 0: once, they stay in memory; None: everything is shared.
-    options: of `plan`; memory_limit is the bytes per device at the fullest moment of any program, with what the others leave there.
-    ValueError on bad input, `Infeasible` where no plan fits.
-
-        plan = plan_programs({"train": Program(m, batch, training=True), "generate": Program(m, (token,), weight=500)}, mesh)
-    """
+    """`autoshard.plan` of several programs by name; two that train a parameter share its layout. memory_limit is the bytes per device at
+    the fullest moment of any program, with what the others leave there."""
     shared = _checked(programs, mesh, options)
     clock = Stopwatch(progress)
     pieces: dict[str, Piece] = {}

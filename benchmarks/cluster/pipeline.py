@@ -3,7 +3,7 @@
     sudo .venv/bin/python benchmarks/cluster/pipeline.py FOLDER [--speeds 20,50] [--models mlp,llama] [--microbatches 4,8]
                                                                 [--schedule 1f1b] [--json]
 
-`autoshard.pipeline` plans two stages, one per node, with the prices measured at that link speed; its seconds are the prediction.
+`autoshard.plan` plans two stages, one per node, with the prices measured at that link speed; its seconds are the prediction.
 `autoshard.parallelize` runs that pipeline: forward and backward of all microbatches, then AdamW. What the interpreter takes for a kernel
 and torch's runtime for a unit is that of a tiny MLP and a tiny Llama whose microbatches become more; how much longer kernels take within
 a step than alone, with their data in caches, is that of a middle-sized MLP and Llama. All take turns with the cell. Where a rank dies, as
@@ -83,7 +83,7 @@ def planned(build: Callable, mesh: Mesh, microbatches: int, schedule: str, per_u
     """Two stages, one per node."""
     cluster = autoshard.Cluster((Kind(NODES, mesh.shape[1], measured=mesh),))
     options = {"microbatches": (microbatches,), "schedules": (schedule,), "stages": NODES, "grid": False, "unit_seconds": per_unit}
-    return autoshard.pipeline(*build(loss=True), cluster, **options)
+    return autoshard.plan(*build(loss=True), cluster, **options)
 
 
 def measured(ranks: Ranks, jobs: Mapping[str, Job], folder: Path) -> dict[str, float]:

@@ -110,7 +110,7 @@ def pipeline(case: tuple, given) -> Row:
     path, settings = case
     module, inputs = load_model(f"{given.data}/{path}", settings)
     cpu, wall = time.process_time(), time.monotonic()
-    best = autoshard.pipeline(module, inputs, Cluster.of(given.devices))
+    best = autoshard.plan(module, inputs, Cluster.of(given.devices))
     row = {"devices": given.devices, "cpu_seconds": time.process_time() - cpu, "wall_seconds": time.monotonic() - wall}
     row |= {"bound_seconds": best.bound, "stages": len(best.stages), "microbatches": best.microbatches, "schedule": best.schedule}
     row |= {"peak_bytes": best.peak_bytes, "configurations": len(best.configurations), "seconds_spent": best.seconds_spent}
@@ -190,7 +190,7 @@ def programs(case: tuple, given) -> Row:
     }
     switches = None if given.switches == "none" or given.ends else float(given.switches)
     options = {"switches": switches, "memory_limit": memory, "gap": 0.001, "accepted": (0.01, 20.0)}
-    plan = autoshard.plan_programs(asked, Mesh.from_bandwidths((8,)), **options)
+    plan = autoshard.plan(asked, Mesh.from_bandwidths((8,)), **options)
     row = {"cost_seconds": plan.cost, "gap": plan.gap, "peak_bytes": plan.peak_bytes, "status": plan.status}
     row |= {"cpu_seconds": cpu_seconds() - began, "most_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     row["plans"] = {one.pop("name"): {**one, "least_loss": least_loss(plan, name)} for name, one in zip(plan, map(dict, plan.rows()))}
