@@ -150,6 +150,8 @@ def test_every_kernel_has_a_case():
     of = ("attention", "dropout", "experts", "biased_experts", "chunked_loss")  # test_attention, test_experts, test_chunked_loss ...
     own = tuple(f"autoshard.{name}" for name in of)
     elsewhere |= {target for target in KERNELS if target.startswith(own)}
+    named = [target for target in KERNELS if target.startswith("transformers.")]  # older versions lack some
+    elsewhere |= {target for target in named if not hasattr(torch.ops.transformers, target.split(".")[1])}
     assert cases >= set(KERNELS) - elsewhere
 
 
