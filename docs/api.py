@@ -126,7 +126,7 @@ def definition(name: str) -> Definition:
         return definition(f"autoshard.{autoshard._HOMES[short]}.{short}")
     path, tree = module_of(home)
     for node in tree.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == short:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == short and not _is_overload(node):
             return Definition(path, node)
     package = home.split(".") if path.name == "__init__.py" else home.split(".")[:-1]
     for node in tree.body:
@@ -139,6 +139,10 @@ def definition(name: str) -> Definition:
                 base = package[: len(package) - node.level + 1] if node.level else []
                 return definition(".".join([*base, *filter(None, (node.module or "").split(".")), alias.name]))
     raise ValueError(f"there is no class or function {name}; expected one that {path.name} defines or imports")
+
+
+def _is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    return any(ast.unparse(one) == "overload" for one in node.decorator_list)
 
 
 @cache

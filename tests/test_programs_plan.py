@@ -86,7 +86,7 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
         assert main([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
     assert main(["verify", f"{plan}#train", "--trust", "--json", "--quiet"]) == 0 and json.loads(capsys.readouterr().out)["ok"]
-    assert main(["show", plan, f"{plan}#use"]) == 2 and "name one of them" in capsys.readouterr().err
+    assert main(["show", plan, f"{plan}#use"]) == 2 and "name one of them as" in capsys.readouterr().err
     assert main(["programs", f"{source}:programs"]) == 2 and "--mesh" in capsys.readouterr().err
 
 

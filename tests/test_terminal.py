@@ -54,7 +54,7 @@ def hostile(tmp_path, monkeypatch):
         "solver": NAME,
     }
     for file, more in (("plan.json", changes), ("model.json", {"assumptions": {"model": NAME}})):
-        Path(file).write_text(json.dumps(linear_solution(**more).to_dict()))
+        linear_solution(**more).save(file)
     Path("tables.json").write_text(json.dumps({"tables": [{"name": NAME, "rows": 1000, "columns": 8}]}))
     return tmp_path
 

@@ -50,7 +50,7 @@ def plan(model: Any, example_inputs: Any, mesh: Any = None, **options: Any) -> P
     """
     if isinstance(model, Mapping):
         return plan_programs(model, example_inputs if mesh is None else mesh, **options)
-    if isinstance(mesh, (list, tuple)):
+    if isinstance(mesh, (list, tuple)) and all(isinstance(one, Mesh) for one in mesh):
         return plan_meshes(model, example_inputs, mesh, **options).best
     if not isinstance(mesh, Mesh):
         from autoshard.pipeline import Cluster, pipeline  # here: a plan without stages needs no room for them

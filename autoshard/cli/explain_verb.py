@@ -51,6 +51,8 @@ def explain(
             if name is not None or robust:
                 raise ValueError(f"{solution} is a plan of several programs; ask about one of them: {solution}#{loaded.home}")
             return _programs(output, loaded)
+        if hasattr(loaded, "stages"):
+            raise ValueError(f"{solution} is a pipeline, whose parts `autoshard show` lists; explain needs a plan without stages")
         record: dict[str, Any] = {"cost_seconds": loaded.cost}
         shown: list[Callable[[], RenderableType]] = []
         if name is None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import bandwidths, model_settings
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_cluster, load_device, model_of
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_cluster, load_device, load_plan, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
 from autoshard.cli.simulate_records import record_of_mlp, record_of_model, record_of_plan
@@ -122,7 +122,7 @@ def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, outpu
 def _of_plan(
     target: str, model: str | None, keywords: dict, trust: bool, cluster: str | None, output: Output, how: Mapping[str, Any]
 ) -> Simulated:
-    solution = load_api().load(target)
+    solution = load_plan(target, None)
     measured = None if cluster is None else load_cluster(cluster)
     written, keywords = model_of(solution, model, keywords, target, trust)
     output.progress("building the model", 0.0)

@@ -31,7 +31,7 @@ def comparison(a: Plan, b: Plan) -> dict[str, Any]:
         return _pipeline_changes(a, b)
     kinds = {Solution: "of one program", ProgramsSolution: "of several programs", Pipeline: "of stages"}
     said = " and the other ".join(kinds[type(plan)] for plan in (a, b))
-    raise ValueError(f"one plan is {said}; give two of a kind, one program of several as FILE#NAME")
+    raise ValueError(f"one plan is {said}; give two of a kind, or name one of them as FILE#NAME")
 
 
 def comparison_tables(record: Mapping[str, Any]) -> RenderableType:
