@@ -6,20 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cli import main
 from autoshard.launch import ModelSizes, Overrides, read_configuration
 from autoshard.launch.texts import toml_text, yaml_text
+from tests.helpers_command import refusal, run
 
 DATA = Path(__file__).parent / "data" / "launchers"
 LLAMA = DATA / "torchtitan" / "llama3_8b.toml"
 SIZES = ModelSizes(2, 64, 128, 4, 4, 256)
 KNOWN = Overrides(devices=8, sizes=SIZES, seq=64, microbatch=1)
-
-
-def run(capsys, *argv):
-    code = main(argv)
-    out, err = capsys.readouterr()
-    return code, " ".join(out.split()), err
 
 
 MISSPELLED = [  # file, text, its replacement, sentence
@@ -145,43 +139,38 @@ def test_a_misspelled_mode_of_checkpointing_is_refused():
 # --- on the command line
 
 
-def test_check_refuses_a_misspelled_key(capsys, tmp_path):
+def test_check_refuses_a_misspelled_key(tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(LLAMA.read_text().replace("\ntensor_parallel_degree = 1", "\ntensor_parallel_degre = 2"))
-    code, out, err = run(capsys, "check", str(job), "--launcher", "torchtitan", "--devices", "64")
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    assert f"{job}: there is no parallelism.tensor_parallel_degre; near is tensor_parallel_degree" in err
+    sentence = refusal("check", str(job), "--launcher", "torchtitan", "--devices", "64")
+    assert f"{job}: there is no parallelism.tensor_parallel_degre; near is tensor_parallel_degree" in sentence
 
 
 @pytest.mark.parametrize(
     "file, launchers",
     [("torchtitan/llama3_8b.toml", "torchtitan"), ("nanotron/qwen.yaml", "accelerate, nanotron"), ("megatron/gpt3_175b.sh", "megatron")],
 )
-def test_check_of_a_configuration_without_its_launcher_says_so(capsys, file, launchers):
-    code, out, err = run(capsys, "check", str(DATA / file))
-    assert (code, out) == (2, "") and f"{file} looks like a launcher's configuration, not like a plan; add --launcher {launchers}" in err
+def test_check_of_a_configuration_without_its_launcher_says_so(file, launchers):
+    sentence = refusal("check", str(DATA / file))
+    assert f"{file} looks like a launcher's configuration, not like a plan; add --launcher {launchers}" in sentence
 
 
-def test_check_of_no_file_and_of_no_plan_says_that(capsys, tmp_path):
-    code, _, err = run(capsys, "check", str(tmp_path / "none.toml"))
-    assert code == 2 and "looks like" not in err
+def test_check_of_no_file_and_of_no_plan_says_that(tmp_path):
+    assert "looks like" not in refusal("check", str(tmp_path / "none.toml"))
     (tmp_path / "a.json").write_text("{'a'}")
-    code, _, err = run(capsys, "check", str(tmp_path / "a.json"))
-    assert code == 2 and "is no sound JSON" in err
+    assert "is no sound JSON" in refusal("check", str(tmp_path / "a.json"))
 
 
-def test_check_prints_the_global_batch_that_it_holds(capsys):
+def test_check_prints_the_global_batch_that_it_holds():
     argv = ("check", str(LLAMA), "--launcher", "torchtitan", "--devices", "64")
-    code, out, _ = run(capsys, *argv)
-    assert code == 0 and "global batch 64 sequences of 8192 tokens; changes are compared at this batch" in out
-    _, out, _ = run(capsys, *argv, "--global-batch", "128")
-    assert "global batch 128 sequences of 8192 tokens" in out
+    code, out, _ = run(*argv)
+    assert code == 0 and "global batch 64 sequences of 8192 tokens; changes are compared at this batch" in " ".join(out.split())
+    _, out, _ = run(*argv, "--global-batch", "128")
+    assert "global batch 128 sequences of 8192 tokens" in " ".join(out.split())
 
 
-def test_a_number_of_devices_given_as_the_device_is_told_apart(capsys):
+def test_a_number_of_devices_given_as_the_device_is_told_apart():
     argv = ("check", str(LLAMA), "--launcher", "torchtitan", "--device")
-    code, out, err = run(capsys, *argv, "64")
-    assert (code, out) == (2, "") and "unknown device '64'; known are a100" in err
-    assert err.rstrip().endswith("; for a number of devices use --devices 64")
-    code, _, err = run(capsys, *argv, "h1000")
-    assert code == 2 and "unknown device 'h1000'; known are a100" in err and "--devices" not in err
+    number, name = refusal(*argv, "64"), refusal(*argv, "h1000")
+    assert "unknown device '64'; known are a100" in number and number.endswith("; for a number of devices use --devices 64\n")
+    assert "unknown device 'h1000'; known are a100" in name and "--devices" not in name

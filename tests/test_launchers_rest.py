@@ -4,10 +4,10 @@ import tomllib
 
 import pytest
 
-from autoshard.cli import main
 from autoshard.launch import Launch, LaunchConfig, configuration_text, kept_settings, read_configuration
 from autoshard.launch.texts import toml_text
 from autoshard.launch.torchtitan import FLAVORS
+from tests.helpers_command import run
 
 OURS = """
 [job]
@@ -58,9 +58,9 @@ def test_toml_is_read_as_it_was_written():
     assert tomllib.loads(toml_text(data)) == data
 
 
-def test_check_says_what_it_kept(tmp_path, capsys):
-    (tmp_path / "job.toml").write_text(OURS)
-    words = ["check", str(tmp_path / "job.toml"), "--launcher", "torchtitan", "--devices", "8", "--out", str(tmp_path / "better.toml")]
-    assert main(words) in (0, 1)
-    assert "other settings are those of" in capsys.readouterr().err
-    assert tomllib.loads((tmp_path / "better.toml").read_text())["job"]["dump_folder"] == "./outputs"
+def test_check_says_what_it_kept(tmp_path):
+    job, better = tmp_path / "job.toml", tmp_path / "better.toml"
+    job.write_text(OURS)
+    code, _, err = run("check", str(job), "--launcher", "torchtitan", "--devices", "8", "--out", str(better))
+    assert code in (0, 1) and "other settings are those of" in err
+    assert tomllib.loads(better.read_text())["job"]["dump_folder"] == "./outputs"
