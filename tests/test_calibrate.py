@@ -22,6 +22,7 @@ from autoshard.cost import collective_seconds, op_seconds, presets
 from autoshard.cost.curves import load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
 from tests.helpers_command import record_of, refusal, run
+from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "collectives"
 ROOT = Path(__file__).parent.parent
@@ -69,19 +70,13 @@ def test_a_roofline_is_what_it_was_made_of():
     assert all(error.mean < 1e-9 for (op, _), error in roofline.errors.items() if op == "matmul")
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: fit_rates({"a": [1.0], "b": [2.0]}, np.array([1.0])), "1 runs for 2 rates"),
-        (lambda: fit_rates({"a": [1.0, 2.0]}, np.array([1.0, math.nan])), "the time of run 2"),
-        (lambda: fit_roofline(SAMPLES[4:]), "no launch or no memory copy"),
-        (lambda: presets.preset("v100"), "no prices are known for 'v100'; known are a100"),
-        (lambda: unfinished({(0, "all_reduce"): TIMES[0, "all_reduce"]}), "no collective was measured yet on axis1"),
-    ],
+test_what_says_too_little_is_refused = refusals(
+    (lambda: fit_rates({"a": [1.0], "b": [2.0]}, np.array([1.0])), "1 runs for 2 rates"),
+    (lambda: fit_rates({"a": [1.0, 2.0]}, np.array([1.0, math.nan])), "the time of run 2"),
+    (lambda: fit_roofline(SAMPLES[4:]), "no launch or no memory copy"),
+    (lambda: presets.preset("v100"), "no prices are known for 'v100'; known are a100"),
+    (lambda: unfinished({(0, "all_reduce"): TIMES[0, "all_reduce"]}), "no collective was measured yet on axis1"),
 )
-def test_what_says_too_little_is_refused(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
 
 
 def test_summaries_are_pooled_exactly():
