@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
 
 import numpy as np
 import torch
@@ -165,14 +164,6 @@ def candidate_error(graph: Graph, tensors: list[Tensor], outputs: tuple, candida
             whole, apart = joined(parts, expected.layout, mesh)
             worst = max(worst, apart, difference(whole, outputs[k]))
     return worst
-
-
-# -- choices ---------------------------------------------------------------------------------------------------------------------
-
-
-def every(sizes: Sequence[int]):
-    """All answers of a small problem."""
-    return product(*(range(n) for n in sizes))
 
 
 def random_inputs(example_inputs, bound: int = 2, seed: int = 1) -> tuple[Tensor, ...]:

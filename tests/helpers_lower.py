@@ -1,46 +1,27 @@
 """Graphs of one op, layouts for them, and values for captured graphs."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import torch
 
-from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
-from autoshard.layout import all_layouts, has_partial, parse, replicated, text
+from autoshard.layout import all_layouts, has_partial, is_legal, parse, replicated, text
 from autoshard.lower import verify_program
-from autoshard.lower.literals import UNINITIALISED, overload
+from autoshard.lower.literals import UNINITIALISED
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed
+from tests import helpers
 
 
 def mesh_of(*shape):
     return Mesh.from_bandwidths(shape)
 
 
-def described(x):
-    return Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else None
-
-
 def one_op(target, *args, **kwargs):
     """(graph, values): the op on the tensors among its arguments, which become the inputs x0, x1, ...; its outputs are results."""
-    values = {}
-
-    def literal(item):
-        if isinstance(item, torch.Tensor):
-            values[f"x{len(values)}"] = item
-            return Ref(len(values) - 1)
-        if isinstance(item, (tuple, list)):
-            return tuple(map(literal, item))
-        return Const("dtype", str(item).removeprefix("torch.")) if isinstance(item, torch.dtype) else item
-
-    literals = (literal(args), tuple((key, literal(item)) for key, item in sorted(kwargs.items())))
-    result = overload(target)(*args, **kwargs)
-    outputs = tuple(map(described, result if isinstance(result, (tuple, list)) else (result,)))
-    inputs = tuple((i, 0) for i in range(len(values)))
-    ops = [Op(name, "input", (), (), (described(x),), "input") for name, x in values.items()]
-    ops.append(Op("op", target, inputs, literals, outputs))
-    results = [Result("output", str(k), (len(values), k)) for k, t in enumerate(outputs) if t is not None]
-    return Graph(tuple(ops), tuple(results)), values
+    graph, tensors, _ = helpers.one_op(target, *args, **kwargs)
+    return graph, {f"x{k}": x for k, x in enumerate(tensors)}
 
 
 def laid(graph, inputs, outputs):
@@ -57,14 +38,8 @@ def crossed(rows, mesh, graph):
         columns = list(zip(*[ins + outs for ins, outs in combination]))
         written = [text(parse(",".join(column))) for column in columns]
         num_inputs = len(combination[0][0])
-        if all(fits(t, w, mesh) for t, w in zip(tensors, written) if t is not None):
+        if all(is_legal(t.shape, parse(w), mesh) for t, w in zip(tensors, written) if t is not None):
             yield written[:num_inputs], written[num_inputs:]
-
-
-def fits(tensor, written, mesh):
-    from autoshard.layout import is_legal
-
-    return is_legal(tensor.shape, parse(written), mesh)
 
 
 def check_op(graph, values, mesh, inputs, outputs):
@@ -77,8 +52,6 @@ def check_op(graph, values, mesh, inputs, outputs):
 
 def random_layouts(graph, mesh, seed, candidates, *, hubs=True):
     """(layouts, results) drawn from the candidates of each op, hubs anywhere; a sum is only asked for where the producer has one."""
-    import random
-
     rng = random.Random(seed)
     at, layouts = {}, {}
     for i, op in enumerate(graph.ops):

@@ -122,7 +122,6 @@ OWN = {
     ("programs", "mesh"): "4", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
 }  # fmt: skip
 HOST = ("cpu_seconds", "wall_seconds", "seconds_of_host", "autosharding_time", "imports")  # of the planning host
-RESULTS = ("out", "html", "csv", "plot", "trace", "picture", "draw", "save_dir")
 
 
 # files that the command lines name: made when one does; {name: the command line that writes it}

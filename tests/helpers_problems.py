@@ -1,8 +1,13 @@
 """Small random problems with every feature, drawn from a seed."""
 
+import itertools
+import time
+
 import numpy as np
 
 from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, Usage
+from autoshard.solvers.dual_ascent import Messages, ascend
+from autoshard.solvers.incumbent import Incumbent, Record
 
 
 def random_problem(seed: int, *, most_nodes: int = 6, most_choices: int = 4, most_answers: int = 20000) -> Problem:
@@ -54,3 +59,20 @@ def random_problem(seed: int, *, most_nodes: int = 6, most_choices: int = 4, mos
     limit = None if rng.random() < 0.25 else float(np.round(most * rng.choice([0.1, 0.25, 0.35, 0.5, 0.9])))
     node_costs = tuple(costs((s,), 0.05 if rng.random() < 0.3 else 0.0) for s in sizes)
     return Problem(tuple(f"n{v}" for v in range(n)), node_costs, tuple(edges), tuple(usages), limit)
+
+
+def every_choice(problem: Problem) -> itertools.product:
+    """All answers of a small problem."""
+    return itertools.product(*(range(len(costs)) for costs in problem.node_costs))
+
+
+def incumbent_of(problem: Problem, clock=time.monotonic) -> Incumbent:
+    """Without an answer yet, and with all the time that it needs."""
+    return Incumbent(problem, Record(problem, 1e9, 0.0, clock))
+
+
+def ascended(problem: Problem, sweeps: int) -> tuple[Messages, Incumbent]:
+    """What so many sweeps of dual ascent leave."""
+    messages, incumbent = Messages(problem), incumbent_of(problem)
+    ascend(messages, incumbent, sweeps)
+    return messages, incumbent

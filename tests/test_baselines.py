@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +17,11 @@ from autoshard.layout import parse, replicated, text
 from autoshard.mesh import Mesh
 from autoshard.solvers import Status, solve
 from autoshard.strategies import Candidate, Candidates, candidates
-from models import bert, gpt2, llama, mlp
+from models import gpt2
+from tests.helpers import TINY, tiny_graph
 
-MODELS = {"gpt2": gpt2.tiny, "llama": llama.tiny, "bert": bert.tiny, "mlp": mlp.tiny}
 MESHES = ((8,), (2, 4), (2, 2, 2))
 NAMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
-
-
-@cache
-def graph_of(model: str, training: bool) -> Graph:
-    module, example_inputs = MODELS[model]()
-    return capture(module, example_inputs, training=training)
 
 
 def found(graph: Graph, shape: tuple[int, ...]):
@@ -38,7 +33,7 @@ def found(graph: Graph, shape: tuple[int, ...]):
 
 @cache
 def found_for(model: str, training: bool, shape: tuple[int, ...]):
-    return found(graph_of(model, training), shape)
+    return found(tiny_graph(model, training), shape)
 
 
 def layouts(graph: Graph, baseline) -> dict[str, str]:
@@ -77,12 +72,12 @@ TENSOR_PARALLEL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+every_case = pytest.mark.parametrize(("model", "shape", "training"), list(product(TINY, MESHES, [False, True])))
+
+
+@every_case
 def test_megatron_lays_every_parameter_as_the_table_says(model, shape, training):
-    graph = graph_of(model, training)
-    _, schemes = found_for(model, training, shape)
+    graph, schemes = tiny_graph(model, training), found_for(model, training, shape)[1]
     table = dict(TENSOR_PARALLEL[model])
     if model == "llama" and shape == (8,):
         del table["k_proj.weight"], table["v_proj.weight"]  # 4 key-value heads on 8 devices: whole
@@ -92,11 +87,9 @@ def test_megatron_lays_every_parameter_as_the_table_says(model, shape, training)
             assert layout == ",".join(["R"] * (len(shape) - 1) + [last]), parameter
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@every_case
 def test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan(model, shape, training):
-    graph = graph_of(model, training)
+    graph = tiny_graph(model, training)
     options, schemes = found_for(model, training, shape)
     assert tuple(schemes) == NAMES
     formulated = formulate(graph, options, Mesh.from_bandwidths(shape), training=Training() if training else None)
@@ -107,11 +100,9 @@ def test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan(model, sha
         assert answer.status is Status.OPTIMAL and 0 < answer.cost < 1
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@every_case
 def test_data_parallel_moves_nothing_between_ops(model, shape, training):
-    graph = graph_of(model, training)
+    graph = tiny_graph(model, training)
     plain = found_for(model, training, shape)[1]["data_parallel"]
     assert set(layouts(graph, plain).values()) == {text(replicated(len(shape)))}
     assert text(plain.pins["input_0"].outputs[0]) == ",".join(["S(0)"] * len(shape))
@@ -119,10 +110,9 @@ def test_data_parallel_moves_nothing_between_ops(model, shape, training):
 
 
 @pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TINY)
 def test_fsdp_cuts_every_parameter_over_all_axes_and_only_gathers_parameters(model, shape):
-    graph = graph_of(model, True)
-    _, schemes = found_for(model, True, shape)
+    graph, schemes = tiny_graph(model, True), found_for(model, True, shape)[1]
     everywhere, whole = ",".join(["S(0)"] * len(shape)), text(replicated(len(shape)))
     for parameter, layout in layouts(graph, schemes["fsdp"]).items():
         assert layout == (everywhere if "segments" not in parameter else everywhere.replace("0", "1")), parameter  # 2 segments
@@ -138,8 +128,7 @@ def test_fsdp_cuts_every_parameter_over_all_axes_and_only_gathers_parameters(mod
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])
 def test_megatron_reduces_twice_per_layer(model):
-    graph = graph_of(model, False)
-    _, schemes = found_for(model, False, (2, 4))
+    graph, schemes = tiny_graph(model, False), found_for(model, False, (2, 4))[1]
     reduced = [(p, given) for p, _, given, _ in moves(graph, schemes["megatron"]) if given == "S(0),P"]
     assert len(set(reduced)) == 5  # 2 layers: attention and feed-forward each; and the look-up of words
     assert set(kinds_of_moves(graph, schemes["megatron"], 1)) == {"P>R"}
@@ -147,8 +136,7 @@ def test_megatron_reduces_twice_per_layer(model):
 
 
 def test_sequence_parallel_turns_each_reduction_into_a_reduce_scatter_and_a_gather():
-    graph = graph_of("gpt2", False)
-    _, schemes = found_for("gpt2", False, (2, 4))
+    graph, schemes = tiny_graph("gpt2", False), found_for("gpt2", False, (2, 4))[1]
     # P>S: 2 per layer and the look-up. S>R: before the 2 column matmuls of each layer and before the head.
     assert kinds_of_moves(graph, schemes["megatron_sp"], 1) == ["P>S"] * 5 + ["S>R"] * 5
     adds = [op.name for op in graph.ops if op.target == "aten.add.Tensor"]
@@ -157,8 +145,7 @@ def test_sequence_parallel_turns_each_reduction_into_a_reduce_scatter_and_a_gath
 
 
 def test_gradients_of_the_residual_stream_are_summed_before_they_are_reduced():
-    graph = graph_of("llama", True)
-    _, schemes = found_for("llama", True, (2, 4))
+    graph, schemes = tiny_graph("llama", True), found_for("llama", True, (2, 4))[1]
     backward = {op.name for op in graph.ops if op.backward}
     for name, target in (("megatron", "S(0),R"), ("megatron_sp", "S(0),S(1)")):
         reduced = {(p, taken) for p, _, given, taken in moves(graph, schemes[name]) if p in backward and given == "S(0),P"}
@@ -172,27 +159,26 @@ def renamed(graph: Graph) -> Graph:
     return Graph(ops, tuple(replace(r, name=names.get(r.name, r.name)) for r in graph.results))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TINY)
 def test_no_name_is_read(model):
-    graph = graph_of(model, True)
-    _, schemes = found_for(model, True, (2, 4))
+    graph, schemes = tiny_graph(model, True), found_for(model, True, (2, 4))[1]
     _, nameless = found(renamed(graph), (2, 4))
     for name in NAMES:
         assert list(nameless[name].pins.values()) == list(schemes[name].pins.values())
         assert nameless[name].matched == schemes[name].matched
 
 
-@pytest.mark.parametrize(
-    ("model", "shape", "words"),
-    [
-        ("gpt2", (2, 4), "recognised 9 of 9 parameter matmuls (4 column, 4 row, 1 head) for axis 1 of 4, 1 token table"),
-        ("bert", (2, 4), "recognised 13 of 14 parameter matmuls (8 column, 4 row, 1 head)"),  # the dense layer of the head is no pair
-        ("llama", (2, 4), "recognised 15 of 15 parameter matmuls (10 column, 4 row, 1 head)"),
-        ("llama", (8,), "recognised 11 of 15 parameter matmuls (6 column, 4 row, 1 head)"),
-        ("llama", (8,), "4 more stay replicated: their heads or features do not divide by 8"),
-        ("mlp", (2, 2, 2), "recognised 4 of 4 parameter matmuls (2 column, 2 row) for axis 2 of 2; batch sharded over axes 0,1"),
-    ],
-)
+RECOGNISED = [
+    ("gpt2", (2, 4), "recognised 9 of 9 parameter matmuls (4 column, 4 row, 1 head) for axis 1 of 4, 1 token table"),
+    ("bert", (2, 4), "recognised 13 of 14 parameter matmuls (8 column, 4 row, 1 head)"),  # the dense layer of the head is no pair
+    ("llama", (2, 4), "recognised 15 of 15 parameter matmuls (10 column, 4 row, 1 head)"),
+    ("llama", (8,), "recognised 11 of 15 parameter matmuls (6 column, 4 row, 1 head)"),
+    ("llama", (8,), "4 more stay replicated: their heads or features do not divide by 8"),
+    ("mlp", (2, 2, 2), "recognised 4 of 4 parameter matmuls (2 column, 2 row) for axis 2 of 2; batch sharded over axes 0,1"),
+]
+
+
+@pytest.mark.parametrize(("model", "shape", "words"), RECOGNISED)
 def test_megatron_says_what_it_recognised(model, shape, words):
     assert words in found_for(model, True, shape)[1]["megatron"].matched
 

@@ -18,13 +18,16 @@ from autoshard.calibrate import fit, fit_rates, summary
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.rates import OpSample, fit_roofline
-from autoshard.cli import main
 from autoshard.cost import collective_seconds, op_seconds, presets
 from autoshard.cost.curves import load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
+from tests.helpers_command import record_of, refusal, run
+from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "collectives"
 ROOT = Path(__file__).parent.parent
+INTRA_2 = str(DATA / "intra_2.json")
+PLAN = ["plan", "models/mlp.py:tiny", "--set", "layers=1", "--mesh", "2x2", "--no-baselines"]
 SIZES = [2.0**k for k in range(10, 25)]
 TIMES = {(k, c): {x: 1e-4 * (2 - k) + x / (1e8 * (1 + 9 * k)) for x in SIZES} for k in (0, 1) for c in ("all_reduce", "all_gather")}
 SAMPLES = [
@@ -38,6 +41,10 @@ SAMPLES = [
 def record(**changes):
     given = dict(backend="gloo", device="cpu", memory=1e9, complete=True, assumptions={"torch": "2"})
     return cluster((2, 2), TIMES, SAMPLES, **{**given, **changes})
+
+
+def unfinished(times):
+    return cluster((2, 2), times, SAMPLES, backend="gloo", device="cpu", memory=1e9, complete=False, assumptions={})
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------------------
@@ -56,20 +63,20 @@ def test_rates_of_runs_are_found_again():
     assert np.median(np.abs(others / seconds[~few] - 1)) < 1e-3
 
 
-def test_runs_that_say_too_little_are_refused():
-    with pytest.raises(ValueError, match="1 runs for 2 rates"):
-        fit_rates({"a": [1.0], "b": [2.0]}, np.array([1.0]))
-    with pytest.raises(ValueError, match="the time of run 2"):
-        fit_rates({"a": [1.0, 2.0]}, np.array([1.0, math.nan]))
-
-
 def test_a_roofline_is_what_it_was_made_of():
     roofline = fit_roofline(SAMPLES)
     assert roofline.memory == pytest.approx(1e10) and roofline.launch == 1e-6
     assert roofline.flops == pytest.approx({("matmul", "float32"): 5e10, ("matmul", "bfloat16"): 2e11})
     assert all(error.mean < 1e-9 for (op, _), error in roofline.errors.items() if op == "matmul")
-    with pytest.raises(ValueError, match="no launch or no memory copy"):
-        fit_roofline(SAMPLES[4:])
+
+
+test_what_says_too_little_is_refused = refusals(
+    (lambda: fit_rates({"a": [1.0], "b": [2.0]}, np.array([1.0])), "1 runs for 2 rates"),
+    (lambda: fit_rates({"a": [1.0, 2.0]}, np.array([1.0, math.nan])), "the time of run 2"),
+    (lambda: fit_roofline(SAMPLES[4:]), "no launch or no memory copy"),
+    (lambda: presets.preset("v100"), "no prices are known for 'v100'; known are a100"),
+    (lambda: unfinished({(0, "all_reduce"): TIMES[0, "all_reduce"]}), "no collective was measured yet on axis1"),
+)
 
 
 def test_summaries_are_pooled_exactly():
@@ -117,11 +124,7 @@ def test_how_many_share_a_link_is_what_one_group_alone_says(ratio, shared):
 
 def test_what_an_interruption_leaves_is_a_cluster_too():
     short = {key: dict(list(times.items())[:2]) for key, times in TIMES.items()}
-    unfinished = cluster((2, 2), short, SAMPLES, backend="gloo", device="cpu", memory=1e9, complete=False, assumptions={})
-    assert Mesh.from_dict(unfinished["mesh"]).axes[0].curve("all_reduce").sizes == (1024.0, 2048.0)
-    with pytest.raises(ValueError, match="no collective was measured yet on axis1"):
-        only = {(0, "all_reduce"): TIMES[0, "all_reduce"]}
-        cluster((2, 2), only, SAMPLES, backend="gloo", device="cpu", memory=1.0, complete=False, assumptions={})
+    assert Mesh.from_dict(unfinished(short)["mesh"]).axes[0].curve("all_reduce").sizes == (1024.0, 2048.0)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +152,6 @@ def test_every_preset_has_a_source():
     for one in presets.all_presets():
         assert one.source and one.device.flops > 0 and one.intra_node_bandwidth > 0 and one.inter_node_bandwidth > 0
         assert all(0 < link.error < 0.2 for link in one.links)
-    with pytest.raises(ValueError, match="no prices are known for 'v100'; known are a100"):
-        presets.preset("v100")
 
 
 def test_a_preset_prices_as_measured():
@@ -172,10 +173,9 @@ def csv_rows():
 # -- the command line ----------------------------------------------------------------------------------------------------------------
 
 
-def test_fit_prints_the_promised_keys(capsys, tmp_path):
+def test_fit_prints_the_promised_keys(tmp_path):
     out = tmp_path / "curves.json"
-    assert main(["calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"), str(DATA / "intra_2.json"), "--out", str(out), "--json"]) == 0
-    curves = json.loads(capsys.readouterr().out)["curves"]
+    curves = record_of("calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"), INTRA_2, "--out", str(out))["curves"]
     assert [c["collective"] for c in curves] == ["all_reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
     for curve in curves:
         assert {"collective", "system", "devices", "method", "gmae", "mean", "std", "held_out"} <= set(curve)
@@ -185,11 +185,11 @@ def test_fit_prints_the_promised_keys(capsys, tmp_path):
     np.testing.assert_allclose(curve.seconds(2.0**29), fit(*points("nccl_tests_all_reduce.txt")).seconds(2.0**29))
 
 
-def test_curves_of_a_file_are_pooled_unless_told_otherwise(capsys):
+def test_curves_of_a_file_are_pooled_unless_told_otherwise():
     gmae = []
     for words in ([], ["--alone"]):
-        assert main(["calibrate", "fit", str(DATA / "measured.csv"), "--json", "--quiet", *words]) == 0
-        gmae.append(np.mean([one["held_out"]["gmae"] for one in json.loads(capsys.readouterr().out)["curves"]]))
+        curves = record_of("calibrate", "fit", str(DATA / "measured.csv"), "--quiet", *words)["curves"]
+        gmae.append(np.mean([one["held_out"]["gmae"] for one in curves]))
     assert gmae[0] < 0.9 * gmae[1]
 
 
@@ -203,82 +203,76 @@ def points(name):
 @pytest.mark.parametrize("method", ["piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid"])
 def test_every_method_travels_through_its_file(tmp_path, method):
     out = tmp_path / "curves.json"
-    assert main(["calibrate", "fit", str(DATA / "all_to_all_4.txt"), "--out", str(out), "--method", method]) == 0
+    assert run("calibrate", "fit", str(DATA / "all_to_all_4.txt"), "--out", str(out), "--method", method)[0] == 0
     ((about, curve),) = load(str(out))
     assert about["method"] == method and curve.seconds(1e6) > 0
 
 
-def test_fit_draws_and_says_errors_in_percent(capsys, tmp_path):
+def test_fit_draws_and_says_errors_in_percent(tmp_path):
     picture = tmp_path / "curves.png"
-    assert main(["calibrate", "fit", str(DATA / "intra_2.json"), "--plot", str(picture), "--table"]) == 0
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    said = capsys.readouterr().out
+    code, said, _ = run("calibrate", "fit", INTRA_2, "--plot", str(picture), "--table")
+    assert code == 0 and picture.read_bytes()[:4] == b"\x89PNG"
     assert "held out" in said and "reduce_scatter" in said and "By collective" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["missing.csv"], "there is no file missing.csv"),
-        ([str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
-        ([str(DATA / "intra_2.json"), "--method", "spline"], "--method is 'spline'"),
-        ([str(DATA / "intra_2.json"), "--out", "/no/such/folder/x.json"], "there is no folder"),
-    ],
-)
-def test_fit_refuses_in_one_sentence(capsys, arguments, sentence):
-    assert main(["calibrate", "fit", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and said.strip().count("\n") == 0
+REFUSED = [
+    (["calibrate", "fit", "missing.csv"], "there is no file missing.csv"),
+    (["calibrate", "fit", str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
+    (["calibrate", "fit", INTRA_2, "--method", "spline"], "--method is 'spline'"),
+    (["calibrate", "fit", INTRA_2, "--out", "/no/such/folder/x.json"], "there is no folder"),
+    (["show-prices", "v100"], "'v100'"),
+    ([*PLAN, "--quiet", "--prices", "v100"], "no prices are known for 'v100'"),
+    (["calibrate", "measure", "--mesh", "2x2"], "start them with: torchrun --nproc-per-node 4 -m autoshard calibrate measure"),
+]
 
 
-def test_show_prices(capsys):
-    assert main(["show-prices", "--json"]) == 0
-    prices = json.loads(capsys.readouterr().out)["prices"]
+@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[" ".join(words[-3:]) for words, _ in REFUSED])
+def test_what_is_refused_is_one_sentence(words, sentence):
+    assert sentence in refusal(*words)
+
+
+def test_show_prices():
+    prices = record_of("show-prices")["prices"]
     assert len(prices) == 8 and all(one["source"] for one in prices)
-    assert main(["show-prices", "h100"]) == 0
-    assert "aiconfigurator (Apache-2.0)" in capsys.readouterr().out
-    assert main(["show-prices", "v100"]) == 2
+    code, said, _ = run("show-prices", "h100")
+    assert code == 0 and "aiconfigurator (Apache-2.0)" in said
 
 
-def test_plan_takes_the_prices_that_come_with_autoshard(capsys, tmp_path):
-    words = ["plan", "models/mlp.py:tiny", "--set", "layers=1", "--mesh", "2x2", "--no-baselines", "--json", "--quiet"]
-    assert main([*words, "--prices", "a100"]) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_plan_takes_the_prices_that_come_with_autoshard():
+    record = record_of(*PLAN, "--quiet", "--prices", "a100")
     inner = record["mesh"]["axes"][1]
     assert record["mesh"]["device"]["name"] == "a100" and {curve["collective"] for curve in inner["curves"]} >= {"all_gather", "all_reduce"}
     assert 0 < record["prices"]["links"]["axis1"]["all_gather"] < 0.1 and record["prices"]["links"]["axis0"] == {}
-    assert main([*words, "--prices", "v100"]) == 2
-    assert "no prices are known for 'v100'" in capsys.readouterr().err
-
-
-def test_measure_without_torchrun_says_how_to_start(capsys):
-    assert main(["calibrate", "measure", "--mesh", "2x2"]) == 2
-    assert "start them with: torchrun --nproc-per-node 4 -m autoshard calibrate measure" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_plan_takes_a_measured_cluster(capsys, tmp_path):
+def test_plan_takes_a_measured_cluster(tmp_path):
     path = str(tmp_path / "cluster.json")
     save_cluster(path, record())
-    assert main(["plan", str(ROOT / "models" / "mlp.py") + ":mlp", "--cluster", path, "--no-baselines", "--quiet", "--json"]) == 0
-    mesh = json.loads(capsys.readouterr().out)["mesh"]
+    mesh = record_of("plan", f"{ROOT}/models/mlp.py:mlp", "--cluster", path, "--no-baselines", "--quiet")["mesh"]
     assert mesh["shape"] == [2, 2] and [curve["collective"] for curve in mesh["axes"][0]["curves"]] == ["all_reduce", "all_gather"]
-    assert main(["plan", "models/mlp.py:mlp", "--mesh", "8", "--cluster", path]) == 2
-    assert "was measured as 2x2; leave --mesh out" in capsys.readouterr().err
+    assert "was measured as 2x2; leave --mesh out" in refusal("plan", "models/mlp.py:mlp", "--mesh", "8", "--cluster", path)
 
 
-def torchrun(*arguments, processes=2, **options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "autoshard"]
-    return subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+def measuring(*words, processes=2, **options):
+    """`calibrate measure` as torchrun starts it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["-m", "autoshard", "calibrate", "measure", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def measured(*words, processes, timeout):
+    """The record of a measurement that comes to its end."""
+    process = measuring(*words, "--json", processes=processes)
+    said, errors = process.communicate(timeout=timeout)
+    assert process.returncode == 0, errors
+    return json.loads(said)
 
 
 @pytest.mark.slow
 def test_two_processes_measure_themselves(tmp_path):
     out = tmp_path / "cluster.json"
-    run = torchrun("calibrate", "measure", "--mesh", "2", "--seconds", "6", "--out", str(out), "--json")
-    said, errors = run.communicate(timeout=60)
-    assert run.returncode == 0, errors
-    assert json.loads(said)["complete"] is True
+    assert measured("--mesh", "2", "--seconds", "6", "--out", str(out), processes=2, timeout=60)["complete"] is True
     axis = load_cluster(str(out)).axes[0]
     assert {curve.collective for curve in axis.curves} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert all(len(curve.sizes) >= 4 for curve in axis.curves)
@@ -288,14 +282,11 @@ def test_two_processes_measure_themselves(tmp_path):
 @pytest.mark.slow
 def test_one_group_of_each_axis_is_measured_alone(tmp_path):
     out = tmp_path / "cluster.json"
-    words = ["--mesh", "2x2", "--seconds", "10", "--largest", "1MiB", "--out", str(out), "--json"]
-    run = torchrun("calibrate", "measure", *words, processes=4)
-    said, errors = run.communicate(timeout=90)
-    assert run.returncode == 0, errors
-    measured = json.loads(said)["measured"]
-    assert [one["axis"] for one in measured["alone"]] == ["axis0", "axis1"]
-    largest = {row["axis"]: row["sizes"][-1] for row in measured["collectives"] if row["collective"] == "all_gather"}
-    for one in measured["alone"]:
+    words = ["--mesh", "2x2", "--seconds", "10", "--largest", "1MiB", "--out", str(out)]
+    found = measured(*words, processes=4, timeout=90)["measured"]
+    assert [one["axis"] for one in found["alone"]] == ["axis0", "axis1"]
+    largest = {row["axis"]: row["sizes"][-1] for row in found["collectives"] if row["collective"] == "all_gather"}
+    for one in found["alone"]:
         assert 1 <= len(one["sizes"]) <= 3 and one["sizes"][-1] <= largest[one["axis"]] and min(one["seconds"]) > 0
     assert all(axis.shared_by in (1, 2) for axis in load_cluster(str(out)).axes)
 
@@ -303,18 +294,18 @@ def test_one_group_of_each_axis_is_measured_alone(tmp_path):
 @pytest.mark.slow
 def test_an_interrupted_measurement_keeps_what_it_has(tmp_path):
     out = tmp_path / "cluster.json"
-    run = torchrun("calibrate", "measure", "--mesh", "2", "--seconds", "60", "--out", str(out), start_new_session=True)
+    process = measuring("--mesh", "2", "--seconds", "60", "--out", str(out), start_new_session=True)
     began = time.monotonic()
     while not out.exists() and time.monotonic() - began < 90:
         time.sleep(0.2)
-    os.killpg(run.pid, signal.SIGINT)
-    run.communicate(timeout=60)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
     assert json.loads(out.read_text())["complete"] is False
     assert load_cluster(str(out)).axes[0].curves
 
 
 @pytest.mark.slow
 def test_a_mesh_of_another_size_is_refused():
-    run = torchrun("calibrate", "measure", "--mesh", "2x2")
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode != 0 and "2 processes run, but the mesh 2x2 has 4" in errors
+    process = measuring("--mesh", "2x2")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "2 processes run, but the mesh 2x2 has 4" in errors

@@ -11,21 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoshard.cost import (
-    COLLECTIVES,
-    OPTIMIZERS,
-    bytes_sent,
-    collective_seconds,
-    op_flops,
-    op_seconds,
-    optimizer_state_bytes,
-    optimizer_step_seconds,
-)
+from autoshard import cost
+from autoshard.cost import bytes_sent, collective_seconds, op_flops, op_seconds
 from autoshard.cost.compute import EFFICIENCY
 from autoshard.mesh import DEVICES, Axis, Device
 
 aten = torch.ops.aten
-PRICED = list(itertools.product(COLLECTIVES, (1, 2, 3, 4, 7, 8, 64)))
+PRICED = list(itertools.product(cost.COLLECTIVES, (1, 2, 3, 4, 7, 8, 64)))
 
 
 def axis(n, *, bandwidth=100e9, latency=1e-6, shared_by=1, backend="nccl"):
@@ -67,7 +59,7 @@ def test_an_array_of_bytes_gives_each_its_price(collective, n):
     assert (np.diff(prices) > 0).all() if n > 1 else (prices == 0).all()
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", cost.COLLECTIVES)
 def test_devices_that_share_a_link_wait_for_each_other(collective):
     alone, shared = axis(4, latency=0.0), axis(4, latency=0.0, shared_by=8)
     assert collective_seconds(collective, shared, 1e6) == pytest.approx(8 * collective_seconds(collective, alone, 1e6), rel=1e-15)
@@ -212,17 +204,17 @@ def test_an_output_that_is_not_computed_costs_nothing():
     assert both - one == pytest.approx(math.prod(x[0]) * 4 / 1e9, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "target, inputs, output, elements",
-    [
-        ("aten.embedding.default", (((1000, 8), "float32"), ((5, 2), "int64")), (5, 2, 8), 80),
-        ("aten._embedding_bag.default", (((1000, 8), "float32"), ((20,), "int64"), ((4,), "int64")), (4, 8), 160),
-        ("aten.index.Tensor", (((1000, 8), "float32"), ((5,), "int64")), (5, 8), 40),
-        ("aten.index_select.default", (((1000, 8), "float32"), ((5,), "int64")), (5, 8), 40),
-        ("aten.gather.default", (((10, 8), "float32"), ((10, 1), "int64")), (10, 1), 10),
-        ("aten.nll_loss_forward.default", (((10, 800), "float32"), ((10,), "int64")), (), 10),
-    ],
-)
+LOOKUPS = [
+    ("aten.embedding.default", (((1000, 8), "float32"), ((5, 2), "int64")), (5, 2, 8), 80),
+    ("aten._embedding_bag.default", (((1000, 8), "float32"), ((20,), "int64"), ((4,), "int64")), (4, 8), 160),
+    ("aten.index.Tensor", (((1000, 8), "float32"), ((5,), "int64")), (5, 8), 40),
+    ("aten.index_select.default", (((1000, 8), "float32"), ((5,), "int64")), (5, 8), 40),
+    ("aten.gather.default", (((10, 8), "float32"), ((10, 1), "int64")), (10, 1), 10),
+    ("aten.nll_loss_forward.default", (((10, 800), "float32"), ((10,), "int64")), (), 10),
+]
+
+
+@pytest.mark.parametrize("target, inputs, output, elements", LOOKUPS)
 def test_lookups_read_only_what_they_select(target, inputs, output, elements):
     others = sum(8 * math.prod(shape) for shape, _ in inputs[1:])
     moved = 4 * elements + others + 4 * math.prod(output)
@@ -242,7 +234,7 @@ def test_a_larger_matmul_is_never_quicker(mkn, grown, device):
 # ---- memory
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", cost.OPTIMIZERS)
 def test_optimizer_state_is_what_torch_keeps(optimizer):
     parameter = torch.nn.Parameter(torch.ones(64, 3))
     made = {
@@ -253,17 +245,17 @@ def test_optimizer_state_is_what_torch_keeps(optimizer):
     parameter.grad = torch.ones_like(parameter)
     made.step()
     tensors = [t for state in made.state.values() for t in state.values() if isinstance(t, torch.Tensor) and t.shape == parameter.shape]
-    assert optimizer_state_bytes(parameter.numel(), optimizer) == sum(t.nbytes for t in tensors)
+    assert cost.optimizer_state_bytes(parameter.numel(), optimizer) == sum(t.nbytes for t in tensors)
 
 
 @pytest.mark.parametrize("optimizer, bytes_per_element", [("sgd", 12), ("momentum", 20), ("adamw", 28)])
 def test_optimizer_step_moves_parameter_gradient_and_states(optimizer, bytes_per_element):
-    assert optimizer_step_seconds(1000, 4, optimizer, DEVICE) == pytest.approx(1000 * bytes_per_element / 1e9, rel=1e-12)
+    assert cost.optimizer_step_seconds(1000, 4, optimizer, DEVICE) == pytest.approx(1000 * bytes_per_element / 1e9, rel=1e-12)
 
 
 def test_an_unknown_optimizer_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="unknown optimizer 'adam'; known are adamw, sgd, momentum"):
-        optimizer_step_seconds(1, 4, "adam", DEVICE)
+        cost.optimizer_step_seconds(1, 4, "adam", DEVICE)
 
 
 def test_tf32_prices_matmuls_and_convolutions_as_torch_runs_them():

@@ -1,6 +1,8 @@
 """Curves: what a fit promises on any data, how far it is from measurements that it has not seen, and other device counts."""
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,11 @@ from autoshard.calibrate import fit, held_out, summary
 from autoshard.calibrate.errors import extrapolated
 from autoshard.calibrate.fit import increasing
 from autoshard.calibrate.importers import parse
+from autoshard.cost import bytes_sent, collective_seconds
 from autoshard.cost.curves.device_counts import over_nodes
-from benchmarks.calibration import together
+from autoshard.mesh import LinkCurve, Mesh
+from benchmarks.calibration import table, together
+from tests.helpers_refusals import refusals
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
 OURS = ("piecewise", "pchip", "p_norm", "alpha_beta")
@@ -85,9 +90,8 @@ def test_increasing_is_the_nearest_in_absolute_differences():
     rng = np.random.default_rng(0)
     for _ in range(50):
         z = rng.integers(0, 4, 5).astype(float)
-        best = min(
-            np.abs(z - np.array(y)).sum() for y in np.array(np.meshgrid(*[range(4)] * 5)).reshape(5, -1).T if (np.diff(y) >= 0).all()
-        )
+        every = np.array(np.meshgrid(*[range(4)] * 5)).reshape(5, -1).T
+        best = min(np.abs(z - y).sum() for y in every if (np.diff(y) >= 0).all())
         y = increasing(z)
         assert (np.diff(y) >= 0).all()
         assert np.abs(z - y).sum() == pytest.approx(best)
@@ -104,30 +108,21 @@ def test_rows_of_one_size_give_their_median_in_any_order():
     assert curve.seconds(1e6) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "seconds", "sentence"),
-    [
-        ([1e3, 1e4], [1e-5], "2 sizes and 1 times"),
-        ([1e3], [1e-5], "1 different size measured; expected at least 2"),
-        ([], [], "0 different sizes"),
-        ([1e3, 1e3], [1e-5, 2e-5], "1 different size measured"),
-        ([1e3, 1e4], [1e-5, float("nan")], "row 2 has a time of nan"),
-        ([1e3, 1e4], [0.0, 1e-5], "row 1 has a time of 0"),
-        ([1e3, 1e4], [1e-5, -1e-5], "row 2 has a time of -1e-05"),
-        ([0.0, 1e4], [1e-5, 1e-5], "row 1 has a size of 0"),
-        ([1e3, float("inf")], [1e-5, 1e-5], "row 2 has a size of inf"),
-    ],
+test_what_is_no_measurement_is_refused = refusals(
+    (lambda: fit([1e3, 1e4], [1e-5]), "2 sizes and 1 times"),
+    (lambda: fit([1e3], [1e-5]), "1 different size measured; expected at least 2"),
+    (lambda: fit([], []), "0 different sizes"),
+    (lambda: fit([1e3, 1e3], [1e-5, 2e-5]), "1 different size measured"),
+    (lambda: fit([1e3, 1e4], [1e-5, float("nan")]), "row 2 has a time of nan"),
+    (lambda: fit([1e3, 1e4], [0.0, 1e-5]), "row 1 has a time of 0"),
+    (lambda: fit([1e3, 1e4], [1e-5, -1e-5]), "row 2 has a time of -1e-05"),
+    (lambda: fit([0.0, 1e4], [1e-5, 1e-5]), "row 1 has a size of 0"),
+    (lambda: fit([1e3, float("inf")], [1e-5, 1e-5]), "row 2 has a size of inf"),
+    (lambda: fit(x[:5], x[:5] * 1e-9, "sigmoid"), "expected at least 6"),
+    (lambda: fit(x, x, "spline"), "known are piecewise"),
+    (lambda: family_of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)}).at(16, nodes=2), "measured on one node only; asked is 2 nodes"),
+    (lambda: family_of("all_reduce", {(2, 3): (x, x)}), "3 devices on 2 nodes can't be"),
 )
-def test_what_is_no_measurement_is_refused(sizes, seconds, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        fit(sizes, seconds)
-
-
-def test_a_method_that_needs_more_sizes_says_so():
-    with pytest.raises(ValueError, match="expected at least 6"):
-        fit(x[:5], x[:5] * 1e-9, "sigmoid")
-    with pytest.raises(ValueError, match="known are piecewise"):
-        fit(x, x, "spline")
 
 
 def test_a_perfect_predictor_has_a_gmae_of_four_in_ten_thousand():
@@ -216,10 +211,6 @@ def test_a_count_between_two_is_between_their_times(measured):
 def test_one_count_serves_all_where_no_other_was_measured():
     family = family_of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)})
     assert family.at(4).seconds(1e9) < family.at(8).seconds(1e9)
-    with pytest.raises(ValueError, match="measured on one node only; asked is 2 nodes"):
-        family.at(16, nodes=2)
-    with pytest.raises(ValueError, match="3 devices on 2 nodes can't be"):
-        family_of("all_reduce", {(2, 3): (x, x)})
 
 
 def test_nodes_are_compared_with_nodes_of_as_many_devices():
@@ -233,3 +224,72 @@ def test_the_link_is_added_over_nodes():
     curve = over_nodes("all_reduce", inside, tuple(x), 4, link=5e10, latency=2e-5)
     # V = 2, (N - 1)/N = 3/4, two rounds
     assert curve.seconds(1e6) == pytest.approx(float(inside.seconds(1e6)) + 2 * (0.75 * 1e6 / 5e10 + 2 * 2e-5), rel=1e-3)
+
+
+# -- on a mesh: curves replace latency and bandwidth, and travel with it
+
+
+CURVE = LinkCurve("all_gather", (1e3, 1e6), (1e-4, 2e-3), 2e-9, 0.05)
+
+
+def measured_mesh():
+    mesh = Mesh.from_bandwidths((2, 4))
+    return replace(mesh, axes=(replace(mesh.axes[0], curves=(CURVE,)), mesh.axes[1]))
+
+
+def test_a_measured_collective_takes_its_curve():
+    axis = measured_mesh().axes[0]
+    # constant below, half way between the two, the tail above
+    expected = [(1.0, 1e-4), (1e3, 1e-4), ((1e3 + 1e6) / 2, 1.05e-3), (1e6, 2e-3), (3e6, 2e-3 + 2e6 * 2e-9)]
+    for size, seconds in expected:
+        assert collective_seconds("all_gather", axis, size) == pytest.approx(seconds)
+    np.testing.assert_allclose(collective_seconds("all_gather", axis, np.array([size for size, _ in expected])), [t for _, t in expected])
+    assert collective_seconds("all_gather", axis, 0.0) == 0.0
+    assert bytes_sent("all_gather", axis, 1e6) == 5e5  # a curve says nothing about bytes
+
+
+def test_the_others_take_latency_and_bandwidth():
+    with_curve, without = measured_mesh().axes[0], Mesh.from_bandwidths((2, 4)).axes[0]
+    assert collective_seconds("all_reduce", with_curve, 1e6) == collective_seconds("all_reduce", without, 1e6)
+    alone = replace(with_curve, size=1)
+    assert collective_seconds("all_gather", alone, 1e6) == 0.0
+
+
+def test_curves_travel_with_the_mesh():
+    mesh = measured_mesh()
+    assert Mesh.from_dict(mesh.to_dict()) == mesh
+    assert Mesh.from_dict(json.loads(json.dumps(mesh.to_dict()))) == mesh
+    assert "curves" not in mesh.to_dict()["axes"][1]
+
+
+WRONG = [
+    ({"sizes": [1e6, 1e3]}, "both in order"),
+    ({"sizes": [1e3]}, "1 sizes, 2 times"),
+    ({"seconds": [1e-4, float("nan")]}, "something other than numbers"),
+    ({"tail": -1.0}, "something other than numbers"),
+    ({"bandwidth": 1.0}, "not a mesh"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), WRONG)
+def test_a_curve_that_can_not_be_is_refused(change, sentence):
+    data = measured_mesh().to_dict()
+    data["axes"][0]["curves"] = [{**data["axes"][0]["curves"][0], **change}]
+    with pytest.raises(ValueError, match=sentence):
+        Mesh.from_dict(data)
+
+
+# -- the table of benchmarks/calibration.py fits 80 columns, however many systems were measured
+
+
+def rows_of(num):
+    errors = {"gmae": 1.23456, "mean": 0.987654}
+    systems = {f"system-{k:03d}-of-a-long-name": errors for k in range(num)}
+    return [{"what": "held out, pooled, strict", "points": 123456, "failures": 1234, "systems": systems, **errors} for _ in range(13)]
+
+
+def test_the_table_of_many_systems_fits_80_columns():
+    for num in (1, 60):
+        lines = table(rows_of(num))
+        assert max(map(len, lines)) <= 80
+        assert sum(line.count("123.46 / 98.77") for line in lines) == 13 * (num + 1)  # each method for all, and for each system

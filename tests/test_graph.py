@@ -26,56 +26,55 @@ def compute(name: str, target: str, inputs, args, *outputs, alias=None) -> Op:
     return Op(name, target, tuple(inputs), (tuple(args), ()), outputs, alias=alias)
 
 
+def graph(*ops: Op, **results: int) -> Graph:
+    """Results by "kind_name": the op whose first output they are."""
+    return Graph(ops, tuple(Result(*key.split("_"), (i, 0)) for key, i in results.items()))
+
+
 R0, R1 = Ref(0), Ref(1)
 
-CHAIN = Graph(  # x @ w, gelu, sum
-    (
-        placeholder("w", "parameter", 4, 4),
-        placeholder("x", "input", 8, 4),
-        compute("mm", "aten.mm.default", [(1, 0), (0, 0)], (R0, R1), tensor(8, 4)),
-        compute("gelu", "aten.gelu.default", [(2, 0)], (R0,), tensor(8, 4)),
-        compute("sum", "aten.sum.default", [(3, 0)], (R0,), tensor()),
-    ),
-    (Result("output", "0", (4, 0)),),
+CHAIN = graph(  # x @ w, gelu, sum
+    placeholder("w", "parameter", 4, 4),
+    placeholder("x", "input", 8, 4),
+    compute("mm", "aten.mm.default", [(1, 0), (0, 0)], (R0, R1), tensor(8, 4)),
+    compute("gelu", "aten.gelu.default", [(2, 0)], (R0,), tensor(8, 4)),
+    compute("sum", "aten.sum.default", [(3, 0)], (R0,), tensor()),
+    output_0=4,
 )
-VIEWS = Graph(  # a view of a view is read last; the split's second half too
-    (
-        placeholder("x", "input", 8, 4),
-        compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(8, 4)),
-        compute("t", "aten.t.default", [(1, 0)], (R0,), tensor(4, 8), alias=0),
-        compute("split", "aten.split.Tensor", [(2, 0)], (R0, 2), tensor(2, 8), tensor(2, 8), alias=0),
-        compute("neg", "aten.neg.default", [(3, 0)], (R0,), tensor(2, 8)),
-        compute("sin", "aten.sin.default", [(1, 0)], (R0,), tensor(8, 4)),
-        compute("mul", "aten.mul.Tensor", [(3, 1), (4, 0)], (R0, R1), tensor(2, 8)),
-        compute("cos", "aten.cos.default", [(5, 0)], (R0,), tensor(8, 4)),
-    ),
-    (Result("output", "0", (6, 0)), Result("output", "1", (7, 0))),
+VIEWS = graph(  # a view of a view is read last; the split's second half too
+    placeholder("x", "input", 8, 4),
+    compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(8, 4)),
+    compute("t", "aten.t.default", [(1, 0)], (R0,), tensor(4, 8), alias=0),
+    compute("split", "aten.split.Tensor", [(2, 0)], (R0, 2), tensor(2, 8), tensor(2, 8), alias=0),
+    compute("neg", "aten.neg.default", [(3, 0)], (R0,), tensor(2, 8)),
+    compute("sin", "aten.sin.default", [(1, 0)], (R0,), tensor(8, 4)),
+    compute("mul", "aten.mul.Tensor", [(3, 1), (4, 0)], (R0, R1), tensor(2, 8)),
+    compute("cos", "aten.cos.default", [(5, 0)], (R0,), tensor(8, 4)),
+    output_0=6,
+    output_1=7,
 )
-UNUSED = Graph(
-    (
-        placeholder("x", "input", 4, 4),
-        compute("max", "aten.max.dim", [(0, 0)], (R0, 1), tensor(4), tensor(4, dtype="int64")),
-        compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(4, 4)),
-        compute("neg", "aten.neg.default", [(1, 0)], (R0,), tensor(4)),
-    ),
-    (Result("output", "0", (3, 0)),),
+UNUSED = graph(
+    placeholder("x", "input", 4, 4),
+    compute("max", "aten.max.dim", [(0, 0)], (R0, 1), tensor(4), tensor(4, dtype="int64")),
+    compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(4, 4)),
+    compute("neg", "aten.neg.default", [(1, 0)], (R0,), tensor(4)),
+    output_0=3,
 )
-RETURNED_VIEW = Graph(
-    (
-        placeholder("x", "input", 4, 4),
-        compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(4, 4)),
-        compute("view", "aten.view.default", [(1, 0)], (R0, (16,)), tensor(16), alias=0),
-        compute("sin", "aten.sin.default", [(0, 0)], (R0,), tensor(4, 4)),
-    ),
-    (Result("output", "0", (2, 0)), Result("gradient", "w", (3, 0))),
+RETURNED_VIEW = graph(
+    placeholder("x", "input", 4, 4),
+    compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(4, 4)),
+    compute("view", "aten.view.default", [(1, 0)], (R0, (16,)), tensor(16), alias=0),
+    compute("sin", "aten.sin.default", [(0, 0)], (R0,), tensor(4, 4)),
+    output_0=2,
+    gradient_w=3,
 )
-BOTH = Graph(  # a buffer's new value that the program returns as well
-    (
-        placeholder("count", "buffer", 4),
-        compute("add", "aten.add.Tensor", [(0, 0)], (R0, 1), tensor(4)),
-        compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(4)),
-    ),
-    (Result("output", "0", (1, 0)), Result("buffer", "count", (1, 0)), Result("output", "1", (2, 0))),
+BOTH = graph(  # a buffer's new value that the program returns as well
+    placeholder("count", "buffer", 4),
+    compute("add", "aten.add.Tensor", [(0, 0)], (R0, 1), tensor(4)),
+    compute("exp", "aten.exp.default", [(0, 0)], (R0,), tensor(4)),
+    output_0=1,
+    buffer_count=1,
+    output_1=2,
 )
 GRAPHS = {"chain": CHAIN, "views": VIEWS, "unused": UNUSED, "returned view": RETURNED_VIEW, "both": BOTH}
 TINY_GRAPHS = {f"{name} {'training' if training else 'inference'}": (name, training) for name in TINY for training in (True, False)}

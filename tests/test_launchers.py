@@ -15,26 +15,17 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autoshard.api import check_launch
-from autoshard.launch import (
-    Launch,
-    LaunchConfig,
-    ModelSizes,
-    Overrides,
-    Site,
-    configuration_text,
-    read_configuration,
-    sizes_of_config,
-    sizes_of_module,
-    why_illegal,
-)
+from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, Site, configuration_text, read_configuration, why_illegal
 from autoshard.launch.launch_prices import prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
+from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.ranking import ranking
 from autoshard.launch.runs import SCHEDULES, TrainingRuns
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
+from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "launchers"
 FILES = sorted(path for launcher in LAUNCHERS for path in (DATA / launcher).iterdir())
@@ -52,19 +43,15 @@ def name(path):
 
 # what the configurations leave to the command line: torchtitan's shard -1, accelerate's model and batch
 KNOWN = {"torchtitan": Overrides(devices=64), "accelerate": Overrides(sizes=LLAMA8, seq=8192, microbatch=1), "nanotron": Overrides()}
-DEVICES = {
-    "gpt3_175b.sh": 1024,
-    "sc21_figure_13.sh": 64,
-    "sc21_figure_15.sh": 64,
-    "mixtral_8x7b.sh": 64,
-    "gpt_config.yaml": 8,
-    "llama3_8b_fp8.sh": None,
-}
+DEVICES = {"gpt3_175b.sh": 1024, "sc21_figure_13.sh": 64, "sc21_figure_15.sh": 64, "mixtral_8x7b.sh": 64, "gpt_config.yaml": 8}
 
 
-def described(path, **changes):
-    known = KNOWN.get(path.parent.name, Overrides(devices=DEVICES.get(path.name)))
-    return read_configuration(path.parent.name, path.read_text(), path.name, replace(known, **changes))
+def described(path, old="", new=""):
+    """A file's configuration, with a text in it replaced."""
+    text, launcher = path.read_text(), path.parent.name
+    assert old in text
+    known = KNOWN.get(launcher, Overrides(devices=DEVICES.get(path.name)))
+    return read_configuration(launcher, text.replace(old, new) if old else text, path.name, known)
 
 
 # --- legality
@@ -84,13 +71,8 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     if launcher == "torchtitan":
         ok += [a.seq % (a.tensor * a.context * 2) == 0, stages <= m.layers + 2, not a.async_tensor or a.compiled]
         if a.pipeline > 1:
-            ok += [
-                a.virtual == 1
-                if a.schedule in ("1F1B", "GPipe")
-                else a.virtual == 2
-                if a.schedule in ("ZBVZeroBubble", "DualPipeV")
-                else a.virtual > 1
-            ]
+            chunks = {"1F1B": a.virtual == 1, "GPipe": a.virtual == 1, "ZBVZeroBubble": a.virtual == 2, "DualPipeV": a.virtual == 2}
+            ok += [chunks.get(a.schedule, a.virtual > 1)]
             if a.schedule in ("1F1B", "DualPipeV"):
                 ok += [microbatches >= stages]
             if a.schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
@@ -208,12 +190,6 @@ def test_published_sizes():
     assert [round(x / 1e9, 1) for x in (MIXTRAL.parameters, MIXTRAL.active_parameters)] == [46.7, 12.9]
 
 
-@pytest.mark.parametrize("config, sentence", [({}, "none of num_hidden_layers"), ({"num_hidden_layers": "two"}, "expected a whole number")])
-def test_sizes_that_are_missing_are_named(config, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        sizes_of_config(config)
-
-
 # --- configurations
 
 
@@ -283,20 +259,13 @@ ILLEGAL = [  # file, text, its replacement, the reason
 
 @pytest.mark.parametrize("file, old, new, reason", ILLEGAL, ids=[f"{row[0]}-{row[2].split()[0]}{k}" for k, row in enumerate(ILLEGAL)])
 def test_a_configuration_made_illegal_is_refused_with_the_reason(file, old, new, reason):
-    path = DATA / file
-    text = path.read_text()
-    assert old in text
-    launcher = path.parent.name
-    known = KNOWN.get(launcher, Overrides(devices=DEVICES.get(path.name)))
-    one = read_configuration(launcher, text.replace(old, new), path.name, known)
-    assert any(reason in said for said in why_illegal(one.launch, one.sizes, launcher))
+    one = described(DATA / file, old, new)
+    assert any(reason in said for said in why_illegal(one.launch, one.sizes, file.split("/")[0]))
 
 
 def test_two_known_bad_recipes_are_caught():
     """A tensor parallel degree that key-value heads forbid; and recipes shipped with more than their memory (torchtitan #4016)."""
-    one = read_configuration("torchtitan", (DATA / "torchtitan/llama3_8b.toml").read_text().replace("tensor_parallel_degree = 1",
-    "tensor_parallel_degree = 16"),
-                    "llama.toml", Overrides(devices=64))  # fmt: skip
+    one = described(DATA / "torchtitan/llama3_8b.toml", "tensor_parallel_degree = 1", "tensor_parallel_degree = 16")
     forbidden = check_launch(one, "torchtitan", Site())
     assert not forbidden.ok and "8 key-value heads do not divide by tp 16" in forbidden.reasons and forbidden.prices is None
     assert forbidden.changes and all(change.gain == np.inf for change in forbidden.changes)
@@ -448,20 +417,10 @@ def test_every_module_is_on_one_stage_in_order(layers, stages):
     assert len(parts) == stages and max(counted) - min(counted) <= 1 and counted == sorted(counted, reverse=True)
 
 
-def test_a_model_that_torchtitan_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="torchtitan has no flavor of these sizes"):
-        configuration_text("torchtitan", LaunchConfig(Launch(8, 64, 8), SMALL))
-    with pytest.raises(ValueError, match="can't be 6 stages; expected 5 at most"):
-        model_parts(3, 6)
-
-
 def test_yaml_of_nanotron_has_plain_sections():
     data = yaml.safe_load(configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8, data=8), SMALL)))
-    assert data["parallelism"]["dp"] == 8 and data["tokens"] == {
-        "batch_accumulation_per_replica": 1,
-        "micro_batch_size": 1,
-        "sequence_length": 64,
-    }
+    tokens = {"batch_accumulation_per_replica": 1, "micro_batch_size": 1, "sequence_length": 64}
+    assert data["parallelism"]["dp"] == 8 and data["tokens"] == tokens
 
 
 # --- prices and order
@@ -503,9 +462,8 @@ def test_an_executor_changes_nothing(pool, monkeypatch):
 
 
 def test_less_memory_never_makes_more_launches_fit():
-    counts = [
-        int(ranking(Launch(16, 2048, 64), LLAMA8, Site(memory=memory), "torchtitan").prices.fits.sum()) for memory in (40e9, 80e9, 160e9)
-    ]
+    sites = [Site(memory=memory) for memory in (40e9, 80e9, 160e9)]
+    counts = [int(ranking(Launch(16, 2048, 64), LLAMA8, site, "torchtitan").prices.fits.sum()) for site in sites]
     assert counts == sorted(counts) and counts[0] < counts[-1]
 
 
@@ -542,15 +500,20 @@ def test_changes_are_legal_fit_and_gain(path):
         assert checked.better().launch == checked.changes[0].to
 
 
-def test_what_has_no_price_is_refused():
-    with pytest.raises(ValueError, match="matmuls in float32 have no prices; expected a run in bf16"):
-        prices_of(TrainingRuns.of([Launch(8, 64, 8, data=8, precision="fp32")]), SMALL, Site(), "nanotron")
-    with pytest.raises(ValueError, match="no constants of device 'tpu'"):
-        prices_of(TrainingRuns.of([Launch(8, 64, 8, data=8)]), SMALL, Site("tpu"), "nanotron")
-    with pytest.raises(ValueError, match="there are 1000000 devices; expected 262144 at most"):
-        Launch(1000000, 64, 8)
+def priced(device="h100", **changes):
+    return prices_of(TrainingRuns.of([Launch(8, 64, 8, data=8, **changes)]), SMALL, Site(device), "nanotron")
 
 
-def test_no_legal_launch_says_which_rules_forbid_them():
-    with pytest.raises(ValueError, match="no launch of torchtitan on 64 devices is legal for this model; splits of the devices by rule: "):
-        ranking(Launch(64, 7, 1), SMALL, Site(), "torchtitan")
+test_what_can_not_be_is_refused_in_a_sentence = refusals(
+    (lambda: sizes_of_config({}), "none of num_hidden_layers"),
+    (lambda: sizes_of_config({"num_hidden_layers": "two"}), "expected a whole number"),
+    (lambda: configuration_text("torchtitan", LaunchConfig(Launch(8, 64, 8), SMALL)), "torchtitan has no flavor of these sizes"),
+    (lambda: model_parts(3, 6), "can't be 6 stages; expected 5 at most"),
+    (lambda: priced(precision="fp32"), "matmuls in float32 have no prices; expected a run in bf16"),
+    (lambda: priced("tpu"), "no constants of device 'tpu'"),
+    (lambda: Launch(1000000, 64, 8), "there are 1000000 devices; expected 262144 at most"),
+    (
+        lambda: ranking(Launch(64, 7, 1), SMALL, Site(), "torchtitan"),
+        "no launch of torchtitan on 64 devices is legal for this model; splits of the devices by rule: ",
+    ),
+)

@@ -1,25 +1,21 @@
-"""What a user misspells in a configuration, or on the command line of `check --launcher`, is refused in a sentence."""
+"""Keys of a configuration: what a user misspells is refused in a sentence; what a launch doesn't decide is kept."""
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autoshard.cli import main
-from autoshard.launch import ModelSizes, Overrides, read_configuration
+from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, configuration_text, kept_settings, read_configuration
 from autoshard.launch.texts import toml_text, yaml_text
+from autoshard.launch.torchtitan import FLAVORS
+from tests.helpers_command import refusal, run
 
 DATA = Path(__file__).parent / "data" / "launchers"
 LLAMA = DATA / "torchtitan" / "llama3_8b.toml"
 SIZES = ModelSizes(2, 64, 128, 4, 4, 256)
 KNOWN = Overrides(devices=8, sizes=SIZES, seq=64, microbatch=1)
-
-
-def run(capsys, *argv):
-    code = main(argv)
-    out, err = capsys.readouterr()
-    return code, " ".join(out.split()), err
 
 
 MISSPELLED = [  # file, text, its replacement, sentence
@@ -145,43 +141,98 @@ def test_a_misspelled_mode_of_checkpointing_is_refused():
 # --- on the command line
 
 
-def test_check_refuses_a_misspelled_key(capsys, tmp_path):
+def test_check_refuses_a_misspelled_key(tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(LLAMA.read_text().replace("\ntensor_parallel_degree = 1", "\ntensor_parallel_degre = 2"))
-    code, out, err = run(capsys, "check", str(job), "--launcher", "torchtitan", "--devices", "64")
-    assert (code, out) == (2, "") and err.count("\n") == 1
-    assert f"{job}: there is no parallelism.tensor_parallel_degre; near is tensor_parallel_degree" in err
+    sentence = refusal("check", str(job), "--launcher", "torchtitan", "--devices", "64")
+    assert f"{job}: there is no parallelism.tensor_parallel_degre; near is tensor_parallel_degree" in sentence
 
 
 @pytest.mark.parametrize(
     "file, launchers",
     [("torchtitan/llama3_8b.toml", "torchtitan"), ("nanotron/qwen.yaml", "accelerate, nanotron"), ("megatron/gpt3_175b.sh", "megatron")],
 )
-def test_check_of_a_configuration_without_its_launcher_says_so(capsys, file, launchers):
-    code, out, err = run(capsys, "check", str(DATA / file))
-    assert (code, out) == (2, "") and f"{file} looks like a launcher's configuration, not like a plan; add --launcher {launchers}" in err
+def test_check_of_a_configuration_without_its_launcher_says_so(file, launchers):
+    sentence = refusal("check", str(DATA / file))
+    assert f"{file} looks like a launcher's configuration, not like a plan; add --launcher {launchers}" in sentence
 
 
-def test_check_of_no_file_and_of_no_plan_says_that(capsys, tmp_path):
-    code, _, err = run(capsys, "check", str(tmp_path / "none.toml"))
-    assert code == 2 and "looks like" not in err
+def test_check_of_no_file_and_of_no_plan_says_that(tmp_path):
+    assert "looks like" not in refusal("check", str(tmp_path / "none.toml"))
     (tmp_path / "a.json").write_text("{'a'}")
-    code, _, err = run(capsys, "check", str(tmp_path / "a.json"))
-    assert code == 2 and "is no sound JSON" in err
+    assert "is no sound JSON" in refusal("check", str(tmp_path / "a.json"))
 
 
-def test_check_prints_the_global_batch_that_it_holds(capsys):
+def test_check_prints_the_global_batch_that_it_holds():
     argv = ("check", str(LLAMA), "--launcher", "torchtitan", "--devices", "64")
-    code, out, _ = run(capsys, *argv)
-    assert code == 0 and "global batch 64 sequences of 8192 tokens; changes are compared at this batch" in out
-    _, out, _ = run(capsys, *argv, "--global-batch", "128")
-    assert "global batch 128 sequences of 8192 tokens" in out
+    code, out, _ = run(*argv)
+    assert code == 0 and "global batch 64 sequences of 8192 tokens; changes are compared at this batch" in " ".join(out.split())
+    _, out, _ = run(*argv, "--global-batch", "128")
+    assert "global batch 128 sequences of 8192 tokens" in " ".join(out.split())
 
 
-def test_a_number_of_devices_given_as_the_device_is_told_apart(capsys):
+def test_a_number_of_devices_given_as_the_device_is_told_apart():
     argv = ("check", str(LLAMA), "--launcher", "torchtitan", "--device")
-    code, out, err = run(capsys, *argv, "64")
-    assert (code, out) == (2, "") and "unknown device '64'; known are a100" in err
-    assert err.rstrip().endswith("; for a number of devices use --devices 64")
-    code, _, err = run(capsys, *argv, "h1000")
-    assert code == 2 and "unknown device 'h1000'; known are a100" in err and "--devices" not in err
+    number, name = refusal(*argv, "64"), refusal(*argv, "h1000")
+    assert "unknown device '64'; known are a100" in number and number.endswith("; for a number of devices use --devices 64\n")
+    assert "unknown device 'h1000'; known are a100" in name and "--devices" not in name
+
+
+# -- a better configuration keeps what a launch doesn't decide: the data, the optimizer, where checkpoints go
+
+
+OURS = """
+[job]
+dump_folder = "./outputs"
+
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf"
+
+[training]
+steps = 1000
+seq_len = 8192
+batch_size = 1
+compile = true
+
+[experimental]
+pipeline_parallel_degree = 2
+pipeline_parallel_microbatches = 8
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+"""
+
+
+def test_a_configuration_of_torchtitan_keeps_its_other_settings():
+    launch = Launch(8, 8192, 8, data=8, shard=8, zero=3, recompute="full")
+    text = configuration_text("torchtitan", LaunchConfig(launch, FLAVORS["llama3", "8B"]), kept_settings("torchtitan", OURS, "job.toml"))
+    data, before = tomllib.loads(text), tomllib.loads(OURS)
+    assert data["job"] == before["job"] and data["quantize"] == before["quantize"]
+    assert data["training"]["steps"] == 1000 and data["model"]["hf_assets_path"] == "./assets/hf"
+    assert "experimental" not in data and not {"batch_size", "compile"} & set(data["training"])  # decided anew, under today's names
+    assert data["activation_checkpoint"] == {"mode": "full"} and data["parallelism"]["data_parallel_shard_degree"] == 8
+    assert read_configuration("torchtitan", text, "job.toml").launch == launch
+
+
+@pytest.mark.parametrize("launcher,path", [("torchtitan", "job.json"), ("accelerate", "fsdp.yaml"), ("megatron", "run.sh")])
+def test_other_configurations_are_written_anew(launcher, path):
+    assert kept_settings(launcher, "{}", path) is None
+
+
+def test_toml_is_read_as_it_was_written():
+    data = {"a": [1, "x", [True]], "b c": {"d": {"e": {}}, "f": [{"g": 1.5, "h i": '"\n'}]}, "j": {"k": {"l": False}}}
+    assert tomllib.loads(toml_text(data)) == data
+
+
+def test_check_says_what_it_kept(tmp_path):
+    job, better = tmp_path / "job.toml", tmp_path / "better.toml"
+    job.write_text(OURS)
+    code, _, err = run("check", str(job), "--launcher", "torchtitan", "--devices", "8", "--out", str(better))
+    assert code in (0, 1) and "other settings are those of" in err
+    assert tomllib.loads(better.read_text())["job"]["dump_folder"] == "./outputs"

@@ -12,12 +12,11 @@ from autoshard.cli.launchers import model_builder
 from autoshard.launch import Launch, Site
 from autoshard.launch.best_degrees import mesh_of, recompute_of, scheme_of
 from autoshard.launch.torchtitan import FLAVORS
-from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.regret import regret
 from models import llama
+from tests.helpers_plans import asked
 
 ON_8 = Launch(8, 16, 16)
 ROWS = {
@@ -31,9 +30,8 @@ ROWS = {
 
 def pinned(model, inputs, mesh, scheme, recompute):
     """The plan of a scheme alone, of the graph of all layers."""
-    options = Options(training=True, recompute=recompute)
     graph, _ = capture_deep(model, inputs, training=True)
-    return baseline_only(with_recomputed_blocks(Question(ModelGraphs(graph), mesh, options, Stopwatch(None))), scheme)
+    return baseline_only(with_recomputed_blocks(asked(graph, mesh, training=True, recompute=recompute)), scheme)
 
 
 QUICK = [("megatron_fsdp", "none")]

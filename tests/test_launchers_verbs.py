@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard.api import degrees
-from autoshard.cli import kinds, main, table
+from autoshard.cli import kinds, table
 from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
 from autoshard.launch.best_degrees import mesh_of, scheme_of
 from autoshard.launch.configurations import ENDINGS
@@ -22,60 +22,39 @@ from autoshard.report import as_text
 from autoshard.report.launchers import launches_table
 from autoshard.report.terminal import shown
 from models import llama
+from tests.helpers_command import record_of, refusal, run
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "launchers"
 TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
-KEYS = [
-    "dp",
-    "shard",
-    "tp",
-    "cp",
-    "ep",
-    "pp",
-    "schedule",
-    "microbatch",
-    "recompute",
-    "tokens_per_second_per_device",
-    "mfu",
-    "memory_bytes",
-    "fits",
-]
-
-
-def run(capsys, *argv):
-    code = main(argv)
-    out, err = capsys.readouterr()
-    return code, out, err
+KEYS = "dp shard tp cp ep pp schedule microbatch recompute tokens_per_second_per_device mfu memory_bytes fits".split()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_degrees_prints_exactly_the_documented_keys(capsys, launcher):
-    code, out, err = run(capsys, "degrees", TINY, *ON_8, "--launcher", launcher, "--no-bound", "--json")
-    record = json.loads(out)
-    assert code == 0 and list(record) == ["configurations", "bound_seconds", "regret", "compared", "cpu_seconds"]
+def test_degrees_prints_exactly_the_documented_keys(launcher):
+    record = record_of("degrees", TINY, *ON_8, "--launcher", launcher, "--no-bound")
+    assert list(record) == ["configurations", "bound_seconds", "regret", "compared", "cpu_seconds"]
     assert all(list(row) == KEYS for row in record["configurations"]) and len(record["configurations"]) > 10
     assert record["bound_seconds"] is record["regret"] is record["compared"] is None and record["cpu_seconds"] > 0
     for row in record["configurations"]:
         assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8 and row["tp"] <= 4  # the model has 4 key-value heads
 
 
-def test_degrees_writes_the_best_and_draws_all(capsys, tmp_path):
+def test_degrees_writes_the_best_and_draws_all(tmp_path):
     out, plot = tmp_path / "best.yaml", tmp_path / "degrees.png"
     words = ("degrees", TINY, *ON_8, "--launcher", "nanotron", "--no-bound", "--top", "3", "--out", str(out), "--plot", str(plot))
-    code, text, err = run(capsys, *words)
+    code, text, err = run(*words)
     assert code == 0 and f"wrote {out}" in err and plot.read_bytes()[:4] == b"\x89PNG"
     assert "nanotron: " in text and "legal launches on 8 h100" in text and "illegal splits of the devices" in text
-    code, text, _ = run(capsys, "check", str(out), "--launcher", "nanotron", "--json")
-    record = json.loads(text)
-    assert code == 0 and record["ok"] and record["legal"] and record["changes"] == [] and record["reasons"] == []
+    record = record_of("check", str(out), "--launcher", "nanotron")
+    assert record["ok"] and record["legal"] and record["changes"] == [] and record["reasons"] == []
 
 
-def test_degrees_says_no_where_nothing_fits(capsys):
-    code, out, _ = run(capsys, "degrees", f"{ROOT}/models/llama.py:llama3_70b", "--devices", "8", "--no-bound", "--top", "1", "--json")
-    assert code == 1 and json.loads(out)["configurations"][0]["fits"] is False
+def test_degrees_says_no_where_nothing_fits():
+    record = record_of("degrees", f"{ROOT}/models/llama.py:llama3_70b", "--devices", "8", "--no-bound", "--top", "1", code=1)
+    assert record["configurations"][0]["fits"] is False
 
 
 @pytest.mark.parametrize(
@@ -89,37 +68,33 @@ def test_degrees_says_no_where_nothing_fits(capsys):
         (("--seq", "7"), "no launch of torchtitan on 8 devices is legal for this model; splits of the devices by rule: sequence"),
     ],
 )
-def test_degrees_refuses_in_a_sentence(capsys, option, sentence):
-    code, out, err = run(capsys, "degrees", TINY, *chain.from_iterable((SIZES | dict([option])).items()))
-    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
+def test_degrees_refuses_in_a_sentence(option, sentence):
+    assert sentence in refusal("degrees", TINY, *chain.from_iterable((SIZES | dict([option])).items()))
 
 
-def test_check_prints_what_is_wrong_and_what_would_help(capsys, tmp_path):
+def test_check_prints_what_is_wrong_and_what_would_help(tmp_path):
     config = (DATA / "torchtitan" / "llama3_8b.toml").read_text().replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 16")
     (tmp_path / "bad.toml").write_text(config)
     argv = ("check", str(tmp_path / "bad.toml"), "--launcher", "torchtitan", "--devices", "64")
-    code, out, _ = run(capsys, *argv, "--json")
-    record = json.loads(out)
-    assert code == 1 and not record["ok"] and not record["legal"] and record["tokens_per_second_per_device"] is None
+    record = record_of(*argv, code=1)
+    assert not record["ok"] and not record["legal"] and record["tokens_per_second_per_device"] is None
     assert record["reasons"] == ["8 key-value heads do not divide by tp 16"] and record["changes"]
     better = tmp_path / "better.toml"
-    code, out, err = run(capsys, *argv, "--out", str(better))
+    code, out, err = run(*argv, "--out", str(better))
     assert code == 1 and "illegal: 8 key-value heads do not divide by tp 16" in " ".join(out.split()) and f"wrote {better}" in err
     assert tomllib.loads(better.read_text())["model"] == {"name": "llama3", "flavor": "8B", "converters": []}
-    code, out, _ = run(capsys, "check", str(better), "--launcher", "torchtitan", "--devices", "64", "--json")
-    record = json.loads(out)
-    assert code == 0 and record["ok"] and record["changes"] == []
+    record = record_of("check", str(better), "--launcher", "torchtitan", "--devices", "64")
+    assert record["ok"] and record["changes"] == []
     low, high = record["tokens_per_second_per_device_interval"]
     assert low < record["tokens_per_second_per_device"] < high and 0 < record["mfu"] < 1
 
 
-def test_check_reads_accelerates_model_from_the_command_line(capsys):
+def test_check_reads_accelerates_model_from_the_command_line():
     config, model = str(DATA / "accelerate" / "nd.yaml"), f"hf:{ROOT}/tests/data/hf/llama"
-    code, out, _ = run(capsys, "check", config, model, "--launcher", "accelerate", "--seq", "64", "--microbatch", "4", "--json")
-    record = json.loads(out)
-    assert code == 0 and record["configuration"]["cp"] == 4 and record["global_batch"] == 8
-    code, _, err = run(capsys, "check", config, "--launcher", "accelerate")
-    assert code == 2 and "nd.yaml does not say the sizes; add it after the file, as hf:DIR" in err
+    record = record_of("check", config, model, "--launcher", "accelerate", "--seq", "64", "--microbatch", "4")
+    assert record["configuration"]["cp"] == 4 and record["global_batch"] == 8
+    sentence = refusal("check", config, "--launcher", "accelerate")
+    assert "nd.yaml does not say the sizes; add it after the file, as hf:DIR" in sentence
 
 
 # --- regret
@@ -163,16 +138,15 @@ def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
     best = answer.ranked.launch(answer.compared)
     assert best.pipeline == best.context == best.expert == 1 and built == [best.data * best.microbatch]
     module, example_inputs = llama.tiny(batch=built[0])
-    planned = autoshard.plan(
-        module, example_inputs, mesh_of(best, site), training=True, gap=0.01, recompute="all" if best.recompute == "full" else 0
-    )
+    recompute = "all" if best.recompute == "full" else 0
+    planned = autoshard.plan(module, example_inputs, mesh_of(best, site), training=True, gap=0.01, recompute=recompute)
     record = answer.to_dict()
     assert record["bound_seconds"] == pytest.approx(planned.bound, rel=1e-9)
     cost = planned.baselines[scheme_of(best)]["cost_seconds"]
     assert record["regret"] == pytest.approx(cost / planned.bound - 1, rel=1e-9) and record["regret"] >= 0
     assert record["compared"] == {
         "row": answer.compared, "scheme": scheme_of(best), "mesh": list(mesh_of(best, site).shape), "batch": built[0],
-        "recompute": "all" if best.recompute == "full" else 0, "cost_seconds": pytest.approx(cost, rel=1e-9),
+        "recompute": recompute, "cost_seconds": pytest.approx(cost, rel=1e-9),
     }  # fmt: skip
 
 
@@ -196,10 +170,9 @@ def test_names_on_the_command_line_are_those_of_the_room():
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["llama3_8b", "llama3_70b", "llama3_405b"])
 @pytest.mark.parametrize("devices", [8, 64, 512, 1024])
-def test_degrees_of_large_models_take_seconds(capsys, function, devices):
-    batch = str(max(512, devices))
-    argv = ("degrees", f"{ROOT}/models/llama.py:{function}", "--devices", str(devices), "--global-batch", batch, "--no-bound", "--json")
-    _, out, _ = run(capsys, *argv)
+def test_degrees_of_large_models_take_seconds(function, devices):
+    model, words = f"{ROOT}/models/llama.py:{function}", ("--devices", str(devices), "--global-batch", str(max(512, devices)))
+    _, out, _ = run("degrees", model, *words, "--no-bound", "--json")
     record = json.loads(out)
     assert record["cpu_seconds"] < 30 and len(record["configurations"]) > 500
 

@@ -8,25 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.layout import (
-    P,
-    R,
-    S,
-    all_layouts,
-    has_partial,
-    is_even,
-    is_legal,
-    local_numel,
-    local_shape,
-    parse,
-    part_index,
-    rank_bounds,
-    rank_shape,
-    replicated,
-    shards_of,
-    text,
-    why_illegal,
-)
+from autoshard import layout as layouts
+from autoshard.layout import P, R, S, is_legal, parse, rank_bounds, text
 from autoshard.mesh import Mesh
 
 MESHES = [Mesh.from_bandwidths(shape) for shape in ((2,), (1, 4), (2, 4), (2, 3), (2, 2, 2))]
@@ -67,15 +50,15 @@ def test_local_shapes_part_numbers_and_legality_are_those_of_slicing():
             continue
         legal += 1
         shapes = {part.shape for part in held.values()}
-        assert is_even(shape, layout, mesh) == (len(shapes) == 1)
-        assert local_shape(shape, layout, mesh) == held[(0,) * len(mesh.axes)].shape == max(shapes, key=np.prod)
-        assert local_numel(shape, layout, mesh) == max(part.size for part in held.values())
+        assert layouts.is_even(shape, layout, mesh) == (len(shapes) == 1)
+        assert layouts.local_shape(shape, layout, mesh) == held[(0,) * len(mesh.axes)].shape == max(shapes, key=np.prod)
+        assert layouts.local_numel(shape, layout, mesh) == max(part.size for part in held.values())
         for coordinate, part in held.items():
-            assert rank_shape(shape, layout, mesh, coordinate) == part.shape
+            assert layouts.rank_shape(shape, layout, mesh, coordinate) == part.shape
             assert np.array_equal(x[tuple(slice(lo, hi) for lo, hi in rank_bounds(shape, layout, mesh, coordinate))], part)
             uneven += len(shapes) > 1
             for d, n in enumerate(shape):
-                parts, k = shards_of(layout, mesh, d), part_index(layout, mesh, coordinate, d)
+                parts, k = layouts.shards_of(layout, mesh, d), layouts.part_index(layout, mesh, coordinate, d)
                 assert len(shapes) > 1 or rank_bounds(shape, layout, mesh, coordinate)[d] == (k * (n // parts), (k + 1) * (n // parts))
     assert (legal, uneven, len(CASES)) == (263, 736, 301)  # counted once, so that a filter that lets less through is seen
 
@@ -83,11 +66,11 @@ def test_local_shapes_part_numbers_and_legality_are_those_of_slicing():
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape)))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_layouts_are_the_legal_ones_with_axes_of_one_device_whole(shape, mesh):
-    found = all_layouts(shape, mesh)
+    found = layouts.all_layouts(shape, mesh)
     of_mesh = [layout for s, layout, m in CASES if s == shape and m is mesh]
     whole_where_alone = [x for x in of_mesh if all(axis.size > 1 or p == R for p, axis in zip(x, mesh.axes, strict=True))]
     assert sorted(map(text, found)) == sorted(text(layout) for layout in whole_where_alone if is_legal(shape, layout, mesh))
-    assert found[-1] == replicated(len(mesh.axes))
+    assert found[-1] == layouts.replicated(len(mesh.axes))
 
 
 PLACEMENTS = st.one_of(st.just(R), st.builds(S, st.integers(0, 15)), st.builds(P, st.sampled_from(["sum", "avg", "max", "min"])))
@@ -132,8 +115,8 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("shape", "written", "mesh", "why"), ILLEGAL, ids=[row[1] for row in ILLEGAL])
 def test_an_impossible_layout_says_why(shape, written, mesh, why):
-    assert why_illegal(shape, parse(written), Mesh.from_bandwidths(mesh)) == why
+    assert layouts.why_illegal(shape, parse(written), Mesh.from_bandwidths(mesh)) == why
 
 
 def test_partial_is_found():
-    assert [has_partial(parse(x)) for x in ("R,R", "S(0),P", "P(max)")] == [False, True, True]
+    assert [layouts.has_partial(parse(x)) for x in ("R,R", "S(0),P", "P(max)")] == [False, True, True]

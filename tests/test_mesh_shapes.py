@@ -12,9 +12,11 @@ from autoshard.mesh import Mesh
 from autoshard.planning.mesh_shapes import mesh_shapes, plan_meshes
 from autoshard.planning.options import Infeasible
 from models import mlp
+from tests.helpers_command import refusal, run
+from tests.helpers_refusals import refusals
 from tests.test_calibrate import record
-from tests.test_cli import TINY, check_refused, run
 
+TINY, MLP = (f"{mlp.__file__}:{name}" for name in ("tiny", "mlp"))
 MODEL = {"batch": 256, "width": 512, "hidden": 2048, "layers": 1}
 
 
@@ -22,17 +24,17 @@ def meshes_of(devices: int, per_node: int = 8) -> list[Mesh]:
     return [Mesh.from_bandwidths(shape, devices_per_node=per_node) for shape in mesh_shapes(devices, per_node)]
 
 
-@pytest.mark.parametrize(
-    ("devices", "per_node", "shapes"),
-    [
-        (16, 8, [(16,), (2, 8), (2, 2, 4), (2, 4, 2), (1,)]),
-        (16, 4, [(16,), (4, 4), (2, 2, 4), (4, 2, 2), (1,)]),
-        (8, 8, [(8,), (2, 4), (4, 2), (2, 2, 2), (1,)]),
-        (12, 6, [(12,), (2, 6), (2, 2, 3), (2, 3, 2), (1,)]),
-        (6, 8, [(6,), (2, 3), (3, 2), (1,)]),
-        (1, 8, [(1,)]),
-    ],
-)
+SHAPES = [
+    (16, 8, [(16,), (2, 8), (2, 2, 4), (2, 4, 2), (1,)]),
+    (16, 4, [(16,), (4, 4), (2, 2, 4), (4, 2, 2), (1,)]),
+    (8, 8, [(8,), (2, 4), (4, 2), (2, 2, 2), (1,)]),
+    (12, 6, [(12,), (2, 6), (2, 2, 3), (2, 3, 2), (1,)]),
+    (6, 8, [(6,), (2, 3), (3, 2), (1,)]),
+    (1, 8, [(1,)]),
+]
+
+
+@pytest.mark.parametrize(("devices", "per_node", "shapes"), SHAPES)
 def test_the_shapes(devices, per_node, shapes):
     assert mesh_shapes(devices, per_node) == shapes
 
@@ -51,20 +53,28 @@ def test_the_shapes_are_all_that_respect_the_nodes(devices, per_node):
     assert set(found) == expected and len(found) == len(expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ((0,), "devices is 0; expected a positive whole number"),
-        ((True,), "devices is True; expected a positive whole number"),
-        ((16, 0), "devices_per_node is 0; expected a positive whole number"),
-        ((10**9,), "devices is 1000000000; expected 262144 at most: make the cluster smaller"),
-        ((12,), "12 devices do not fill nodes of 8; give a devices_per_node that divides 12"),
-    ],
+def pinned(**options):
+    return plan_meshes(*mlp.tiny(), meshes_of(8), **options)
+
+
+NO_LIST = "meshes holds no mesh, or something else; expected a list of autoshard.Mesh"
+test_what_is_no_question_about_meshes_is_one_sentence = refusals(
+    (lambda: mesh_shapes(0), "^devices is 0; expected a positive whole number$"),
+    (lambda: mesh_shapes(True), "^devices is True; expected a positive whole number$"),
+    (lambda: mesh_shapes(16, 0), "^devices_per_node is 0; expected a positive whole number$"),
+    (lambda: mesh_shapes(10**9), "^devices is 1000000000; expected 262144 at most: make the cluster smaller$"),
+    (lambda: mesh_shapes(12), "^12 devices do not fill nodes of 8; give a devices_per_node that divides 12$"),
+    (lambda: plan_meshes(*mlp.tiny(), []), f"^{NO_LIST}"),
+    (lambda: plan_meshes(*mlp.tiny(), [(2, 4)]), f"^{NO_LIST}"),
+    (
+        lambda: pinned(pins={"layers.0.up.weight": "R,R,R,R"}),
+        "^the layouts of pins have 4 placements, but no mesh has 4 axes; pin for one mesh, on that mesh$",
+    ),
+    (
+        lambda: pinned(pins={"layers.*.up.weight": "*,S(0)"}, forbid={"*.bias": "R"}),
+        "^layouts of pins have 1 and 2 placements; give all as many, one per mesh axis$",
+    ),
 )
-def test_what_is_no_number_of_devices_is_one_sentence(given, sentence):
-    with pytest.raises(ValueError) as caught:
-        mesh_shapes(*given)
-    assert str(caught.value) == sentence
 
 
 def test_each_mesh_is_planned_as_alone_and_the_best_is_taken():
@@ -102,37 +112,25 @@ def test_a_limit_that_some_meshes_meet():
 
 
 def test_pins_leave_the_meshes_of_as_many_axes():
-    pins = {"layers.*.up.weight": "*,S(0)"}
-    found = plan_meshes(*mlp.tiny(), meshes_of(8), pins=pins, baselines=False)
+    found = pinned(pins={"layers.*.up.weight": "*,S(0)"}, baselines=False)
     assert [row["status"] for row in found.to_dicts()] == ["skipped", "optimal", "optimal", "skipped", "skipped"]
     assert found.to_dicts()[0]["message"] == "the layouts of pins have 2 placements"
     assert found.best.parameters["layers.0.up.weight"]["layout"].endswith(",S(0)")
-    with pytest.raises(ValueError, match="^the layouts of pins have 4 placements, but no mesh has 4 axes; pin for one mesh, on that mesh$"):
-        plan_meshes(*mlp.tiny(), meshes_of(8), pins={"layers.0.up.weight": "R,R,R,R"})
-    with pytest.raises(ValueError, match="^layouts of pins have 1 and 2 placements; give all as many, one per mesh axis$"):
-        plan_meshes(*mlp.tiny(), meshes_of(8), pins=pins, forbid={"*.bias": "R"})
-
-
-def test_what_is_no_list_of_meshes_is_one_sentence():
-    for meshes in ([], [(2, 4)]):
-        with pytest.raises(ValueError, match="^meshes holds no mesh, or something else; expected a list of autoshard.Mesh"):
-            plan_meshes(*mlp.tiny(), meshes)
 
 
 # -- the command line ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_on_the_command_line(capsys, tmp_path):
+def test_auto_on_the_command_line(tmp_path):
     path = str(tmp_path / "best.json")
-    model = TINY.replace(":tiny", ":mlp")
-    words = ("plan", model, "--mesh", "auto", "--devices", "4", "--devices-per-node", "2", "--train", "--no-baselines")
-    code, out, err = run(capsys, *words, "--json", "--out", path)
+    words = ("plan", MLP, "--mesh", "auto", "--devices", "4", "--devices-per-node", "2", "--train", "--no-baselines")
+    code, out, err = run(*words, "--json", "--out", path)
     found = json.loads(out)
     assert code == 0 and [row["mesh"] for row in found["meshes"]] == ["4", "2x2", "1"] and f"wrote {path}" in err
     (best,) = [row for row in found["meshes"] if row["best"]]
     assert best["cost_seconds"] == found["cost_seconds"] == autoshard.load(path).cost == min(row["cost_seconds"] for row in found["meshes"])
     assert best["mesh"] == "x".join(map(str, found["mesh"]["shape"]))
-    code, out, _ = run(capsys, *words, "--quiet")
+    code, out, _ = run(*words, "--quiet")
     assert code == 0 and out.startswith("Meshes compared") and "2x2" in out and max(map(len, out.splitlines())) <= 100
 
 
@@ -145,20 +143,20 @@ BAD_WORDS = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), BAD_WORDS, ids=[" ".join(words) for words, _ in BAD_WORDS])
-def test_bad_words_are_refused_in_one_sentence(capsys, words, sentence):
-    check_refused(capsys, ("plan", TINY, *words), sentence)
+def test_bad_words_are_refused_in_one_sentence(words, sentence):
+    assert sentence in refusal("plan", TINY, *words)
 
 
-def test_a_measured_cluster_is_of_one_mesh(capsys, tmp_path):
+def test_a_measured_cluster_is_of_one_mesh(tmp_path):
     path = str(tmp_path / "cluster.json")
     save_cluster(path, record())
-    words = ("plan", TINY, "--mesh", "auto", "--devices", "4", "--cluster", path)
-    check_refused(capsys, words, "--mesh auto compares meshes, but --cluster and --keep are for one")
+    sentence = refusal("plan", TINY, "--mesh", "auto", "--devices", "4", "--cluster", path)
+    assert "--mesh auto compares meshes, but --cluster and --keep are for one" in sentence
 
 
-def test_a_limit_that_no_mesh_meets_is_the_answer_no(capsys):
+def test_a_limit_that_no_mesh_meets_is_the_answer_no():
     words = ("plan", TINY, "--mesh", "auto", "--devices", "2", "--memory", "1kB", "--no-baselines", "--quiet")
-    code, out, err = run(capsys, *words, "--json")
+    code, out, err = run(*words, "--json")
     found = json.loads(out)
     assert code == 1 and found["status"] == "infeasible" and found["conflict"][0]["kind"] == "memory_limit"
     assert err == f"autoshard: {found['message']}\n" and found["smallest_limit_bytes"][0] > 1000

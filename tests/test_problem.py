@@ -11,7 +11,8 @@ import pytest
 
 from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, Usage, evaluate, read_contest, usage_profile, write_choice
 from autoshard.solvers import solve
-from tests.helpers_problems import random_problem
+from tests.helpers_problems import every_choice, random_problem
+from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "iopddl"
 
@@ -29,8 +30,7 @@ def slow_evaluate(problem: Problem, x) -> tuple[float, float]:
 @pytest.mark.parametrize("seed", range(40))
 def test_evaluate_equals_a_loop_over_all_times(seed):
     problem = random_problem(seed)
-    sizes = [range(len(c)) for c in problem.node_costs]
-    for x in itertools.islice(itertools.product(*sizes), 50):
+    for x in itertools.islice(every_choice(problem), 50):
         judged, (cost, peak) = evaluate(problem, x), slow_evaluate(problem, x)
         assert judged.cost == pytest.approx(cost, rel=1e-12, abs=1e-12) and judged.peak == pytest.approx(peak)
         assert judged.fits == (problem.usage_limit is None or judged.peak <= problem.usage_limit)
@@ -71,38 +71,33 @@ def test_empty_intervals_use_no_memory():
     assert evaluate(problem, [0]).peak == 0.0 and len(usage_profile(problem, [0])[0]) == 0
 
 
-ONE = np.zeros(1)
-BAD_PROBLEMS = {
-    "give one name per node": lambda: Problem(("a",), (ONE, ONE), ()),
-    "expected a list of one or more choices": lambda: Problem(("a",), (np.zeros(0),), ()),
-    "hold NaN or -inf": lambda: Problem(("a",), (np.array([np.nan]),), ()),
-    "nodes are numbered 0 to 0": lambda: Problem(("a",), (ONE,), (Edge(0, 1, np.zeros((1, 1))),)),
-    "joins node 0 to itself": lambda: Problem(("a",), (ONE,), (Edge(0, 0, np.zeros((1, 1))),)),
-    r"has costs of shape \(2, 1\), but its ends have 1 and 1": lambda: Problem(("a", "b"), (ONE, ONE), (Edge(0, 1, np.zeros((2, 1))),)),
-    "belongs to node 3": lambda: Problem(("a",), (ONE,), (), (NodeUsage(3, 0, 1, ONE),)),
-    "belongs to edge 0, but edges": lambda: Problem(("a",), (ONE,), (), (EdgeUsage(0, 0, 1, np.zeros((1, 1))),)),
-    r"bytes of shape \(2,\); expected \(1,\)": lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.zeros(2)),)),
-    "has the ends 1, 0; expected those of edge 0, 0 and 1": lambda: Problem(
-        ("a", "b"), (ONE, ONE), (Edge(0, 1, np.zeros((1, 1))),), (Usage((1, 0), 0, 1, np.zeros((1, 1)), 0),)
-    ),
-    "has the ends 0, 1; expected one, or the edge": lambda: Problem(("a", "b"), (ONE, ONE), (), (Usage((0, 1), 0, 1, np.zeros((1, 1))),)),
-    "a negative number": lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.array([-1.0])),)),
-    "finite bytes": lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.array([np.inf])),)),
-    "the usage limit is -1": lambda: Problem(("a",), (ONE,), (), (), -1.0),
-}
+ONE, CELL = np.zeros(1), np.zeros((1, 1))
+UNEQUAL = Problem(("a", "b"), (np.zeros(1), np.zeros(2)), ())
 
 
-@pytest.mark.parametrize("sentence", BAD_PROBLEMS)
-def test_a_bad_problem_is_one_sentence(sentence):
-    with pytest.raises(ValueError, match=sentence):
-        BAD_PROBLEMS[sentence]()
+def joined(usage: Usage) -> Problem:
+    return Problem(("a", "b"), (ONE, ONE), (Edge(0, 1, CELL),), (usage,))
 
 
-@pytest.mark.parametrize("choice, sentence", [([0], "1 entries"), ([0, 2], "takes choice 2 of node 1"), ([0, -1], "takes choice -1")])
-def test_a_bad_answer_is_one_sentence(choice, sentence):
-    problem = Problem(("a", "b"), (np.zeros(1), np.zeros(2)), ())
-    with pytest.raises(ValueError, match=sentence):
-        evaluate(problem, choice)
+test_a_bad_problem_or_answer_is_one_sentence = refusals(
+    (lambda: Problem(("a",), (ONE, ONE), ()), "give one name per node"),
+    (lambda: Problem(("a",), (np.zeros(0),), ()), "expected a list of one or more choices"),
+    (lambda: Problem(("a",), (np.array([np.nan]),), ()), "hold NaN or -inf"),
+    (lambda: Problem(("a",), (ONE,), (Edge(0, 1, CELL),)), "nodes are numbered 0 to 0"),
+    (lambda: Problem(("a",), (ONE,), (Edge(0, 0, CELL),)), "joins node 0 to itself"),
+    (lambda: Problem(("a", "b"), (ONE, ONE), (Edge(0, 1, np.zeros((2, 1))),)), r"has costs of shape \(2, 1\), but its ends have 1 and 1"),
+    (lambda: Problem(("a",), (ONE,), (), (NodeUsage(3, 0, 1, ONE),)), "belongs to node 3"),
+    (lambda: Problem(("a",), (ONE,), (), (EdgeUsage(0, 0, 1, CELL),)), "belongs to edge 0, but edges"),
+    (lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.zeros(2)),)), r"bytes of shape \(2,\); expected \(1,\)"),
+    (lambda: joined(Usage((1, 0), 0, 1, CELL, 0)), "has the ends 1, 0; expected those of edge 0, 0 and 1"),
+    (lambda: Problem(("a", "b"), (ONE, ONE), (), (Usage((0, 1), 0, 1, CELL),)), "has the ends 0, 1; expected one, or the edge"),
+    (lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.array([-1.0])),)), "a negative number"),
+    (lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.array([np.inf])),)), "finite bytes"),
+    (lambda: Problem(("a",), (ONE,), (), (), -1.0), "the usage limit is -1"),
+    (lambda: evaluate(UNEQUAL, [0]), "1 entries"),
+    (lambda: evaluate(UNEQUAL, [0, 2]), "takes choice 2 of node 1"),
+    (lambda: evaluate(UNEQUAL, [0, -1]), "takes choice -1"),
+)
 
 
 def contest(**changes) -> dict:
@@ -113,10 +108,8 @@ def contest(**changes) -> dict:
 
 
 def test_read_contest_takes_1e18_for_inf_and_edges_of_one_node_for_node_costs(tmp_path):
-    path = tmp_path / "p.json"
-    path.write_text(
-        json.dumps(contest(edges={"nodes": [[1, 0], [0], [0, 0]], "costs": [[5, 1e18], [7, 8], [1, 2, 3, 4]]}, usage_limit=None))
-    )
+    path, edges = tmp_path / "p.json", {"nodes": [[1, 0], [0], [0, 0]], "costs": [[5, 1e18], [7, 8], [1, 2, 3, 4]]}
+    path.write_text(json.dumps(contest(edges=edges, usage_limit=None)))
     problem = read_contest(path)
     assert problem.usage_limit is None and problem.node_costs[0].tolist() == [1 + 7 + 1, 2 + 8 + 4]
     assert [(e.a, e.b, e.table.tolist()) for e in problem.edges] == [(1, 0, [[5.0, math.inf]])]
@@ -128,32 +121,30 @@ def test_read_contest_shares_equal_tables():
     assert len({id(e.table) for e in problem.edges}) < 420  # 399 different tables, some in two shapes
 
 
-BAD_FILES = {
-    "ends early": ("p.json", b"{"),
-    "no sound gzip file": ("p.json.gz", b"hello"),
-    "truncated": ("p.json.gz", gzip.compress(b"x" * 1000)[:-12]),
-    "lacks 'problem'": ("p.json", b"{}"),
-    "holds .. is not of type .object": ("p.json", b"[]"),
-    "lacks 'usages'": ("p.json", b'{"problem": {"nodes": {"intervals": [], "costs": []}, "edges": {"nodes": [], "costs": []}}}'),
-    "expected one of each per node": ("p.json", json.dumps(contest(nodes={"usages": [[1, 1]]})).encode()),
-    "2 costs and 1 usages": ("p.json", json.dumps(contest(nodes={"usages": [[1], [2]]})).encode()),
-    "found a list of 3 costs where the choices of its nodes need 2 x 1": (
-        "p.json",
-        json.dumps(contest(edges={"costs": [[1, 2, 3]]})).encode(),
-    ),
-    "more than 2 items": ("p.json", json.dumps(contest(edges={"nodes": [[0, 1, 1]]})).encode()),
-    "names node 0.0, but nodes are numbered": ("p.json", json.dumps(contest(edges={"nodes": [[0.0, 1]]})).encode()),
-    "names node 7": ("p.json", json.dumps(contest(edges={"nodes": [[0, 7]]})).encode()),
-    "1 edges and 2 edge cost tables": ("p.json", json.dumps(contest(edges={"costs": [[1], [2]]})).encode()),
+BAD_FILES = {  # bytes, or the problem that they hold
+    "ends early": b"{",
+    "no sound gzip file": b"hello",
+    "truncated": gzip.compress(b"x" * 1000)[:-12],
+    "lacks 'problem'": {},
+    "holds .. is not of type .object": [],
+    "lacks 'usages'": {"problem": {"nodes": {"intervals": [], "costs": []}, "edges": {"nodes": [], "costs": []}}},
+    "expected one of each per node": contest(nodes={"usages": [[1, 1]]}),
+    "2 costs and 1 usages": contest(nodes={"usages": [[1], [2]]}),
+    "found a list of 3 costs where the choices of its nodes need 2 x 1": contest(edges={"costs": [[1, 2, 3]]}),
+    "more than 2 items": contest(edges={"nodes": [[0, 1, 1]]}),
+    "names node 0.0, but nodes are numbered": contest(edges={"nodes": [[0.0, 1]]}),
+    "names node 7": contest(edges={"nodes": [[0, 7]]}),
+    "1 edges and 2 edge cost tables": contest(edges={"costs": [[1], [2]]}),
 }
 
 
 @pytest.mark.parametrize("sentence", BAD_FILES)
 def test_a_bad_contest_file_is_one_sentence(tmp_path, sentence):
-    name, content = BAD_FILES[sentence]
-    (tmp_path / name).write_bytes(content)
+    content = BAD_FILES[sentence]
+    path = tmp_path / ("p.json.gz" if sentence in ("no sound gzip file", "truncated") else "p.json")
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(ValueError, match=sentence) as caught:
-        read_contest(tmp_path / name)
+        read_contest(path)
     assert "\n" not in str(caught.value)
 
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+import resource
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -11,25 +13,29 @@ import transformers
 
 import autoshard
 from autoshard.capture.huggingface import load_huggingface
-from autoshard.cli import main
 from autoshard.mesh import DEVICES, Mesh
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
 from autoshard.serving.step_prices import price_of
 from autoshard.serving.steps import steps_of
 from benchmarks.coverage import HF
+from tests.helpers_command import record_of, refusal, run
+from tests.helpers_plans import scheme_plan
+from tests.helpers_refusals import refusals
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "vocab_size": 128}
 QUICK = {"max_tokens": 32, "batch": 8}
 
 
+def on_meta(kind, dtype=torch.bfloat16, **sizes):
+    """A causal model of transformers, "Llama" or "Mixtral", without weights."""
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    with torch.device("meta"):
+        return getattr(transformers, f"{kind}ForCausalLM")._from_config(config, dtype=dtype).eval()
+
+
 @cache
 def llama(layers=2, kv_heads=4, dtype=torch.bfloat16, **more):
-    config = transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=kv_heads, **SHAPE, **more)
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+    return on_meta("Llama", dtype, num_hidden_layers=layers, num_key_value_heads=kv_heads, **{**SHAPE, **more})
 
 
 def mesh(n, device="h100"):
@@ -48,19 +54,17 @@ def test_the_bytes_of_the_cache_are_the_formula(kv_heads, dtype, tensor):
     assert sum(one.bytes(tokens, tensor) for one in kept) == 2 * layers * heads * head_dim * tokens * dtype.itemsize
 
 
-def test_sliding_layers_keep_their_window_and_uneven_heads_are_refused():
+def test_sliding_layers_keep_their_window():
     assert [one.window for one in cached_layers(load_huggingface(str(HF / "gemma2"), {})[0])] == [8, None]
     one = CachedLayer(6, 8, 4, 2, window=10)
     assert one.bytes(4) == 6 * 12 * 4 * 2 and one.bytes(400, 3) == 2 * 12 * 10 * 2 and one.bytes(400, 12) == 12 * 10 * 2
-    with pytest.raises(ValueError, match="6 key-value heads and 4 devices: expected that one divides the other"):
-        one.bytes(1, 4)
 
 
 @pytest.mark.parametrize("tensor", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_the_cache_in_the_graph_of_a_decode_step_has_these_bytes_on_every_device(tensor):
     steps = steps_of(llama())
     graph = steps.decode(8, 16)
-    solution = baseline_only(Question(ModelGraphs(graph), mesh(tensor), Options(baselines=False), Stopwatch(None)), "megatron")
+    solution = scheme_plan(graph, mesh(tensor), "megatron", baselines=False)
     inputs = [graph.ops[i] for i, op in enumerate(graph.ops) if op.kind == "input" and len(op.output.shape) == 4]
     shards = [tensor if solution.layouts[op.name].outputs[0] == "S(1)" else 1 for op in inputs]
     assert len(inputs) == 4 and set(shards) == {tensor}
@@ -75,11 +79,8 @@ def test_an_empty_cache_has_the_shapes_of_one_that_was_filled(kind):
     small = transformers.LlamaForCausalLM(model.config).to(torch.bfloat16)
     with torch.no_grad():
         small(input_ids=torch.zeros(8, 15, dtype=torch.int64), past_key_values=filled, use_cache=True)
-    assert [(a.keys.shape, a.values.shape, a.keys.dtype) for a in made.layers] == [
-        (b.keys.shape, b.values.shape, b.keys.dtype) for b in filled.layers
-    ]
-    with pytest.raises(ValueError, match="cache is 'paged'; expected static or dynamic"):
-        empty_cache(model, "paged", 8, 16)
+    empty, full = ([(x.keys.shape, x.values.shape, x.keys.dtype) for x in held.layers] for held in (made, filled))
+    assert empty == full
 
 
 # -- prices -------------------------------------------------------------------------------------------------------------------------
@@ -106,11 +107,7 @@ def test_prices_of_few_layers_compose_to_those_of_all(tensor, monkeypatch):
 @pytest.mark.slow
 def test_a_decode_step_takes_as_long_as_reading_weights_and_cache():
     """Of a large model on a device without launches, within what its small ops and the embedding table add or save."""
-    config = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "vocab_size": 2048}
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM._from_config(
-            transformers.LlamaConfig(num_hidden_layers=6, num_key_value_heads=4, **config), dtype=torch.bfloat16
-        ).eval()
+    model = llama(6, hidden_size=2048, intermediate_size=8192, num_attention_heads=16, vocab_size=2048)
     plan = serve_plan(model, 1, max_tokens=4096, prompt=2048, batch=16)
     (row,) = plan.rows
     read = row.weight_bytes + row.cache_bytes * (3072 / 4096)
@@ -130,14 +127,12 @@ def test_tied_embeddings_count_once_on_one_stage_and_twice_on_two():
 # -- degrees ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "devices"), [pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 4), (2, 8), (4, 8), (8, 6), (4, 16))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_heads", "devices"), [(2, 4), (2, 8), (4, 8), (8, 6), (4, 16)])
 def test_legal_degrees_are_those_of_a_brute_force_check(kv_heads, devices):
     plan = serve_plan(llama(4, kv_heads), devices, **QUICK)
-    assert {(row.tensor, row.pipeline) for row in plan.rows} == {
-        (t, p) for t in range(1, devices + 1) for p in range(1, devices + 1) if devices % (t * p) == 0
-    }
+    degrees = range(1, devices + 1)
+    assert {(row.tensor, row.pipeline) for row in plan.rows} == {(t, p) for t in degrees for p in degrees if devices % (t * p) == 0}
     for row in plan.rows:
         t, p = row.tensor, row.pipeline
         legal = p <= 4 and 8 % t == 0 and 96 % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
@@ -172,31 +167,29 @@ def test_memory_decides_and_the_most_sequences_are_those_that_fit():
     assert serve_plan(model, 2, **QUICK, memory_limit=1.0).best is None
 
 
-def test_what_is_no_model_to_serve_and_what_is_no_number_is_one_sentence():
-    with pytest.raises(ValueError, match="the model is a Linear; expected a decoder of transformers"):
-        serve_plan(torch.nn.Linear(2, 2), 2, **QUICK)
-    for name, sentence in (
-        ("bert", "expected a decoder"),
-        ("t5", "expected a decoder"),
-        ("falcon", "attention of its own"),
-        ("deepseek_v3", "compressed"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            serve_plan(load_huggingface(str(HF / name), {})[0], 2, **QUICK)
-    for wrong in ({"batch": 0}, {"max_tokens": 1}, {"prompt": 32}, {"devices_per_node": True}):
-        with pytest.raises(ValueError, match="expected"):
-            serve_plan(llama(), 2, **{**QUICK, **wrong})
+def of_hf(name):
+    return load_huggingface(str(HF / name), {})[0]
+
+
+test_what_can_not_be_served_is_one_sentence = refusals(
+    (lambda: serve_plan(torch.nn.Linear(2, 2), 2, **QUICK), "the model is a Linear; expected a decoder of transformers"),
+    (lambda: serve_plan(of_hf("bert"), 2, **QUICK), "expected a decoder"),
+    (lambda: serve_plan(of_hf("t5"), 2, **QUICK), "expected a decoder"),
+    (lambda: serve_plan(of_hf("falcon"), 2, **QUICK), "attention of its own"),
+    (lambda: serve_plan(of_hf("deepseek_v3"), 2, **QUICK), "compressed"),
+    (lambda: serve_plan(llama(), 2, max_tokens=32, batch=0), "expected"),
+    (lambda: serve_plan(llama(), 2, max_tokens=1, batch=8), "expected"),
+    (lambda: serve_plan(llama(), 2, **QUICK, prompt=32), "expected"),
+    (lambda: serve_plan(llama(), 2, **QUICK, devices_per_node=True), "expected"),
+    (lambda: serve_plan(llama(), 2, **QUICK, expert_parallel=True), "LlamaForCausalLM has no experts; leave it out"),
+    (lambda: empty_cache(llama(), "paged", 8, 16), "cache is 'paged'; expected static or dynamic"),
+    (lambda: CachedLayer(6, 8, 4, 2, window=10).bytes(1, 4), "6 key-value heads and 4 devices: expected that one divides the other"),
+)
 
 
 @pytest.mark.slow
 def test_a_model_of_405_billion_parameters_is_planned_in_little_memory():
-    config = transformers.LlamaConfig(
-        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8, vocab_size=128256
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-    import resource
-
+    model = llama(126, 8, hidden_size=16384, intermediate_size=53248, num_attention_heads=128, vocab_size=128256)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plan = serve_plan(model, 16, max_tokens=8192, batch=16)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200e3  # kB; its weights are 810 GB
@@ -208,25 +201,17 @@ def test_a_model_of_405_billion_parameters_is_planned_in_little_memory():
 
 # -- mixtures of experts -------------------------------------------------------------------------------------------------------------
 
-OF_EXPERTS = {  # a config of transformers and its class; 6 experts are not a multiple of 4 devices
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 8, "intermediate_size": 96}),
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
-        {"num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 8},
-    ),
-    "six experts": (
-        transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
-        {"num_experts": 6, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 8},
-    ),
-}  # fmt: skip
+OF_EXPERTS = {  # a model of transformers and its experts; 6 are not a multiple of 4 devices
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 8}),
+    "six experts": ("Qwen3Moe", {"num_experts": 6, "moe_intermediate_size": 32, "head_dim": 8}),
+}
 
 
 @cache
-def mixture(name, layers=2, **more):
-    config, model, sizes = OF_EXPERTS[name]
-    config = config(num_hidden_layers=layers, num_key_value_heads=4, num_experts_per_tok=2, **{**SHAPE, **sizes, **more})
-    with torch.device("meta"):
-        return model._from_config(config, dtype=torch.bfloat16).eval()
+def mixture(name, layers=2):
+    kind, sizes = OF_EXPERTS[name]
+    return on_meta(kind, num_hidden_layers=layers, num_key_value_heads=4, num_experts_per_tok=2, **SHAPE, **sizes)
 
 
 def bytes_by_kind(model):
@@ -238,17 +223,11 @@ def bytes_by_kind(model):
     return kinds
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "together"),
-    [
-        ("mixtral", 2, False),
-        *(
-            pytest.param(name, devices, together, marks=pytest.mark.slow)
-            for name, devices in (("mixtral", 4), ("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4))
-            for together in (False, True)
-        ),
-    ],
-)
+SHARED = product((("mixtral", 4), ("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4)), (False, True))
+SLOW_CASES = [pytest.param(*mixed, together, marks=pytest.mark.slow) for mixed, together in SHARED]
+
+
+@pytest.mark.parametrize(("name", "devices", "together"), [("mixtral", 2, False), *SLOW_CASES])
 def test_the_bytes_of_experts_are_shared_by_the_devices(name, devices, together):
     model = mixture(name)
     held, experts = bytes_by_kind(model), 6 if name == "six experts" else 8
@@ -275,11 +254,8 @@ def test_experts_that_no_scheme_shards_would_be_seen(monkeypatch):
 
 @pytest.mark.slow
 def test_mixtral_8x7b_fits_on_2_4_and_8_devices_of_80_gb():
-    config = transformers.MixtralConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=32000
-    )
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 32000}
+    model = on_meta("Mixtral", num_hidden_layers=32, num_key_value_heads=8, **sizes)
     total = 2 * sum(p.numel() for p in model.parameters())
     speeds = []
     for devices in (2, 4, 8):
@@ -297,25 +273,15 @@ def test_experts_of_all_replicas_need_less_memory_and_send_tokens():
     assert together[4, 1].expert_bytes == alone[4, 1].expert_bytes and together[4, 1].seconds_per_token == alone[4, 1].seconds_per_token
 
 
-def test_expert_parallelism_of_a_model_without_experts_is_refused(capsys):
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts; leave it out"):
-        serve_plan(llama(), 2, **QUICK, expert_parallel=True)
-
-
 # -- the verb and the options of hf: ---------------------------------------------------------------------------------------------
 
 
-def run(capsys, *words):
-    code = main([*words, "--json", "--quiet"])
-    return code, json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.slow
-def test_the_verb_prints_what_the_function_returns(capsys):
-    code, record = run(capsys, "serve-plan", f"hf:{HF}/llama", "--devices", "4", "--max-tokens", "32", "--batch", "8")
+def test_the_verb_prints_what_the_function_returns():
+    record = record_of("serve-plan", f"hf:{HF}/llama", "--devices", "4", "--max-tokens", "32", "--batch", "8", "--quiet")
     model = load_huggingface(str(HF / "llama"), {"dtype": "bfloat16"})[0]
     plan = autoshard.serve_plan(model, 4, **QUICK)
-    assert code == 0 and record["configurations"] == [row.to_dict() for row in plan.rows]
+    assert record["configurations"] == [row.to_dict() for row in plan.rows]
     assert set(record["styles"]) == {"tp_plan", "vllm", "sglang"}
     assert record["styles"]["tp_plan"]["model.layers.*.self_attn.o_proj"] == "rowwise"
     assert record["styles"]["tp_plan"]["lm_head"] == "colwise_gather_output"  # as it is priced: its bytes are divided
@@ -323,21 +289,19 @@ def test_the_verb_prints_what_the_function_returns(capsys):
 
 
 @pytest.mark.slow
-def test_the_verb_answers_no_where_nothing_fits_and_shows_why(capsys):
-    words = ("serve-plan", f"hf:{HF}/llama", "--devices", "2", "--max-tokens", "32", "--batch", "8", "--memory", "50kB", "--quiet")
-    assert main(list(words)) == 1
-    shown = capsys.readouterr().out
-    assert "leave no room for a sequence" in " ".join(shown.split()) and max(map(len, shown.splitlines())) <= 80
+def test_the_verb_answers_no_where_nothing_fits_and_shows_why():
+    words = ("--devices", "2", "--max-tokens", "32", "--batch", "8", "--memory", "50kB", "--quiet")
+    code, shown, _ = run("serve-plan", f"hf:{HF}/llama", *words)
+    assert code == 1 and "leave no room for a sequence" in " ".join(shown.split()) and max(map(len, shown.splitlines())) <= 80
 
 
-def test_options_of_the_model_are_settings_of_the_model(capsys):
-    model = ("plan", f"hf:{HF}/llama", "--mesh", "2", "--no-baselines", "--set", "layers=1")
-    _, ours = run(capsys, *model, "--batch", "4", "--seq", "12", "--dtype", "bfloat16")
-    _, theirs = run(capsys, *model, "--set", "batch=4", "--set", "seq=12", "--set", "dtype=bfloat16")
+def test_options_of_the_model_are_settings_of_the_model():
+    model = ("plan", f"hf:{HF}/llama", "--mesh", "2", "--no-baselines", "--set", "layers=1", "--quiet")
+    ours = record_of(*model, "--batch", "4", "--seq", "12", "--dtype", "bfloat16")
+    theirs = record_of(*model, "--set", "batch=4", "--set", "seq=12", "--set", "dtype=bfloat16")
     assert ours["fingerprint"] == theirs["fingerprint"] and ours["cost_seconds"] == theirs["cost_seconds"]
-    assert main([*model, "--batch", "4", "--set", "batch=8"]) == 2
-    assert "--batch 4 and --set batch=8 are the same; leave one out" in capsys.readouterr().err
-    assert main([*model, "--dtype", "complex64"]) == 2 and "expected one of float64" in capsys.readouterr().err
+    assert "--batch 4 and --set batch=8 are the same; leave one out" in refusal(*model, "--batch", "4", "--set", "batch=8")
+    assert "expected one of float64" in refusal(*model, "--dtype", "complex64")
 
 
 @pytest.mark.slow

@@ -1,13 +1,17 @@
-"""The published simulator's figures, reproduced under its own rules and constants."""
+"""The published simulator's figures, reproduced under its own rules and constants; and rates fitted to its real runs."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import CONSTANTS, DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
+from benchmarks.mlp_runs import Runs, calibrate, held_out, read
+from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "distir"
 FIGURE3 = json.loads((DATA / "figure3.json").read_text())
@@ -20,13 +24,8 @@ def speedups(constants):
     """Data parallel by batch, pipeline of batch 4096 by microbatches, over DEVICES."""
     whole = {b: step_seconds(MLP(64, 4096, b), Parallel(), constants) for b in (512, 1024, 2048, 4096)}
     dp = {b: [t / step_seconds(MLP(64, 4096, b), Parallel(data=n), constants, moved="inputs") for n in DEVICES] for b, t in whole.items()}
-    pp = {
-        k: [
-            whole[4096] / step_seconds(MLP(64, 4096, 4096), Parallel(pipeline=n, microbatches=k), constants, moved="inputs")
-            for n in DEVICES
-        ]
-        for k in (4, 8, 16, 32)
-    }
+    grids = {k: [Parallel(pipeline=n, microbatches=k) for n in DEVICES] for k in (4, 8, 16, 32)}
+    pp = {k: [whole[4096] / step_seconds(MLP(64, 4096, 4096), grid, constants, moved="inputs") for grid in row] for k, row in grids.items()}
     return dp, pp
 
 
@@ -63,19 +62,52 @@ def test_a_step_of_one_device_is_the_sum_by_hand():
     assert step_seconds(MLP(64, 4096, 4096), Parallel()) == pytest.approx(64 * (3 * matmul + add) + add)
 
 
-@pytest.mark.parametrize(
-    ("grid", "moved", "said"),
-    [
-        (Parallel(pipeline=3), "nothing", "64 layers don't divide into 3 parts"),
-        (Parallel(data=3), "nothing", "4096 batch don't divide into 3 parts"),
-        (Parallel(tensor=2, pipeline=64), "nothing", "1 layers per stage"),
-        (Parallel(), "some", "moved is 'some'; expected one of nothing, inputs, everything"),
-    ],
-)
-def test_what_does_not_divide_is_said(grid, moved, said):
-    with pytest.raises(ValueError, match=said):
-        step_seconds(MLP(64, 4096, 4096), grid, moved=moved)
-
-
 def test_the_published_links_are_64_times_too_fast():
     assert CONSTANTS["distir_3386edc"].link_bandwidth == 64 * CONSTANTS["distir_83d7fc3"].link_bandwidth
+
+
+# -- rates fitted to some real runs predict the others
+
+
+RUNS, SECONDS = read(DATA / "real_vs_simulated_mlp.csv")
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_runs_held_out_are_predicted(seed):
+    predicted = held_out(RUNS, SECONDS, seed=seed)
+    assert len(RUNS) == 54
+    assert np.mean(np.abs(predicted / SECONDS - 1)) <= 0.04
+    assert spearmanr(predicted, SECONDS).statistic >= 0.99
+
+
+def test_runs_of_other_times_are_not():
+    """Negative control: the same rates, times dealt to the wrong runs."""
+    wrong = np.random.default_rng(0).permutation(SECONDS)
+    assert np.mean(np.abs(held_out(RUNS, wrong) / wrong - 1)) > 0.3
+
+
+def test_a_known_machine_is_found_again():
+    weights = RUNS.layers * RUNS.width**2
+    flops, bus = 3 * 2 * RUNS.batch / RUNS.devices * weights, 2 * (RUNS.devices - 1) / RUNS.devices * weights * 4
+    found = calibrate(RUNS, flops / 1e13 + RUNS.layers * 1e-4 + 1e-3 + bus / 2e9)
+    assert found.seconds_per == pytest.approx({"flops": 1e-13, "layers": 1e-4, "steps": 1e-3}, rel=1e-6)
+    assert found.seconds_per_bus_byte == pytest.approx({2: 5e-10, 4: 5e-10}, rel=1e-6)
+
+
+def test_a_world_size_that_was_never_measured_is_predicted_from_the_others():
+    found = calibrate(RUNS, SECONDS)
+    eight = Runs(*(np.array([float(x)]) for x in (8, 16, 8192, 1024)))
+    two, four = (Runs(*(np.array([float(x)]) for x in (n, 16, 8192, 1024))) for n in (2, 4))
+    assert 0.2 * found.seconds(four)[0] < found.seconds(eight)[0] < 2 * found.seconds(two)[0]
+    alone = calibrate(RUNS[RUNS.devices == 1], SECONDS[RUNS.devices == 1])  # nothing known of any bus: compute alone
+    assert alone.seconds(four)[0] < found.seconds(four)[0]
+
+
+test_what_does_not_divide_and_what_is_no_time_is_said = refusals(
+    (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(pipeline=3)), "64 layers don't divide into 3 parts"),
+    (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(data=3)), "4096 batch don't divide into 3 parts"),
+    (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(tensor=2, pipeline=64)), "1 layers per stage"),
+    (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(), moved="some"), "moved is 'some'; expected one of nothing, inputs, everything"),
+    (lambda: calibrate(RUNS, np.where(np.arange(54) == 0, -1, SECONDS)), "the time of run 1 is no positive number"),
+    (lambda: calibrate(RUNS[np.arange(2)], SECONDS[:2]), "expected at least as many runs"),
+)

@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _Com
 
 from autoshard.pipeline.schedule_times import RECEIVES_IN_TURN, posted_after, run
 from autoshard.pipeline.schedules import SCHEDULES, Schedule, Unit, schedule_of
+from tests.helpers_refusals import refusals
 
 STAGES, MICROBATCHES = range(1, 9), (1, 2, 3, 4, 5, 7, 8, 12, 16, 17)
 GRID = [
@@ -238,27 +239,15 @@ def test_memory_is_what_is_held():
     assert made.seconds == pytest.approx(max(33, 33 - 3 * 2 + 9))  # the last stage is done three backwards before the first
 
 
-def test_a_schedule_that_waits_for_itself_is_an_error():
-    F, B = Unit("F", 0), Unit("B", 0)
-    with pytest.raises(ValueError, match="device 0 waits for ever to run B of microbatch 0"):
-        run(Schedule("wrong", 1, 1, ((B, F), (F, B))), forward=1, backward=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "m", "c", "said"),
-    [
-        ("1f2b", 2, 2, 1, "unknown schedule '1f2b'; known are sequential"),
-        ("gpipe", 0, 2, 1, "0 devices"),
-        ("gpipe", 2, 2.5, 1, "2.5 microbatches"),
-        ("gpipe", 2, 2, 3, "one chunk per device, found 3"),
-    ],
+F, B, THREE = Unit("F", 0), Unit("B", 0), schedule_of("zb_h1", 3, 3)
+test_what_is_no_schedule_is_said = refusals(
+    (lambda: schedule_of("1f2b", 2, 2, 1), "unknown schedule '1f2b'; known are sequential"),
+    (lambda: schedule_of("gpipe", 0, 2, 1), "0 devices"),
+    (lambda: schedule_of("gpipe", 2, 2.5, 1), "2.5 microbatches"),
+    (lambda: schedule_of("gpipe", 2, 2, 3), "one chunk per device, found 3"),
+    (lambda: run(THREE, forward=[1, 2], backward=2), "expected"),
+    (lambda: run(THREE, forward=-1, backward=2), "expected"),
+    (lambda: run(THREE, forward=math.inf, backward=2), "expected"),
+    (lambda: run(THREE, forward=1, backward=2, weight=9), "expected"),
+    (lambda: run(Schedule("wrong", 1, 1, ((B, F), (F, B))), forward=1, backward=1), "device 0 waits for ever to run B of microbatch 0"),
 )
-def test_what_is_no_schedule_is_said(name, p, m, c, said):
-    with pytest.raises(ValueError, match=said):
-        schedule_of(name, p, m, c)
-
-
-@pytest.mark.parametrize("wrong", [{"forward": [1, 2]}, {"forward": -1}, {"forward": math.inf}, {"weight": 9}])
-def test_wrong_numbers_are_said(wrong):
-    with pytest.raises(ValueError, match="expected"):
-        run(schedule_of("zb_h1", 3, 3), **{"forward": 1, "backward": 2, **wrong})

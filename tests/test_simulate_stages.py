@@ -9,7 +9,6 @@ import pytest
 from autoshard import load
 from autoshard.api import Parallel, simulate, simulate_grid
 from autoshard.capture import capture_deep
-from autoshard.cli import main
 from autoshard.mesh import Axis, LinkCurve, Mesh
 from autoshard.pipeline.grid import divided
 from autoshard.pipeline.layers import layers_of
@@ -18,7 +17,11 @@ from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of, weight_ops
 from autoshard.report.trace import trace_of_run
 from models import gpt2, mlp
+from tests.helpers_command import record_of, refusal, run
+from tests.helpers_refusals import refusals
 from tests.test_simulate_timeline import check_trace
+
+MODEL = "models/mlp.py:tiny"
 
 
 def mesh_of(shape):
@@ -110,18 +113,20 @@ def test_layers_are_divided_evenly():
         flops[part[layers.of.index(layer)]] += layers.flops[layer]
     assert sorted(set(part) - {-1}) == [0, 1, 2, 3]
     assert max(flops) < 1.5 * min(flops)
-    with pytest.raises(ValueError, match="expected at least 500, one per part"):
-        divided(layers, 500)
+
+
+BATCH_OF_8 = gpt2.tiny(batch=8)[1]
 
 
 def test_microbatches_cut_the_batch_alone():
-    _, (tokens, targets) = gpt2.tiny(batch=8)
-    cut = microbatch((tokens, targets), 4)
-    assert [tuple(x.shape) for x in cut] == [(2, 16), (2, 16)]
-    with pytest.raises(ValueError, match="batch of 8 has no 3 equal microbatches"):
-        microbatch((tokens, targets), 3)
-    with pytest.raises(ValueError, match="8 has no 4 equal microbatches for 4 data-parallel ranks"):
-        microbatch((tokens, targets), 4, 4)
+    assert [tuple(x.shape) for x in microbatch(BATCH_OF_8, 4)] == [(2, 16), (2, 16)]
+
+
+test_what_does_not_divide_is_said = refusals(
+    (lambda: divided(layers_of(capture_deep(*mlp.tiny(layers=8), training=True)[0]), 500), "expected at least 500, one per part"),
+    (lambda: microbatch(BATCH_OF_8, 3), "batch of 8 has no 3 equal microbatches"),
+    (lambda: microbatch(BATCH_OF_8, 4, 4), "8 has no 4 equal microbatches for 4 data-parallel ranks"),
+)
 
 
 def test_the_trace_of_a_pipeline_is_what_perfetto_loads(simulations):
@@ -131,20 +136,10 @@ def test_the_trace_of_a_pipeline_is_what_perfetto_loads(simulations):
     assert sum(len(events) for (_, thread), events in rows.items() if thread == 0) == len(one.run.spans)
 
 
-def run_verb(capsys, *arguments):
-    code = main(["simulate", *arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def test_the_verb_answers_in_json_and_draws(capsys, tmp_path):
+def test_the_verb_answers_in_json_and_draws(tmp_path):
     trace, picture = tmp_path / "t.json", tmp_path / "p.png"
-    code, out, _ = run_verb(
-        capsys, "models/mlp.py:tiny", "--set", "layers=4", "--data", "1,2", "--pipeline", "2", "--microbatches", "2,4", "--json",
-        "--quiet", "--trace", str(trace), "--picture", str(picture),
-    )  # fmt: skip
-    record = json.loads(out)
-    assert code == 0
+    words = [MODEL, "--set", "layers=4", "--data", "1,2", "--pipeline", "2", "--microbatches", "2,4", "--quiet"]
+    record = record_of("simulate", *words, "--trace", str(trace), "--picture", str(picture))
     assert {"seconds", "peak_bytes", "stages", "schedule", "microbatches", "bubble", "exposed_communication_seconds"} < set(record)
     assert [(row["data"], row["pipeline"]) for row in record["configurations"]].count((2, 2)) == 2
     seconds = [row["seconds"] for row in record["configurations"]]
@@ -154,16 +149,13 @@ def test_the_verb_answers_in_json_and_draws(capsys, tmp_path):
     check_trace(json.loads(trace.read_text()))
 
 
-def test_the_verb_takes_a_plan(capsys, tmp_path):
-    plan, picture = tmp_path / "plan.json", tmp_path / "p.svg"
-    assert main(["plan", "models/mlp.py:tiny", "--mesh", "2x2", "--train", "--no-baselines", "--quiet", "--out", str(plan)]) == 0
-    capsys.readouterr()
-    code, out, _ = run_verb(capsys, str(plan), "--trust", "--json", "--quiet", "--no-overlap", "--picture", str(picture))
-    record = json.loads(out)
-    assert code == 0
+def test_the_verb_takes_a_plan(tmp_path):
+    plan, picture = str(tmp_path / "plan.json"), tmp_path / "p.svg"
+    assert run("plan", MODEL, "--mesh", "2x2", "--train", "--no-baselines", "--quiet", "--out", plan)[0] == 0
+    record = record_of("simulate", plan, "--trust", "--quiet", "--no-overlap", "--picture", str(picture))
     assert record["seconds"] == pytest.approx(record["cost_seconds"]) and record["peak_bytes"] == pytest.approx(record["plan_peak_bytes"])
     assert record["stages"][0]["mesh"] == [2, 2] and "<svg" in picture.read_text()[:500]
-    code, out, _ = run_verb(capsys, str(plan), "--trust", "--quiet")
+    code, out, _ = run("simulate", plan, "--trust", "--quiet")
     assert code == 0 and "per step" in out and "critical path" in out
 
 
@@ -195,106 +187,95 @@ def cut_batch(tmp_path_factory):
     """A plan that cuts the batch over 2x2, so that the gradients of small parameters are reduced, and its mesh."""
     path, mesh = tmp_path_factory.mktemp("plan") / "plan.json", Mesh.from_bandwidths((2, 2), **NODES)
     pins = ["--pin", "*.weight=R,R", "--pin", "*.bias=R,R", "--pin", "input_0=S(0),S(0)"]
-    assert main(["plan", "models/mlp.py:tiny", *LARGE, "--mesh", "2x2", "--train", *AT_THESE, *pins, "--quiet", "--out", str(path)]) == 0
+    assert run("plan", MODEL, *LARGE, "--mesh", "2x2", "--train", *AT_THESE, *pins, "--quiet", "--out", str(path))[0] == 0
     return str(path), mesh
 
 
-def answer(capsys, *arguments):
-    code, out, err = run_verb(capsys, *arguments, "--json")
+def answer(*arguments):
+    """The record, and what is said beside it."""
+    code, out, err = run("simulate", *arguments, "--json")
     assert code == 0, err
     return json.loads(out), "".join(line for line in err.splitlines(True) if not line.endswith("...\n"))  # what a slow machine waits for
 
 
-def test_a_plan_under_measured_prices(capsys, tmp_path, cut_batch):
+def test_a_plan_under_measured_prices(tmp_path, cut_batch):
     plan, mesh = cut_batch
-    capsys.readouterr()
-    own, _ = answer(capsys, plan, "--trust")
-    same, _ = answer(capsys, plan, "--trust", "--cluster", write_cluster(tmp_path / "same.json", mesh))
+    own, _ = answer(plan, "--trust")
+    same, _ = answer(plan, "--trust", "--cluster", write_cluster(tmp_path / "same.json", mesh))
     assert same.pop("cost_seconds") == pytest.approx(own.pop("cost_seconds")) and same == own
     slow = slower(mesh)
-    record, _ = answer(capsys, plan, "--trust", "--cluster", write_cluster(tmp_path / "slow.json", slow))
+    record, _ = answer(plan, "--trust", "--cluster", write_cluster(tmp_path / "slow.json", slow))
     model, inputs = mlp.tiny(batch=4096)
     assert record["seconds"] == simulate(model, inputs, load(plan), mesh=slow).seconds > 2 * own["seconds"]
-    serial, _ = answer(capsys, plan, "--trust", "--no-overlap", "--cluster", str(tmp_path / "slow.json"))
+    serial, _ = answer(plan, "--trust", "--no-overlap", "--cluster", str(tmp_path / "slow.json"))
     assert serial["seconds"] == pytest.approx(serial["cost_seconds"]) and record["cost_seconds"] == serial["cost_seconds"]
     write_cluster(tmp_path / "other.json", Mesh.from_bandwidths((4,)))
-    code, out, err = run_verb(capsys, plan, "--trust", "--cluster", str(tmp_path / "other.json"))
+    code, out, err = run("simulate", plan, "--trust", "--cluster", str(tmp_path / "other.json"))
     assert (code, out) == (2, "") and "planned for mesh 2x2, but this mesh is 4" in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_no_join_reduces_gradients_one_by_one(capsys, cut_batch):
+def test_no_join_reduces_gradients_one_by_one(cut_batch):
     plan, _ = cut_batch
-    capsys.readouterr()
-    joined, apart = (answer(capsys, plan, "--trust", *flags)[0] for flags in ([], ["--no-join"]))
+    joined, apart = (answer(plan, "--trust", *flags)[0] for flags in ([], ["--no-join"]))
     model, inputs = mlp.tiny(batch=4096)
     assert apart["communication_seconds"] == simulate(model, inputs, load(plan), join=False).communication_seconds
     assert apart["communication_seconds"] > 1.2 * joined["communication_seconds"]  # eight reductions pay latency, not one
     assert apart["compute_seconds"] == joined["compute_seconds"]
 
 
-def test_a_model_fills_a_measured_cluster(capsys, tmp_path):
+def test_a_model_fills_a_measured_cluster(tmp_path):
     mesh = Mesh.from_bandwidths((2, 2), **NODES)
     cluster = write_cluster(tmp_path / "cluster.json", mesh)
-    words = ["models/mlp.py:tiny", *LARGE, "--data", "1,2", "--tensor", "1,2", "--pipeline", "1,2", "--microbatches", "2"]
-    record, said = answer(capsys, *words, "--cluster", cluster)
+    words = [MODEL, *LARGE, "--data", "1,2", "--tensor", "1,2", "--pipeline", "1,2", "--microbatches", "2"]
+    record, said = answer(*words, "--cluster", cluster)
     assert said == f"3 of 8 combinations fill {cluster}, measured as 2x2; the others are left out\n"
     degrees = {(row["data"], row["tensor"], row["pipeline"]): row["seconds"] for row in record["configurations"]}
     assert set(degrees) == {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
-    nominal, said = answer(capsys, *words, *AT_THESE)
+    nominal, said = answer(*words, *AT_THESE)
     assert said == "" and len(nominal["configurations"]) == 8
-    assert degrees == {key: row["seconds"] for row in nominal["configurations"]
-                       if (key := (row["data"], row["tensor"], row["pipeline"])) in degrees}  # fmt: skip
-    slow, _ = answer(capsys, *words, "--cluster", write_cluster(tmp_path / "slow.json", slower(mesh)))
+    free = {(row["data"], row["tensor"], row["pipeline"]): row["seconds"] for row in nominal["configurations"]}
+    assert degrees == {key: seconds for key, seconds in free.items() if key in degrees}
+    slow, _ = answer(*words, "--cluster", write_cluster(tmp_path / "slow.json", slower(mesh)))
     for row in slow["configurations"]:  # the slow axis is the pipeline's, or the data's where there are no stages
         assert row["seconds"] > 1.1 * degrees[row["data"], row["tensor"], row["pipeline"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--cluster", "FILE", "--data", "4"], "measured as 2x3; expected --pipeline, --data and --tensor of these sizes, in this order"),
-        (["--cluster", "FILE", "--data", "3", "--tensor", "2"], "was measured as 2x3; expected"),
-        (["--cluster", "FILE", "--devices-per-node", "2"], "both say what a node is; leave one out"),
-        (["--cluster", "nothing.json"], "there is no file nothing.json"),
-        (["--no-join"], "--no-join is for a plan, but models/mlp.py:tiny is a model"),
-        (["--constants", "distir_3386edc", "--no-join"], "leave out --no-join"),
-        (["--constants", "distir_3386edc", "--cluster", "FILE"], "leave out --cluster"),
-        (["--constants", "distir_3386edc", "--picture", "p.png"], "leave out --picture"),
-    ],
-)
-def test_words_that_a_model_has_no_use_for_are_refused(capsys, tmp_path, arguments, said):
+def test_the_verb_knows_the_published_rules():
+    record = record_of("simulate", "mlp", "--constants", "distir_3386edc", "--data", "4,8", "--tensor", "4")
+    assert record["configurations"][-1]["samples_per_second"] == pytest.approx(55125.68302926329)
+
+
+GPT2, RULES = "models/gpt2.py:tiny", ["mlp", "--constants", "distir_3386edc"]
+FILLED = ["--cluster", "FILE"]
+NO_USE = [
+    ([MODEL, *FILLED, "--data", "4"], "measured as 2x3; expected --pipeline, --data and --tensor of these sizes, in this order"),
+    ([MODEL, *FILLED, "--data", "3", "--tensor", "2"], "was measured as 2x3; expected"),
+    ([MODEL, *FILLED, "--devices-per-node", "2"], "both say what a node is; leave one out"),
+    ([MODEL, "--cluster", "nothing.json"], "there is no file nothing.json"),
+    ([MODEL, "--no-join"], "--no-join is for a plan, but models/mlp.py:tiny is a model"),
+    ([*RULES, "--no-join"], "leave out --no-join"),
+    ([*RULES, *FILLED], "leave out --cluster"),
+    ([*RULES, "--picture", "p.png"], "leave out --picture"),
+]
+BAD = [
+    (["nothing.json"], "there is no file nothing.json"),
+    ([GPT2, "--data", "two"], "--data is 'two'; expected whole numbers"),
+    ([GPT2, "--microbatches", "3"], "a batch of 8 has no 3 equal microbatches"),
+    ([GPT2, "--data", "3"], "3 data-parallel ranks"),
+    ([GPT2, "--schedule", "1f2b"], "--schedule is '1f2b'"),
+    ([GPT2, "--scheme", "best"], "scheme is 'best'; expected one of auto"),
+    ([GPT2, "--pipeline", "99", "--microbatches", "2"], "expected at least 99"),
+    ([GPT2, "--picture", "/nowhere/p.png"], "--picture /nowhere/p.png: there is no folder"),
+    ([GPT2, "--picture", "time.line"], "expected one of .png, .svg, .pdf"),
+    (["solutions/gpt2-small-2x4.json", "--data", "2"], "is a plan, whose mesh is known"),
+    ([GPT2, "--constants", "distir_3386edc"], "those rules know their MLP alone"),
+    (["mlp", "--constants", "distir"], "--constants is 'distir'; expected one of physical, distir_3386edc"),
+    ([*RULES, "--set", "depth=3"], "mlp takes no 'depth'"),
+    ([*RULES, "--pipeline", "5"], "64 layers don't divide into 5 parts"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), [*NO_USE, *(([*words, "--quiet"], sentence) for words, sentence in BAD)])
+def test_words_that_are_refused(tmp_path, words, sentence):
     cluster = write_cluster(tmp_path / "cluster.json", Mesh.from_bandwidths((2, 3)))
-    target = "mlp" if "--constants" in arguments else "models/mlp.py:tiny"
-    code, out, err = run_verb(capsys, target, *(cluster if word == "FILE" else word for word in arguments))
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
-
-
-def test_the_verb_knows_the_published_rules(capsys):
-    code, out, _ = run_verb(capsys, "mlp", "--constants", "distir_3386edc", "--data", "4,8", "--tensor", "4", "--json")
-    record = json.loads(out)
-    assert code == 0 and record["configurations"][-1]["samples_per_second"] == pytest.approx(55125.68302926329)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nothing.json"], "there is no file nothing.json"),
-        (["models/gpt2.py:tiny", "--data", "two"], "--data is 'two'; expected whole numbers"),
-        (["models/gpt2.py:tiny", "--microbatches", "3"], "a batch of 8 has no 3 equal microbatches"),
-        (["models/gpt2.py:tiny", "--data", "3"], "3 data-parallel ranks"),
-        (["models/gpt2.py:tiny", "--schedule", "1f2b"], "--schedule is '1f2b'"),
-        (["models/gpt2.py:tiny", "--scheme", "best"], "scheme is 'best'; expected one of auto"),
-        (["models/gpt2.py:tiny", "--pipeline", "99", "--microbatches", "2"], "expected at least 99"),
-        (["models/gpt2.py:tiny", "--picture", "/nowhere/p.png"], "--picture /nowhere/p.png: there is no folder"),
-        (["models/gpt2.py:tiny", "--picture", "time.line"], "expected one of .png, .svg, .pdf"),
-        (["solutions/gpt2-small-2x4.json", "--data", "2"], "is a plan, whose mesh is known"),
-        (["models/gpt2.py:tiny", "--constants", "distir_3386edc"], "those rules know their MLP alone"),
-        (["mlp", "--constants", "distir"], "--constants is 'distir'; expected one of physical, distir_3386edc"),
-        (["mlp", "--constants", "distir_3386edc", "--set", "depth=3"], "mlp takes no 'depth'"),
-        (["mlp", "--constants", "distir_3386edc", "--pipeline", "5"], "64 layers don't divide into 5 parts"),
-    ],
-)
-def test_bad_input_is_one_sentence(capsys, arguments, said):
-    code, out, err = run_verb(capsys, *arguments, "--quiet")
-    assert (code, out) == (2, "")
-    assert said in err and err.count("\n") == 1
+    assert sentence in refusal("simulate", *(cluster if word == "FILE" else word for word in words))

@@ -11,15 +11,13 @@ import autoshard
 from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.problem import evaluate
 from autoshard.report.trace import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.tasks import program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
+from tests.helpers_plans import scheme_plan
 
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 MESHES = {"2x2": (2, 2), "4": (4,), "1x4": (1, 4)}
@@ -40,8 +38,7 @@ def plans(graphs):
     def plan(model, mesh, scheme):
         if (model, mesh, scheme) not in made:
             devices = Mesh.from_bandwidths(MESHES[mesh], **SLOW)
-            options = Options(training=True, baselines=False)
-            made[model, mesh, scheme] = baseline_only(Question(ModelGraphs(graphs[model]), devices, options, Stopwatch(None)), scheme)
+            made[model, mesh, scheme] = scheme_plan(graphs[model], devices, scheme, training=True, baselines=False)
         return graphs[model], made[model, mesh, scheme]
 
     return plan
@@ -151,8 +148,7 @@ def test_a_shared_link_slows_two_axes(graphs):
     mesh = Mesh.from_bandwidths((2, 2), devices_per_node=4, **SLOW)  # one node: both axes use a device's one port
     assert shared_links(mesh) == (0, 0)
     assert shared_links(Mesh.from_bandwidths((2, 2), **SLOW)) == (0, 1)
-    options = Options(training=True, baselines=False)
-    solution = baseline_only(Question(ModelGraphs(graphs["gpt2"]), mesh, options, Stopwatch(None)), "megatron")
+    solution = scheme_plan(graphs["gpt2"], mesh, "megatron", training=True, baselines=False)
     formulated, choice = formulation_of_solution(graphs["gpt2"], solution)
     assert timeline_of(formulated, choice).seconds > timeline_of(formulated, choice, links=(0, 1)).seconds
     assert timeline_of(formulated, choice, overlap=False).seconds == pytest.approx(solution.cost)  # alone, each has the whole link

@@ -12,7 +12,8 @@ from autoshard.solvers.annealing import Annealing, graph_of
 from autoshard.solvers.cutting_planes import PriceAscent
 from autoshard.solvers.dual_ascent import Messages
 from autoshard.solvers.forest_moves import walk
-from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.incumbent import Incumbent
+from tests.helpers_problems import incumbent_of
 
 
 def grid_problem(seed: int, side: int = 4, num_choices: int = 3) -> Problem:
@@ -30,7 +31,7 @@ def grid_problem(seed: int, side: int = 4, num_choices: int = 3) -> Problem:
 
 def start(problem: Problem) -> tuple[PriceAscent, Incumbent]:
     ticks = iter(range(10**9))
-    incumbent = Incumbent(problem, Record(problem, 1e9, 0.0, lambda: float(next(ticks))))
+    incumbent = incumbent_of(problem, lambda: float(next(ticks)))
     ascent = PriceAscent(Messages(problem), incumbent)
     ascent.climb(3)
     if incumbent.choice is None:

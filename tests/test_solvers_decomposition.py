@@ -1,7 +1,5 @@
 """Problems of equal layers, solved part by part: the bound holds, no answer is lost, and depth costs next to nothing."""
 
-import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +10,12 @@ from hypothesis import strategies as st
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate
 from autoshard.solvers import decomposition, solve
 from autoshard.solvers.decomposition import Decomposition, decompose
-from autoshard.solvers.dual_ascent import Messages, ascend
-from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.incumbent import Incumbent
 from autoshard.solvers.parts import DISTANCE, divide
 from autoshard.solvers.reduce import reduce
 from autoshard.solvers.reduce_parts import reduce_in_parts
 from autoshard.solvers.settle import settle_part
-from tests.helpers_problems import random_problem
+from tests.helpers_problems import ascended, random_problem
 
 
 def layered(seed: int, layers: int, *, width: int = 2, num_choices: int = 3, forbidden: float = 0.0, limited: bool = False) -> Problem:
@@ -47,9 +44,7 @@ def homes_of(problem: Problem, width: int = 2) -> np.ndarray:
 
 
 def started(problem: Problem, homes: np.ndarray) -> tuple[Decomposition, Incumbent]:
-    incumbent = Incumbent(problem, Record(problem, math.inf, 0.0, time.monotonic))
-    messages = Messages(problem)
-    ascend(messages, incumbent, 50)
+    messages, incumbent = ascended(problem, 50)
     steps = Decomposition(divide(problem, homes), incumbent, settle_part)
     steps.start(messages.message)
     return steps, incumbent
@@ -162,9 +157,7 @@ def test_the_work_does_not_grow_with_depth_and_the_gap_of_dual_ascent_is_closed(
         calls.clear()
         problem = layered(5, layers, width=4, num_choices=4)
         homes = homes_of(problem, 4)
-        incumbent = Incumbent(problem, Record(problem, math.inf, 0.0, time.monotonic))
-        messages = Messages(problem)
-        ascend(messages, incumbent, 300)
+        messages, incumbent = ascended(problem, 300)
         before = incumbent.cost - incumbent.bound
         steps = Decomposition(divide(problem, homes), incumbent, settle_part)
         steps.start(messages.message)

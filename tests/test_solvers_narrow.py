@@ -1,7 +1,6 @@
 """Elimination over what dual ascent leaves affordable: exact where it says so, and never a wrong bound where it doesn't."""
 
 import math
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,12 +12,11 @@ from hypothesis import strategies as st
 from autoshard.problem import Edge, Problem
 from autoshard.solvers import loops, settle, solve
 from autoshard.solvers import narrow as narrow_module
-from autoshard.solvers.dual_ascent import Messages, ascend
+from autoshard.solvers.dual_ascent import Messages
 from autoshard.solvers.elimination import eliminate, elimination
-from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.interning import eliminate_link, worst_loss
 from autoshard.solvers.narrow import Work, narrow
-from tests.helpers_problems import random_problem
+from tests.helpers_problems import ascended, random_problem
 
 PLENTY = 10**9
 
@@ -32,13 +30,6 @@ def frustrated(seed: int, side: int = 3, num_choices: int = 3) -> Problem:
     return Problem(tuple(map(str, place.ravel())), tuple(rng.random(num_choices) / 10 for _ in place.ravel()), edges)
 
 
-def stopped_ascent(problem: Problem, sweeps: int) -> tuple[Messages, Incumbent]:
-    incumbent = Incumbent(problem, Record(problem, time.monotonic() + 100, 0.0, time.monotonic))
-    messages = Messages(problem)
-    ascend(messages, incumbent, sweeps)
-    return messages, incumbent
-
-
 @pytest.mark.parametrize("largest", [4, 100, 10**7])  # nearly always, sometimes, never too wide
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), sweeps=st.integers(1, 4))
@@ -47,7 +38,7 @@ def test_narrow_finds_what_enumeration_finds_however_small_its_tables_are(larges
     reference = solve(problem, solver="exhaustive")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(narrow_module, "LARGEST_TABLE", largest)
-        messages, incumbent = stopped_ascent(problem, sweeps)
+        messages, incumbent = ascended(problem, sweeps)
         assert narrow(messages, incumbent, Work(PLENTY))
     assert incumbent.proven
     if reference.choice is None:
@@ -63,7 +54,7 @@ def test_where_the_work_is_not_enough_the_bound_holds_and_nothing_is_claimed(see
     monkeypatch.setattr(narrow_module, "LARGEST_TABLE", 12)
     problem = frustrated(seed)
     reference = solve(problem, solver="exhaustive")
-    messages, incumbent = stopped_ascent(problem, 5)
+    messages, incumbent = ascended(problem, 5)
     settled = narrow(messages, incumbent, Work(work))
     assert incumbent.bound <= reference.cost * (1 + 1e-9) and incumbent.cost >= reference.cost * (1 - 1e-9)
     assert not settled or incumbent.cost == pytest.approx(reference.cost, rel=1e-9)
@@ -76,7 +67,7 @@ def test_auto_closes_the_gap_of_dual_ascent_without_branch_and_bound(monkeypatch
     problems = [frustrated(seed, side=5, num_choices=4) for seed in range(8)]
     gaps = []
     for problem in problems:
-        _, incumbent = stopped_ascent(problem, 600)
+        _, incumbent = ascended(problem, 600)
         gaps.append(incumbent.cost - incumbent.bound > 1e-3 * incumbent.cost)
     assert sum(gaps) >= 5  # else this tests nothing
     expected = [solve(problem, solver="ilp").cost for problem in problems]
@@ -107,7 +98,7 @@ def test_an_elimination_visits_every_node_once_and_counts_the_cells_of_its_table
     assert sorted(way.order) == list(range(len(sizes)))
     assert way.cells == sum(cells for cells, _ in tables) and way.largest == max(cells for cells, _ in tables)
     assert (way.largest, tuple(sorted(way.widest))) in tables
-    _, incumbent = stopped_ascent(problem, 1)
+    _, incumbent = ascended(problem, 1)
     choice, bound = eliminate(problem, max(way.largest, 1), incumbent, way)
     reference = solve(problem, solver="exhaustive")
     assert bound == pytest.approx(reference.cost, rel=1e-9, abs=1e-9)
@@ -172,8 +163,8 @@ def test_a_problem_that_is_far_too_wide_is_not_ordered_for_each_node_of_its_wide
 
     monkeypatch.setattr(narrow_module, "elimination", counted)
     problem = frustrated(0, 36)
-    assert not narrow(*stopped_ascent(problem, 5), Work(settle.Settling.THOROUGH))
+    assert not narrow(*ascended(problem, 5), Work(settle.Settling.THOROUGH))
     assert len(orders) < 10
     monkeypatch.setattr(narrow_module, "ORDERED", 0)  # as it was
     with pytest.raises(TooOften):
-        narrow(*stopped_ascent(problem, 5), Work(settle.Settling.THOROUGH))
+        narrow(*ascended(problem, 5), Work(settle.Settling.THOROUGH))

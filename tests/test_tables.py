@@ -1,20 +1,26 @@
-"""plan_tables: exact on small problems, within memory always, never above its own bound; prices and bad input."""
+"""plan_tables: exact on small problems, within memory always, never above its own bound; prices, bad input; the published knapsack."""
 
+import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard import plan_with_tables
 from autoshard.mesh import Mesh
-from autoshard.tables import Option, Table, plan_tables
+from autoshard.tables import Option, Table, dp_proposals, plan_tables
 from autoshard.tables.arrays import Devices, instance_of
 from autoshard.tables.bound import Bound, dual_feasible
 from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
-from tests.helpers_tables import enumerated, loads, random_tables
+from models import dlrm
+from tests.helpers_refusals import refusals
+from tests.helpers_tables import enumerated, loads, published, random_lists, random_tables
 
 
 def check(tables, plan, devices, per_node, hbm, host):
@@ -170,33 +176,37 @@ def test_distinct_rows_against_a_draw():
 TABLE = Table("t", options=(Option("x", (1.0,), (1.0,)),))
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda: plan_tables([], 2), "there are no tables"),
-        (lambda: plan_tables([TABLE, TABLE], 2), "two tables are named 't'"),
-        (lambda: plan_tables([TABLE], 2, hbm=0), "hbm is 0 bytes"),
-        (lambda: plan_tables([TABLE], 2, hbm=math.nan), "hbm is nan"),
-        (lambda: plan_tables([TABLE], 2, hbm=[1.0]), "hbm has 1 numbers; expected one, or 2"),
-        (lambda: plan_tables([TABLE], 2, reserve=1.0), "reserve is 1.0"),
-        (lambda: plan_tables([TABLE], 0), "mesh is 0; expected an autoshard.Mesh"),
-        (lambda: plan_tables([TABLE], 6, devices_per_node=4), "devices_per_node is 4; expected a whole number that divides the 6"),
-        (lambda: Option("x", (-1.0,), (1.0,)), "seconds of option 'x' is -1.0"),
-        (lambda: Option("x", (1.0,), (math.nan,)), "hbm_bytes of option 'x' is nan"),
-        (lambda: Option("x", (1e308,), (1.0,)), "seconds of option 'x' is 1e.308; expected a number of 0 to"),
-        (lambda: Table("t", pooling=1e308), "pooling is 1e.308; expected a number of 0 to"),
-        (lambda: Option("x", (1.0, 1.0), (1.0,)), "option 'x' has 2 seconds, 1 hbm_bytes"),
-        (lambda: plan_tables([Table("t", options=(Option("x", (1.0,), (1.0,), scope="mesh"),))], 2), "scope mesh has 1 shards; expected 2"),
-        (lambda: Table("t", rows=0), "rows is 0"),
-        (lambda: Table("t", options=("x",)), "table 't': options holds a str; expected Option"),
-        (lambda: Table("t", options=3), "table 't': options holds a int; expected Option"),
-        (lambda: Table("t", options=[]), "table 't' has no options"),
-        (lambda: Table("t", optimizer="magic"), "unknown optimizer 'magic'"),
-    ],
+test_bad_input_is_one_sentence = refusals(
+    (lambda: plan_tables([], 2), "there are no tables"),
+    (lambda: plan_tables([TABLE, TABLE], 2), "two tables are named 't'"),
+    (lambda: plan_tables([TABLE], 2, hbm=0), "hbm is 0 bytes"),
+    (lambda: plan_tables([TABLE], 2, hbm=math.nan), "hbm is nan"),
+    (lambda: plan_tables([TABLE], 2, hbm=[1.0]), "hbm has 1 numbers; expected one, or 2"),
+    (lambda: plan_tables([TABLE], 2, reserve=1.0), "reserve is 1.0"),
+    (lambda: plan_tables([TABLE], 0), "mesh is 0; expected an autoshard.Mesh"),
+    (lambda: plan_tables([TABLE], 6, devices_per_node=4), "devices_per_node is 4; expected a whole number that divides the 6"),
+    (lambda: Option("x", (-1.0,), (1.0,)), "seconds of option 'x' is -1.0"),
+    (lambda: Option("x", (1.0,), (math.nan,)), "hbm_bytes of option 'x' is nan"),
+    (lambda: Option("x", (1e308,), (1.0,)), "seconds of option 'x' is 1e.308; expected a number of 0 to"),
+    (lambda: Table("t", pooling=1e308), "pooling is 1e.308; expected a number of 0 to"),
+    (lambda: Option("x", (1.0, 1.0), (1.0,)), "option 'x' has 2 seconds, 1 hbm_bytes"),
+    (lambda: plan_tables([Table("t", options=(Option("x", (1.0,), (1.0,), scope="mesh"),))], 2), "scope mesh has 1 shards; expected 2"),
+    (lambda: Table("t", rows=0), "rows is 0"),
+    (lambda: Table("t", options=("x",)), "table 't': options holds a str; expected Option"),
+    (lambda: Table("t", options=3), "table 't': options holds a int; expected Option"),
+    (lambda: Table("t", options=[]), "table 't' has no options"),
+    (lambda: Table("t", optimizer="magic"), "unknown optimizer 'magic'"),
+    (lambda: dp_proposals([[1.0]], [[math.nan]], 5), "perf holds nan; expected numbers of 0 or more"),
+    (lambda: dp_proposals([[-1.0]], [[1.0]], 5), "memory_in_bins holds -1; expected numbers of 0 or more"),
+    (lambda: dp_proposals([[1.0]], [], 5), "memory_in_bins has 1 tables, perf 0"),
+    (lambda: dp_proposals([[1.0, 2.0]], [[1.0]], 5), "table 0 has 2 in memory_in_bins, 1 in perf"),
+    (lambda: dp_proposals([[]], [[]], 5), "table 0 has 0 in memory_in_bins"),
+    (lambda: dp_proposals([[1.0]], [[1.0]], 0), "bins is 0; expected a whole number of 1 or more"),
+    (
+        lambda: plan_with_tables(*dlrm.tiny_dense(), "rows", [Table("t")], Mesh.from_bandwidths((4,)), hbm=1e6),
+        "the model has no input 'rows'; its inputs are numbers, pooled, clicks",
+    ),
 )
-def test_bad_input_is_one_sentence(call, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        call()
 
 
 def test_why_nothing_fits():
@@ -220,3 +230,58 @@ def test_host_memory_is_offered_to_tables_that_it_was_not_given_to():
 def test_an_option_alone_is_a_tuple_of_one():
     option = Option("x", (1.0,), (1.0,))
     assert Table("t", options=option) == Table("t", options=[option]) == Table("t", options=(option,))
+
+
+# -- the published knapsack: identical lists
+
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "tables" / "dp_proposals.json").read_text())
+
+
+@pytest.mark.parametrize("item", PUBLISHED, ids=lambda item: f"{item['tables']} tables")
+def test_the_published_proposals(item):
+    assert dp_proposals(item["memory_in_bins"], item["perf"], item["bins"]) == item["proposals"]
+
+
+def test_the_same_as_state_by_state():
+    rng = random.Random(0)
+    for _ in range(150):
+        bins = rng.choice([1, 5, 30])
+        memory, perf = random_lists(rng, rng.randint(1, 7), bins)
+        assert dp_proposals(memory, perf, bins) == published(memory, perf, bins)
+
+
+def test_the_reference_tells_a_wrong_tie_rule():
+    """Two equal options: the first one stays."""
+    assert dp_proposals([[1.0, 1.0]], [[2.0, 2.0]], 5) == [[0]] == published([[1.0, 1.0]], [[2.0, 2.0]], 5)
+    assert dp_proposals([[4.0, 1.5], [1.2, 3.7]], [[1.0, 1.0], [1.0, 1.0]], 6) == published([[4.0, 1.5], [1.2, 3.7]], [[1.0, 1.0]] * 2, 6)
+
+
+def test_inf_forbids_and_nothing_fits_gives_nothing():
+    assert dp_proposals([[1.0, 2.0]], [[float("inf"), 3.0]], 5) == [[1]]
+    assert dp_proposals([[9.0]], [[1.0]], 5) == []
+    assert dp_proposals([], [], 5) == []
+
+
+# -- DLRM and its tables on the same devices
+
+
+@pytest.mark.slow  # five plans of the dense part
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_planned_together_is_no_slower_than_planned_apart(shape):
+    mesh, tables = Mesh.from_bandwidths(shape), [Table(**record) for record in dlrm.tiny_tables(rows=1000)]
+    module, inputs = dlrm.tiny_dense()
+    found = plan_with_tables(module, inputs, "pooled", tables, mesh, hbm=1e6, effort=0.05)
+    assert found.apart is not None and found.best.seconds <= found.apart.seconds and len(found.tried) > 1
+    for one in found.tried:
+        assert one.peak_bytes <= 1e6 and set(one.tables.tables) == {t.name for t in tables}
+        assert (one.route_seconds == 0) == (one.pooled == ",".join(["S(0)"] * len(shape)))
+
+
+def test_the_dense_part_computes_what_the_whole_model_does():
+    torch.manual_seed(0)
+    whole, dense = dlrm.DLRM((5, 6), 3, 4, (8,), (8,)), dlrm.Dense(2, 3, 4, (8,), (8,))
+    dense.load_state_dict({k: v for k, v in whole.state_dict().items() if not k.startswith("emb_l")})
+    numbers, ids = torch.randn(7, 3), torch.randint(0, 5, (2, 7, 2))
+    pooled = torch.stack([table(ids[t]) for t, table in enumerate(whole.emb_l)], dim=1)
+    assert torch.equal(whole(numbers, ids), dense(numbers, pooled))

@@ -18,18 +18,16 @@ from autoshard.mesh import Mesh
 from autoshard.strategies import candidates
 from benchmarks.published import TABLE, runs_of
 from models import llama
+from tests.test_training_runs import RECIPE
 
 WIDTH, HIDDEN, HEADS, KEYS, SEQ, BATCH, ITEMSIZE = 64, 128, 8, 4, 32, 2, 2
 MATMULS = ("aten.mm.default", "aten.linear.default", "aten.bmm.default", "aten.addmm.default")
 
 
 def recipe(tensor: int, sequence_parallel: bool) -> TrainingRuns:
-    row = {
-        "src": "other", "gpu": "h100", "L": 1, "h": WIDTH, "ffn": HIDDEN, "heads": HEADS, "kv": KEYS, "head_dim": WIDTH // HEADS,
-        "vocab": 64, "tied": 0, "gated": 1, "pos": 0, "seq": SEQ, "mbs": BATCH, "ga": 1, "dp": 1, "shard": 1, "zero": 0, "tp": tensor,
-        "sp": int(sequence_parallel), "pp": 1, "vp": 1, "cp": 1, "rc": "none", "prec": "bf16", "rowwise": 0, "mx": 0, "fused": 0,
-        "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
-    }  # fmt: skip
+    sizes = {"L": 1, "h": WIDTH, "ffn": HIDDEN, "heads": HEADS, "kv": KEYS, "head_dim": WIDTH // HEADS, "vocab": 64, "tied": 0}
+    batch = {"seq": SEQ, "mbs": BATCH, "ga": 1, "dp": 1, "shard": 1, "zero": 0, "tp": tensor, "sp": int(sequence_parallel)}
+    row = RECIPE | {"src": "other"} | sizes | batch
     assert set(row) == set(TABLE.values())
     return runs_of([row])
 

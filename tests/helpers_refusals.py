@@ -1,0 +1,22 @@
+"""Golden tables of refusals: a call, and the sentence with which it is refused."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def refusals(*rows: tuple[Callable[[], Any], str]) -> Callable:
+    """A test with a case per row: the call raises ValueError with one sentence, in which the row's pattern is found."""
+
+    @pytest.mark.parametrize(("call", "sentence"), rows, ids=_names(sentence for _, sentence in rows))
+    def test(call: Callable[[], Any], sentence: str) -> None:
+        with pytest.raises(ValueError, match=sentence) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+    return test
+
+
+def _names(sentences: Iterable[str]) -> list[str]:
+    return [f"{k}-{sentence[:40]}" for k, sentence in enumerate(sentences)]
