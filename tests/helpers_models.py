@@ -73,6 +73,15 @@ def assert_refused(sentence: str, call: Callable, *args: Any, **options: Any) ->
         call(*args, **options)
 
 
+def said(call: Callable, *args: Any, **options: Any) -> str:
+    """What a call is refused with, on a rank that goes on; "nothing" where it isn't."""
+    try:
+        call(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 # -- training ------------------------------------------------------------------------------------------------------------------------
 
 
