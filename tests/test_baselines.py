@@ -15,12 +15,16 @@ from autoshard.formulate import Training, formulate, with_pins
 from autoshard.graph import Graph
 from autoshard.layout import parse, replicated, text
 from autoshard.mesh import Mesh
+from autoshard.planning import baselining
+from autoshard.planning.instance import instance_of
 from autoshard.solvers import Status, solve
 from autoshard.strategies import Candidate, Candidates, candidates
 from models import gpt2
 from tests.helpers import TINY, tiny_graph
+from tests.helpers_models import Model, asked
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
+EVERYWHERE = pytest.mark.parametrize(("model", "shape", "training"), [*product(TINY, MESHES, (False, True))], ids=str)
 NAMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 
 
@@ -72,10 +76,7 @@ TENSOR_PARALLEL = {
 }  # fmt: skip
 
 
-every_case = pytest.mark.parametrize(("model", "shape", "training"), list(product(TINY, MESHES, [False, True])))
-
-
-@every_case
+@EVERYWHERE
 def test_megatron_lays_every_parameter_as_the_table_says(model, shape, training):
     graph, schemes = tiny_graph(model, training), found_for(model, training, shape)[1]
     table = dict(TENSOR_PARALLEL[model])
@@ -87,7 +88,7 @@ def test_megatron_lays_every_parameter_as_the_table_says(model, shape, training)
             assert layout == ",".join(["R"] * (len(shape) - 1) + [last]), parameter
 
 
-@every_case
+@EVERYWHERE
 def test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan(model, shape, training):
     graph = tiny_graph(model, training)
     options, schemes = found_for(model, training, shape)
@@ -100,7 +101,7 @@ def test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan(model, sha
         assert answer.status is Status.OPTIMAL and 0 < answer.cost < 1
 
 
-@every_case
+@EVERYWHERE
 def test_data_parallel_moves_nothing_between_ops(model, shape, training):
     graph = tiny_graph(model, training)
     plain = found_for(model, training, shape)[1]["data_parallel"]
@@ -197,62 +198,50 @@ def test_what_does_not_divide_stays_whole_and_is_said():
     assert layouts(graph, schemes["megatron"])["h.0.mlp.c_fc.weight"] == "R,S(0)"
 
 
-class Square(nn.Module):
+def square():
     """The output adds to the input: no inner dim."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return x + self.linear(x)
+    return Model(lambda m, x: x + m.linear(x), linear=nn.Linear(32, 32))
 
 
-class Projected(nn.Module):
+def projected():
     """A residual stream without norms, between two projections: the stream is not an inner dim, the hidden features are."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
-        self.up, self.down = (nn.ModuleList(nn.Linear(*dims) for _ in range(2)) for dims in ((32, 64), (64, 32)))
-
-    def forward(self, x):
-        x = self.first(x)
-        for up, down in zip(self.up, self.down, strict=True):
+    def forward(m, x):
+        x = m.first(x)
+        for up, down in zip(m.up, m.down, strict=True):
             x = x + down(up(x).relu())
-        return self.last(x).sum(1)
+        return m.last(x).sum(1)
+
+    up, down = (nn.ModuleList(nn.Linear(*dims) for _ in range(2)) for dims in ((32, 64), (64, 32)))
+    return Model(forward, first=nn.Linear(16, 32), last=nn.Linear(32, 8), up=up, down=down)
 
 
-class Strange(nn.Module):
+def strange():
     """A scalar parameter, primes, inputs of different sizes, ops that nobody cuts."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale, self.table = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(7, 5))
+    def forward(m, x, y):
+        return (torch.topk(x, 3)[0] * m.scale).sum() + m.table.sum(0).sum() + y.sort(0)[0].sum()
 
-    def forward(self, x, y):
-        return (torch.topk(x, 3)[0] * self.scale).sum() + self.table.sum(0).sum() + y.sort(0)[0].sum()
+    return Model(forward, scale=nn.Parameter(torch.ones(())), table=nn.Parameter(torch.ones(7, 5)))
 
 
-class Convolutions(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 6 * 6, 8))
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 6 * 6, 8))
 
 
-class Nothing(nn.Module):
-    def forward(self, x):
-        return x.cumsum(0) * 2
+def nothing():
+    return Model(lambda m, x: x.cumsum(0) * 2)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 8), (1, 1)])
 @pytest.mark.parametrize(
     ("module", "sizes", "words"),
     [
-        (Square, [(16, 32)], "recognised 0 of 1 parameter matmuls"),
-        (Projected, [(16, 16)], "recognised 4 of 6 parameter matmuls (2 column, 2 row)"),
-        (Strange, [(9, 8), (4,)], "recognised 0 of 0 parameter matmuls"),
-        (Convolutions, [(8, 3, 8, 8)], "recognised 1 of 1 parameter matmuls (1 head)"),
-        (Nothing, [(8, 4)], "recognised 0 of 0 parameter matmuls"),
+        (square, [(16, 32)], "recognised 0 of 1 parameter matmuls"),
+        (projected, [(16, 16)], "recognised 4 of 6 parameter matmuls (2 column, 2 row)"),
+        (strange, [(9, 8), (4,)], "recognised 0 of 0 parameter matmuls"),
+        (convolutions, [(8, 3, 8, 8)], "recognised 1 of 1 parameter matmuls (1 head)"),
+        (nothing, [(8, 4)], "recognised 0 of 0 parameter matmuls"),
     ],
 )
 def test_other_structures_get_plans_too(module, sizes, words, shape):
@@ -281,3 +270,19 @@ def test_a_pin_matches_what_it_names_and_leaves_the_rest_open():
     assert kept(Pin(outputs=(cut,))) == [False, False]  # of another op
     assert kept(Pin(outputs=(parse("S(0)"), None))) == [False, False]  # of another mesh
     assert kept(Pin(inputs=(parse("P(max),R"), None))) == [False, False]
+
+
+def test_equal_pins_are_completed_once_for_each_gap(monkeypatch):
+    searches = []
+    solve = baselining.solve
+    monkeypatch.setattr(baselining, "solve", lambda *given, **options: searches.append(options["gap"]) or solve(*given, **options))
+    graph, mesh = tiny_graph("mlp", True), Mesh.from_bandwidths((2, 2))
+    context = asked(graph, mesh)
+    instance = instance_of(context)
+    schemes = baselines(graph, mesh, instance.formulated.candidates)
+    for scheme in (schemes[0], replace(schemes[0], name="another"), schemes[1]):
+        known = baselining.scheme_price(context, instance, scheme)
+        assert known == baselining.scheme_price(context, replace(instance), scheme)  # which knows no answers
+    assert len(searches) == 2 + 3
+    baselining.scheme_price(context, instance, schemes[0], gap=0.01)
+    assert searches[-1] == 0.01 and len(searches) == 6

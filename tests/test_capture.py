@@ -16,9 +16,12 @@ from autoshard import torch_private
 from autoshard.capture import capture, capture_fx, input_names
 from autoshard.graph import Graph, Op, Value
 from autoshard.lower import run_global
+from tests import helpers_models
 from tests.helpers import TINY, difference, given_graphs, one_op, overload, random_inputs, tiny_graph
+from tests.helpers_models import refusal
 
-BOTH = (True, False)
+MODES = (True, False)
+BOTH = pytest.mark.parametrize("training", MODES)
 
 
 def filled(module: nn.Module) -> nn.Module:
@@ -55,7 +58,7 @@ def assert_equal(found: dict, expected: dict, ignore: tuple[str, ...] = ()) -> N
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("training", BOTH)
+@BOTH
 @pytest.mark.parametrize("name", TINY)
 def test_the_graph_of_a_model_computes_its_outputs_and_gradients(name, training):
     module, example_inputs = TINY[name]()
@@ -68,15 +71,19 @@ def test_the_graph_of_a_model_computes_its_outputs_and_gradients(name, training)
         assert {f"gradient:{n}" for n, _ in module.named_parameters()} <= set(expected)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wte = nn.Embedding(16, 8)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.wte.weight
+class Model(helpers_models.Model):
+    """Of this file, so that refusals name its lines."""
 
-    def forward(self, tokens):
-        return self.head(self.wte(tokens)).sum()
+
+def linear(forward, **parts):
+    """A factory of modules that have a linear layer."""
+    return lambda: Model(forward, linear=nn.Linear(8, 8), **parts)
+
+
+def tied():
+    model = Model(lambda m, tokens: m.head(m.wte(tokens)).sum(), wte=nn.Embedding(16, 8), head=nn.Linear(8, 16, bias=False))
+    model.head.weight = model.wte.weight
+    return model
 
 
 class Buffers(nn.Module):
@@ -104,49 +111,34 @@ class Frozen(nn.Module):
         return self.linear(self.linear(x)).sum()
 
 
-class WritesInput(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x.add_(1)
-        return self.linear(x).sum()
+def writes_input(m, x):
+    x.add_(1)
+    return m.linear(x).sum()
 
 
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return self.norm(self.linear(x)).square().sum()
+def in_place(m, x):
+    y = m.linear(x)
+    y.mul_(2)
+    y[:, 0] = 0
+    return y.sum()
 
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.linear(x)
-        y.mul_(2)
-        y[:, 0] = 0
-        return y.sum()
+def normed():
+    return Model(lambda m, x: m.norm(m.linear(x)).square().sum(), linear=nn.Linear(8, 8), norm=nn.BatchNorm1d(8))
 
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 ODD = {
-    "tied": (Tied, (torch.tensor([[0, 3], [5, 3]]),), ()),
+    "tied": (tied, (torch.tensor([[0, 3], [5, 3]]),), ()),
     "buffers": (Buffers, {"x": X, "scale": torch.full((8,), 2.0)}, ("buffer:count",)),
     "frozen": (Frozen, (X,), ()),
-    "writes its input": (WritesInput, (X,), ("buffer:input_0",)),
-    "batch norm": (Norm, (X,), ("buffer:norm.running_mean", "buffer:norm.running_var", "buffer:norm.num_batches_tracked")),
-    "in place": (InPlace, (X,), ()),
+    "writes its input": (linear(writes_input), (X,), ("buffer:input_0",)),
+    "batch norm": (normed, (X,), ("buffer:norm.running_mean", "buffer:norm.running_var", "buffer:norm.num_batches_tracked")),
+    "in place": (linear(in_place), (X,), ()),
 }
 
 
-@pytest.mark.parametrize("training", BOTH)
+@BOTH
 @pytest.mark.parametrize("name", ODD)
 def test_the_graph_of_an_odd_module_computes_its_outputs_gradients_and_updates(name, training):
     make, inputs, updated = ODD[name]
@@ -158,16 +150,15 @@ def test_the_graph_of_an_odd_module_computes_its_outputs_gradients_and_updates(n
     found = run_global(graph, values)
     expected = eager(module, copied, training)
     assert_equal(found, expected, ignore=("buffer:",))
-    after = {f"buffer:{n}": b for n, b in module.named_buffers()} | {
-        f"buffer:input_{k}": x for k, x in enumerate(copied) if torch.is_tensor(x)
-    }
+    after = {f"buffer:{n}": b for n, b in module.named_buffers()}
+    after |= {f"buffer:input_{k}": x for k, x in enumerate(copied) if torch.is_tensor(x)}
     assert {key for key in found if key.startswith("buffer:")} == set(updated)
     assert all(difference(found[key], after[key]) < 1e-5 for key in updated)
 
 
-@pytest.mark.parametrize("training", BOTH)
+@BOTH
 def test_both_names_of_a_tied_parameter_are_known(training):
-    graph = capture(Tied(), (torch.zeros(2, 4, dtype=torch.int64),), training=training)
+    graph = capture(tied(), (torch.zeros(2, 4, dtype=torch.int64),), training=training)
     ((second, first),) = graph.tied
     assert {first, second} == {"wte.weight", "head.weight"}
     assert (graph.index[second], 0) not in graph.users  # a phantom
@@ -184,7 +175,7 @@ def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_an_empty_one():
 
 def test_modules_and_direction_are_noted():
     module, example_inputs = TINY["gpt2"]()
-    for training in BOTH:
+    for training in MODES:
         graph = capture(module, example_inputs, training=training)
         matmuls = [op for op in graph.ops if op.target in ("aten.addmm.default", "aten.mm.default")]
         assert {f"h.{k}.attn.c_attn" for k in range(2)} <= {op.module for op in matmuls}
@@ -335,7 +326,7 @@ ALIASING = {  # whose storage an op of the tiny models shares by running it, not
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("training", BOTH)
+@BOTH
 @pytest.mark.parametrize("name", TINY)
 def test_the_views_of_the_tiny_models_are_known(name, training):
     for op in tiny_graph(name, training).ops:
@@ -345,75 +336,42 @@ def test_the_views_of_the_tiny_models_are_known(name, training):
 # -- what can't be captured --------------------------------------------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if y.sum() > 0:  # line of Branches
-            y = y * 2
-        return y.sum()
+def branches(m, x):
+    y = m.linear(x)
+    if y.sum() > 0:
+        y = y * 2
+    return y.sum()
 
 
-class Selects(Branches):
-    def forward(self, x):
-        return self.linear(x[x.sum(-1) > 0]).sum()
-
-
-class ReadsNumber(Branches):
-    def forward(self, x):
-        return self.linear(x) * x.sum().item()
-
-
-class ReturnsNumber(Branches):
-    def forward(self, x):
-        return 3
-
-
-class NoParameters(nn.Module):
-    def forward(self, x):
-        return x.relu().sum()
-
-
-class DropsOut(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(self.linear(x)).sum()
-
-
-LINE = next(k for k, line in enumerate(open(__file__), 1) if "# line of Branches" in line and "if y.sum()" in line)
-HERE = __file__
+SELECTS = linear(lambda m, x: m.linear(x[x.sum(-1) > 0]).sum())
+READS_NUMBER = linear(lambda m, x: m.linear(x) * x.sum().item())
+RETURNS_NUMBER = linear(lambda m, x: 3)
+NO_PARAMETERS = lambda: Model(lambda m, x: x.relu().sum())  # noqa: E731
+DROPS_OUT = linear(lambda m, x: m.dropout(m.linear(x)).sum(), dropout=nn.Dropout(0.5))
+HERE, LINE = __file__, branches.__code__.co_firstlineno + 2
 BAD = [
-    (Branches, (X,), True, f"Branches can't be captured at {HERE}:{LINE}: its shapes or its control flow depend on the data"),
-    (Branches, (X,), False, f"Branches can't be captured at {HERE}:{LINE}: its shapes or its control flow depend on the data"),
-    (Selects, (X,), True, f"Selects can't be captured at {HERE}:"),
-    (Selects, (X,), False, "Selects can't be captured"),
-    (ReadsNumber, (X,), True, f"ReadsNumber can't be captured at {HERE}:"),
-    (ReadsNumber, (X,), False, "node mul (aten.mul.Tensor) reads"),
-    (ReturnsNumber, (X,), True, "ReturnsNumber"),
-    (ReturnsNumber, (X,), False, "ReturnsNumber returns no tensor; there is nothing to plan"),
-    (NoParameters, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
-    (DropsOut, (X,), False, "dropout is on (node bernoulli), and inference has none: call model.eval() first"),
-    *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in BOTH],
-    *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in BOTH],
-    *[(Frozen, (X, X), training, "Frozen can't be captured: too many positional arguments") for training in BOTH],
-    *[(Frozen, {"y": X}, training, "Frozen can't be captured: missing a required argument: 'x'") for training in BOTH],
+    (linear(branches), (X,), True, f"Model can't be captured at {HERE}:{LINE}: its shapes or its control flow depend on the data"),
+    (linear(branches), (X,), False, f"Model can't be captured at {HERE}:{LINE}: its shapes or its control flow depend on the data"),
+    (SELECTS, (X,), True, f"Model can't be captured at {HERE}:"),
+    (SELECTS, (X,), False, "Model can't be captured"),
+    (READS_NUMBER, (X,), True, f"Model can't be captured at {HERE}:"),
+    (READS_NUMBER, (X,), False, "node mul (aten.mul.Tensor) reads"),
+    (RETURNS_NUMBER, (X,), True, "Model"),
+    (RETURNS_NUMBER, (X,), False, "Model returns no tensor; there is nothing to plan"),
+    (NO_PARAMETERS, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
+    (DROPS_OUT, (X,), False, "dropout is on (node bernoulli), and inference has none: call model.eval() first"),
+    *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in MODES],
+    *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in MODES],
+    *[(Frozen, (X, X), training, "Frozen can't be captured: too many positional arguments") for training in MODES],
+    *[(Frozen, {"y": X}, training, "Frozen can't be captured: missing a required argument: 'x'") for training in MODES],
     (Frozen, "x", False, "example_inputs is str; expected a tuple of arguments or a dict of keyword arguments"),
     (Frozen, 3, False, "example_inputs is int; expected a tuple of arguments or a dict of keyword arguments"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "inputs", "training", "sentence"), BAD, ids=[f"{k}-{row[0].__name__}" for k, row in enumerate(BAD)])
+@pytest.mark.parametrize(("make", "inputs", "training", "sentence"), BAD, ids=range(len(BAD)))
 def test_what_cannot_be_captured_is_one_sentence_with_the_models_line(make, inputs, training, sentence, capfd):
-    with pytest.raises(ValueError) as caught:
-        capture(make(), inputs, training=training)
-    assert str(caught.value).startswith(sentence)
-    assert "\n" not in str(caught.value)
+    assert refusal(capture, make(), inputs, training=training).startswith(sentence)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -452,7 +410,7 @@ def test_capturing_two_layers_of_llama_8b_needs_no_memory():
 
 
 def test_the_inputs_and_the_module_are_left_as_they_were():
-    module, inputs = WritesInput(), (X.clone(),)
+    module, inputs = linear(writes_input)(), (X.clone(),)
     before = {n: p.clone() for n, p in module.named_parameters()}
     capture(module, inputs, training=True)
     assert torch.equal(inputs[0], X)
@@ -489,7 +447,7 @@ class Flagged(nn.Linear):
         return (y.relu() if flag else y).sum() * times * scale
 
 
-@pytest.mark.parametrize("training", BOTH)
+@BOTH
 @pytest.mark.parametrize("rest", [(True,), (False, 2), (True, 2, 0.5), (False, 3, 2.5)], ids=str)
 def test_flags_and_numbers_among_the_inputs_are_no_inputs_of_the_graph(rest, training):
     module = filled(Flagged(8, 2))
@@ -498,7 +456,7 @@ def test_flags_and_numbers_among_the_inputs_are_no_inputs_of_the_graph(rest, tra
     assert_equal(run_global(graph, values_for(graph, module, (X,))), eager(module, (X, *rest), training))
 
 
-@pytest.mark.parametrize("training", BOTH)
+@BOTH
 def test_keyword_inputs_keep_their_names(training):
     inputs = {"mul": X, "weight": X + 1, "masks": {"full": X + 2, "none": None}, "input_0": X + 3}
     module = filled(Named())

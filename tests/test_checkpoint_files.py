@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard.reading import file_facts
 from autoshard.runtime.checkpoint_files import INDEX, MANIFEST, PlainPlanner, Reader, Writer, contents, why_broken
 from models import mlp
 from tests.helpers import fast_mesh
+from tests.helpers_models import full, parallel
 from tests.helpers_ranks import results, run_ranks
 from tests.test_parallelize import perceptron
 
@@ -63,14 +63,18 @@ def refusal(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-def test_what_was_saved_is_loaded_with_or_without_a_manifest(tmp_path, manifest):
-    found, expected = loaded(written(tmp_path / "saved", manifest=manifest)), state()
+@pytest.fixture(params=[True, False], ids=["manifest", "torch's own"])
+def saved(tmp_path, request) -> Path:
+    return written(tmp_path / "saved", manifest=request.param)
+
+
+def test_what_was_saved_is_loaded_with_or_without_a_manifest(saved):
+    found, expected = loaded(saved), state()
     assert torch.equal(found["model"]["w"], expected["model"]["w"]) and torch.equal(found["model"]["b"], expected["model"]["b"])
     extra = found["extra"][0]
     assert torch.equal(extra.pop("draws"), EXTRA["draws"]) and extra == {key: x for key, x in EXTRA.items() if key != "draws"}
-    if manifest:
-        noted = json.loads((tmp_path / "saved" / MANIFEST).read_text())
+    if (saved / MANIFEST).exists():
+        noted = json.loads((saved / MANIFEST).read_text())
         assert noted["tensors"]["model.w"] == {"shape": [64, 8], "dtype": "float32"} and noted["plan"] == "0123"
         assert noted["files"].keys() == {INDEX, "__0_0.distcp"}
 
@@ -87,46 +91,25 @@ def flipped(file: Path) -> None:
     file.write_bytes(content)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-20])
+DAMAGES = {
+    "flipped": flipped,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a device": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+}
 
 
-def missing(file: Path) -> None:
-    file.unlink()
-
-
-def empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def a_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def a_device(file: Path) -> None:
-    file.unlink()
-    file.symlink_to("/dev/zero")
-
-
-DAMAGES = (flipped, cut, missing, empty, a_folder, a_pipe, a_device)
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["__0_0.distcp", INDEX, MANIFEST])
-@pytest.mark.parametrize("manifest", [True, False])
-def test_a_damaged_file_is_refused_by_name(tmp_path, manifest, name, damage):
-    folder = written(tmp_path / "saved", manifest=manifest)
-    if not manifest and name == MANIFEST:
+def test_a_damaged_file_is_refused_by_name(saved, name, damage):
+    if name == MANIFEST and not (saved / name).exists():
         return
-    damage(folder / name)
-    said = refusal(folder)
-    assert str(folder / name) in said and "\n" not in said, said
+    DAMAGES[damage](saved / name)
+    said = refusal(saved)
+    assert str(saved / name) in said and "\n" not in said, said
 
 
 def test_a_flip_that_torch_alone_loads_in_silence(tmp_path):
@@ -196,22 +179,20 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("manifest", [True, False])
-def test_nothing_in_an_index_is_run(tmp_path, manifest, place):
-    folder, mark = written(tmp_path / "saved", manifest=manifest), tmp_path / "ran"
-    rewritten(folder, lambda index: PLACES[place](index, Payload(mark)))
-    said = refusal(folder)
+def test_nothing_in_an_index_is_run(saved, place):
+    mark = saved.parent / "ran"
+    rewritten(saved, lambda index: PLACES[place](index, Payload(mark)))
+    said = refusal(saved)
     assert "posix.mkdir, which a checkpoint's index never needs; it was not run" in said and not mark.exists()
-    pickle.loads((folder / INDEX).read_bytes())
+    pickle.loads((saved / INDEX).read_bytes())
     assert mark.exists()  # the control: this is how torch reads it
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-def test_nothing_in_an_entry_is_run(tmp_path, manifest):
-    folder, mark = written(tmp_path / "saved", manifest=manifest), tmp_path / "ran"
-    in_entry(folder, (Payload(mark),))
-    assert "posix.mkdir" in refusal(folder) and not mark.exists()
-    dcp.load(state(None), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+def test_nothing_in_an_entry_is_run(saved):
+    mark = saved.parent / "ran"
+    in_entry(saved, (Payload(mark),))
+    assert "posix.mkdir" in refusal(saved) and not mark.exists()
+    dcp.load(state(None), storage_reader=dcp.FileSystemReader(saved), no_dist=True)
     assert mark.exists()
 
 
@@ -241,19 +222,15 @@ def moved(index: Metadata, path: str, **changed) -> dict:
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-@pytest.mark.parametrize("manifest", [True, False])
-def test_an_index_that_asks_for_other_things_is_refused(tmp_path, manifest, what):
-    folder = written(tmp_path / "saved", manifest=manifest)
-    rewritten(folder, HOSTILE[what])
-    said = refusal(folder)
+def test_an_index_that_asks_for_other_things_is_refused(saved, what):
+    rewritten(saved, HOSTILE[what])
+    said = refusal(saved)
     assert said and "\n" not in said and len(said) < 500, said
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-def test_an_entry_that_unpacks_to_more_than_it_has_is_refused(tmp_path, manifest):
-    folder = written(tmp_path / "saved", manifest=manifest)
-    in_entry(folder, torch.zeros(1000))
-    index, name = dcp.FileSystemReader(folder).read_metadata(), folder / "__0_0.distcp"
+def test_an_entry_that_unpacks_to_more_than_it_has_is_refused(saved):
+    in_entry(saved, torch.zeros(1000))
+    index, name = dcp.FileSystemReader(saved).read_metadata(), saved / "__0_0.distcp"
     entry = next(entry for key, entry in index.storage_data.items() if key.fqn == "extra")
     with zipfile.ZipFile(io.BytesIO(name.read_bytes()[entry.offset :])) as plain:
         parts = {member: plain.read(member) for member in plain.namelist()}
@@ -268,8 +245,8 @@ def test_an_entry_that_unpacks_to_more_than_it_has_is_refused(tmp_path, manifest
         key = next(key for key in index.storage_data if key.fqn == "extra")
         index.storage_data[key] = _StorageInfo(entry.relative_path, begin, len(packed.getvalue()))
 
-    rewritten(folder, change)
-    assert "compressed" in refusal(folder)
+    rewritten(saved, change)
+    assert "compressed" in refusal(saved)
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------------------------
@@ -280,8 +257,8 @@ def planned():
     return autoshard.plan(*mlp.tiny(), fast_mesh((2,)), training=True, baselines=False)
 
 
-def parallel() -> tuple[nn.Module, torch.optim.Optimizer]:
-    module = autoshard.parallelize(perceptron(), planned(), init_device_mesh("cpu", (2,)))
+def module_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = parallel(perceptron(), planned())
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     module(*(torch.ones(16, 32) * k for k in (1, 2))).backward()
     optimizer.step()
@@ -289,12 +266,12 @@ def parallel() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
+    return {name: full(p).detach().clone() for name, p in module.named_parameters()}
 
 
 def saves_and_loads(rank: int, folder: str) -> list:
     """Saved in three ways, each loaded into a module with other values: what was loaded, and whether all values are back."""
-    (module, optimizer), facts = parallel(), []
+    (module, optimizer), facts = module_and_optimizer(), []
     saved = values(module)
     autoshard.save_checkpoint(f"{folder}/now", module, optimizer, extra=EXTRA)
     autoshard.save_checkpoint(f"{folder}/later", module, optimizer, extra=EXTRA, wait=False).result()
@@ -311,7 +288,7 @@ def saves_and_loads(rank: int, folder: str) -> list:
 
 def loads(rank: int, folders: list[str]) -> list[str]:
     """The sentence of each damaged checkpoint; nothing may be loaded."""
-    module, optimizer = parallel()
+    module, optimizer = module_and_optimizer()
     before, said = values(module), []
     for folder in folders:
         try:
@@ -334,8 +311,9 @@ def test_every_way_of_saving_is_loaded_and_damage_is_one_sentence_on_all_ranks(t
         assert facts == [(3, True)] * 3
     assert json.loads((tmp_path / "now" / MANIFEST).read_text())["plan"] == planned().digest
     folders, names = [], []
-    for kind, damage in (("now", flipped_anywhere), ("now", cut), ("now", missing), ("later", flipped_anywhere), ("old", flipped_anywhere),
-                         ("old", missing), ("now", a_pipe)):  # fmt: skip
+    cases = [(kind, flipped_anywhere) for kind in ("now", "later", "old")]
+    cases += [("now", DAMAGES["cut"]), ("now", DAMAGES["missing"]), ("old", DAMAGES["missing"]), ("now", DAMAGES["a pipe"])]
+    for kind, damage in cases:
         for name in ("__0_0.distcp", "__1_0.distcp", INDEX, *([MANIFEST] if kind != "old" and damage is not flipped_anywhere else [])):
             if kind == "old" and name == INDEX and damage is flipped_anywhere:
                 continue  # nothing tells what it was

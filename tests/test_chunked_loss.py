@@ -1,14 +1,11 @@
 """Cross entropy in chunks of tokens: found in captured graphs, right on shards, priced and held in memory by its chunks."""
 
 import sys
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import api
 from autoshard.capture import capture
@@ -28,6 +25,7 @@ from autoshard.strategies import candidates, internal_bytes
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
+from tests.helpers_models import Held
 
 graph_of_loss, cost_of_loss = sys.modules["autoshard.graph.chunked_loss"], sys.modules["autoshard.cost.several_kernels"]
 
@@ -115,25 +113,6 @@ def test_a_wrong_target_and_a_wrong_logsumexp_are_found(wrong, monkeypatch):
 # -- prices ----------------------------------------------------------------------------------------------------------------------------
 
 
-class Held(TorchDispatchMode):
-    """The most bytes of the tensors that are alive at a time beside the given ones."""
-
-    def __init__(self, *given: torch.Tensor):
-        super().__init__()
-        self.alive = {tensor.untyped_storage()._cdata: 0 for tensor in given}
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.alive:
-                self.alive[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-        self.most = max(self.most, sum(self.alive.values()))
-        return made
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "classes"), [(64, 2048), (1024, 1024)])
 def test_the_program_of_the_backward_pass_holds_what_is_planned_for_it(dtype, width, classes):
@@ -143,9 +122,9 @@ def test_the_program_of_the_backward_pass_holds_what_is_planned_for_it(dtype, wi
     arguments = (numbers[0], x, weight, target, numbers[0], numbers, -100, 1, rows)
     graph, tensors, made = one_op(BACKWARD, *arguments)
     planned = internal_bytes(graph.ops[-1], graph.input_tensors(len(tensors)), ((R,),) * len(tensors), mesh_of(2))
-    with Held(x, weight, target, numbers) as held:
+    with Held() as held:
         kernels.chunked_loss_backward(*arguments)
-    assert 0.6 * planned <= held.most - sum(tensor.nbytes for tensor in made) <= 1.1 * planned
+    assert 0.6 * planned <= held.peak - sum(tensor.nbytes for tensor in made) <= 1.1 * planned
 
 
 def test_a_chunk_of_logits_is_held_and_the_vocabulary_is_multiplied_once_more():

@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 import transformers
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.capture import cache_name
@@ -16,6 +14,7 @@ from autoshard.cli import main
 from autoshard.cli.model import load_model
 from benchmarks.coverage import HF
 from tests.helpers import fast_mesh
+from tests.helpers_models import full, parallel
 from tests.helpers_ranks import results
 
 KINDS = ("StaticCache", "DynamicCache")
@@ -60,15 +59,13 @@ def test_a_step_with_its_cache_is_verified_and_its_attention_is_sharded(kind):
     assert len(used) == 2 and all(one[:3] in (("S(0)",) * 3, ("S(1)",) * 3) for one in used)  # by the batch, or by heads
 
 
-def decoded(rank, kind, solution):
-    """Tokens of greedy decoding on ranks: a static cache takes several steps, of one that grows a plan is one step."""
-    module = autoshard.parallelize(model(), solution, init_device_mesh("cpu", (2,)))
-    cache, token = filled(kind)
+def decoded(rank, kind, solution=None):
+    """Tokens of greedy decoding: a static cache takes several steps, of one that grows a plan is one step."""
+    module, (cache, token) = parallel(model(), solution), filled(kind)
     made = []
     with torch.no_grad():
         for _ in range(STEPS if kind == "StaticCache" else 1):
-            out = module(input_ids=token, past_key_values=cache, use_cache=True)
-            logits = out.logits.full_tensor() if isinstance(out.logits, DTensor) else out.logits
+            logits = full(module(input_ids=token, past_key_values=cache, use_cache=True).logits)
             token = logits[:, -1:].argmax(-1)
             made.append((token.tolist(), logits))
     return made
@@ -76,12 +73,7 @@ def decoded(rank, kind, solution):
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_greedy_decoding_on_two_ranks_says_what_the_model_says(kind):
-    module, (cache, token), expected = model(), filled(kind), []
-    with torch.no_grad():
-        for _ in range(STEPS if kind == "StaticCache" else 1):
-            logits = module(token, past_key_values=cache, use_cache=True).logits
-            token = logits[:, -1:].argmax(-1)
-            expected.append((token.tolist(), logits))
+    expected = decoded(0, kind)
     for made in results(2, decoded, kind, planned(kind)):
         assert [tokens for tokens, _ in made] == [tokens for tokens, _ in expected]
         for (_, ours), (_, theirs) in zip(made, expected):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,30 +28,63 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """`layers` layers in a row; the subclasses do what makes a net harder to tile."""
+    """Layers in a row; other ways through them, and other layers, make a net harder to tile."""
 
-    def __init__(self, layers: int = LAYERS):
+    def __init__(self, layers=LAYERS, way=None, layer=lambda i: Layer()):
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(self.layer(i) for i in range(layers))
-
-    def layer(self, i: int) -> nn.Module:
-        return Layer()
+        self.first, self.way = nn.Linear(8, 8), way
+        self.layers = nn.ModuleList(map(layer, range(layers)))
 
     def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+        return self.way(self, x) if self.way else in_a_row(self, self.first(x)).sum()
 
 
-class SumOfAll(Net):
-    def forward(self, x):
-        total = 0.0
-        for layer in self.layers:
-            x = layer(x)
-            total = total + x
-        return total.sum()
+def in_a_row(net, x):
+    for layer in net.layers:
+        x = layer(x)
+    return x
+
+
+def sum_of_all(net, x):
+    total = 0.0
+    for layer in net.layers:
+        x = layer(x)
+        total = total + x
+    return total.sum()
+
+
+def stack_of_all(net, x):
+    outputs = []
+    for layer in net.layers:
+        x = layer(x)
+        outputs.append(x)
+    return torch.stack(outputs).mean()
+
+
+def scaled_by_depth(net, x):
+    for layer in net.layers:
+        x = layer(x) / len(net.layers)
+    return x.sum()
+
+
+def scaled_by_number(net, x):
+    for i, layer in enumerate(net.layers):
+        x = layer(x) * (i + 1)
+    return x.sum()
+
+
+def others_from_the_sixth_on(net, x):
+    for i, layer in enumerate(net.layers):
+        x = layer(x)
+        if i >= 6:
+            x = torch.sin(x)
+    return x.sum()
+
+
+def only_traced(net, x):
+    if not torch.compiler.is_compiling():
+        raise RuntimeError("this model is only traced")
+    return in_a_row(net, net.first(x)).sum()
 
 
 class Half(Layer):
@@ -75,109 +109,54 @@ class OtherHalf(Layer):
         return x + torch.sigmoid(self.expert(torch.cos(x)))
 
 
-class FirstThreeBeginAlike(Net):
-    def __init__(self, layers: int = LAYERS):
-        super().__init__(layers)
-        self.layers = nn.ModuleList([*(Half() for _ in range(3)), *(OtherHalf() for _ in range(layers - 3))])
-
-
-class EverySecondIsWide(Net):
-    def layer(self, i: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) if i % 2 else Layer()
-
-
-class FirstIsDifferent(Net):
-    def layer(self, i: int) -> nn.Module:
-        return nn.Linear(8, 8) if i == 0 else Layer()
-
-
-class Numbered(Net):
+def numbered(i):
     """Every layer knows its number, as Hugging Face's do."""
-
-    def layer(self, i: int) -> nn.Module:
-        layer = Layer()
-        layer.layer_idx = i
-        return layer
+    layer = Layer()
+    layer.layer_idx = i
+    return layer
 
 
-class OneSharedLayer(Net):
-    def __init__(self, layers: int = LAYERS):
-        super().__init__(0)
-        self.layers = nn.ModuleList([Layer()] * layers)
+def one_shared_layer(layers):
+    shared = Layer()
+    return Net(layers, layer=lambda i: shared)
 
 
-class CalledAgain(Net):
+def called_again(times):
     """ALBERT: one layer, called in a loop."""
-
-    def __init__(self, layers: int = LAYERS):
-        super().__init__(1)
-        self.times = layers
-
-    def forward(self, x):
-        for _ in range(self.times):
-            x = self.layers[0](x)
-        return x.sum()
+    return Net(1, lambda net, x: in_a_row(SimpleNamespace(layers=[net.layers[0]] * times), x).sum())
 
 
-class StackOfAll(Net):
-    def forward(self, x):
-        outputs = []
-        for layer in self.layers:
-            x = layer(x)
-            outputs.append(x)
-        return torch.stack(outputs).mean()
+def last_one_again(layers):
+    net = Net(layers, lambda net, x: in_a_row(net, net.first(x)).sum() + net.last(x).sum())
+    net.last = net.layers[-1]
+    return net
 
 
-class ScaledByDepth(Net):
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) / len(self.layers)
-        return x.sum()
-
-
-class OnlyTraced(Net):
-    def forward(self, x):
-        if not torch.compiler.is_compiling():
-            raise RuntimeError("this model is only traced")
-        return super().forward(x)
-
-
-class ScaledByNumber(Net):
-    def forward(self, x):
-        for i, layer in enumerate(self.layers):
-            x = layer(x) * (i + 1)
-        return x.sum()
-
-
-class FactorsDiffer(Net):
-    def layer(self, i: int) -> nn.Module:
-        return Layer(factor=1 / (i + 1))
-
-
-class LastOneAgain(Net):
-    def __init__(self, layers: int = LAYERS):
-        super().__init__(layers)
-        self.last = self.layers[-1]
-
-    def forward(self, x):
-        return super().forward(x) + self.last(x).sum()
-
-
-class OthersFromTheSixthOn(Net):
-    def forward(self, x):
-        for i, layer in enumerate(self.layers):
-            x = layer(x)
-            if i >= 6:
-                x = torch.sin(x)
-        return x.sum()
-
-
+NETS = {
+    "plain": Net,
+    "sum of all": lambda n: Net(n, sum_of_all),
+    "stack of all": lambda n: Net(n, stack_of_all),
+    "scaled by depth": lambda n: Net(n, scaled_by_depth),
+    "scaled by number": lambda n: Net(n, scaled_by_number),
+    "others from the sixth on": lambda n: Net(n, others_from_the_sixth_on),
+    "only traced": lambda n: Net(n, only_traced),
+    "numbered": lambda n: Net(n, layer=numbered),
+    "first is different": lambda n: Net(n, layer=lambda i: Layer() if i else nn.Linear(8, 8)),
+    "first three begin alike": lambda n: Net(n, layer=lambda i: Half() if i < 3 else OtherHalf()),
+    "every second is wide": lambda n: Net(
+        n, layer=lambda i: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) if i % 2 else Layer()
+    ),
+    "factors differ": lambda n: Net(n, layer=lambda i: Layer(factor=1 / (i + 1))),
+    "one shared layer": one_shared_layer,
+    "called again": called_again,
+    "last one again": last_one_again,
+}
 X = (torch.empty(4, 8, device="meta"),)
 
 
-def build(kind: type[Net], layers: int = LAYERS) -> Net:
+def build(name: str, layers: int = LAYERS) -> Net:
     with torch.device("meta"):
-        return kind(layers)
+        return NETS[name](layers)
 
 
 MODES = pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
@@ -201,18 +180,18 @@ def test_a_period_more_is_found_as_by_trying_every_place(short):
 @pytest.mark.parametrize(
     ("kind", "layers", "few"),
     [
-        (Net, 12, 4),
-        (SumOfAll, 12, 4),
-        (Numbered, 12, 4),
-        (FirstIsDifferent, 12, 5),  # a head and 3 periods, and one more; 4 are tried first in training
-        (FirstThreeBeginAlike, 12, 7),  # a head of 3, 3 periods, and one more
-        (EverySecondIsWide, 17, 9),  # 3 periods of 2, one more, and the 17th layer
+        ("plain", 12, 4),
+        ("sum of all", 12, 4),
+        ("numbered", 12, 4),
+        ("first is different", 12, 5),  # a head and 3 periods, and one more; 4 are tried first in training
+        ("first three begin alike", 12, 7),  # a head of 3, 3 periods, and one more
+        ("every second is wide", 17, 9),  # 3 periods of 2, one more, and the 17th layer
     ],
 )
 def test_a_net_that_repeats_is_captured_from_few_layers(kind, layers, few, training):
     graph, depth = capture_deep(build(kind, layers), X, training=training, witness=True, gain=1.0)
     assert depth.tiled and depth.witnessed and not depth.reason
-    after_head = training and kind in (FirstIsDifferent, FirstThreeBeginAlike)
+    after_head = training and kind in ("first is different", "first three begin alike")
     assert depth.captured[0] == few + after_head  # training may take more: the first and last layers are special
     assert graph == capture(build(kind, layers), X, training=training)
 
@@ -221,13 +200,13 @@ def test_a_net_that_repeats_is_captured_from_few_layers(kind, layers, few, train
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (OneSharedLayer, "layers are one shared layer"),
-        (CalledAgain, "no ModuleList or Sequential"),
-        (StackOfAll, r"(stack|cat)[^;]* reads every layer"),
-        (ScaledByDepth, r"aten\.div.* is .*aten\.div"),
-        (ScaledByNumber, "too few"),
-        (FactorsDiffer, "no ModuleList or Sequential"),
-        (LastOneAgain, r"layers\.11 is used outside"),
+        ("one shared layer", "layers are one shared layer"),
+        ("called again", "no ModuleList or Sequential"),
+        ("stack of all", r"(stack|cat)[^;]* reads every layer"),
+        ("scaled by depth", r"aten\.div.* is .*aten\.div"),
+        ("scaled by number", "too few"),
+        ("factors differ", "no ModuleList or Sequential"),
+        ("last one again", r"layers\.11 is used outside"),
     ],
 )
 def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_whole(kind, reason, training):
@@ -239,7 +218,7 @@ def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_wh
 
 @MODES
 def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training):
-    module = build(OthersFromTheSixthOn)
+    module = build("others from the sixth on")
     wrong, depth = capture_deep(module, X, training=training, gain=0)
     assert depth.tiled  # three, and four, layers don't tell
     graph, depth = capture_deep(module, X, training=training, gain=0, witness=True)
@@ -249,16 +228,16 @@ def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training):
 
 @MODES
 def test_where_no_eager_forward_runs_both_depths_are_captured(training):
-    graph, depth = capture_deep(build(OnlyTraced), X, training=training, gain=0)
+    graph, depth = capture_deep(build("only traced"), X, training=training, gain=0)
     assert depth.tiled and depth.captured == ((4, 5) if training else (4, 3))  # in training three periods are too few to tell
-    assert graph == capture(build(OnlyTraced), X, training=training)
+    assert graph == capture(build("only traced"), X, training=training)
 
 
 def test_a_model_that_is_not_deep_enough_is_captured_whole():
-    graph, depth = capture_deep(build(Net, 12), X, training=True)
+    graph, depth = capture_deep(build("plain", 12), X, training=True)
     assert not depth.tiled and "doesn't pay" in depth.reason
     assert depth.captured == (12,)
-    _, depth = capture_deep(build(Net, 20), X, training=False)  # five times 4 layers
+    _, depth = capture_deep(build("plain", 20), X, training=False)  # five times 4 layers
     assert depth.tiled and depth.captured == (4,)
 
 
@@ -292,10 +271,10 @@ def test_llama_8b_is_what_a_whole_capture_gives():
 @pytest.mark.parametrize(
     ("kind", "container"),
     [
-        (Net, Container("layers", 12, 0, 1)),
-        (Numbered, Container("layers", 12, 0, 1)),
-        (FirstIsDifferent, Container("layers", 12, 1, 1)),
-        (EverySecondIsWide, Container("layers", 12, 0, 2)),
+        ("plain", Container("layers", 12, 0, 1)),
+        ("numbered", Container("layers", 12, 0, 1)),
+        ("first is different", Container("layers", 12, 1, 1)),
+        ("every second is wide", Container("layers", 12, 0, 2)),
     ],
 )
 def test_containers(kind, container):
@@ -316,11 +295,11 @@ def test_a_shrunk_module_is_a_copy_that_shares_its_tensors():
 
 def test_a_dropped_layer_that_another_part_holds_is_found():
     with pytest.raises(ValueError, match=r"layers\.11 is used outside of its container"):
-        shrunk(build(LastOneAgain), {"layers": 4})
+        shrunk(build("last one again"), {"layers": 4})
 
 
 def test_a_dropped_layer_in_a_plain_attribute_raises_when_it_is_called():
-    module = build(Net)
+    module = build("plain")
     module.more = [module.layers[11]]
     small = shrunk(module, {"layers": 4})
     with pytest.raises(ValueError, match=r"layers\.11 is used outside of its container"):
@@ -330,14 +309,9 @@ def test_a_dropped_layer_in_a_plain_attribute_raises_when_it_is_called():
 # -- the same module with inputs of another batch size --------------------------------------------------------------------------
 
 
-class DeepBatchesDiffer(Net):
-    """From the fourth layer on, batches of 4 go another way."""
-
-    def layer(self, i: int) -> nn.Module:
-        return OtherWay(i)
-
-
 class OtherWay(Layer):
+    """From the third layer on, batches of 4 go another way."""
+
     def __init__(self, number: int):
         super().__init__()
         self.number = number
@@ -361,7 +335,7 @@ def test_a_tiling_that_was_tested_is_not_tested_again_for_another_batch():
 @pytest.mark.parametrize("batch", [1, 4])
 def test_another_program_is_tested_whatever_was_tested_before(batch):
     """A batch of 1 has other ops; one of 4 has them from the third layer on."""
-    net = DeepBatchesDiffer()
+    net = Net(layer=OtherWay)
     _, depth = capture_deep(net, (torch.randn(8, 8),), training=False, gain=1.0)
     assert depth.tiled
     graph, other = capture_deep(net, (torch.randn(batch, 8),), training=False, gain=1.0, tested=depth)

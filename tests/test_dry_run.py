@@ -21,6 +21,7 @@ from autoshard.lower.program import lower
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers_lower import mesh_of
+from tests.helpers_models import assert_refused
 
 aten = torch.ops.aten
 BUNDLED = ("gpt2", "llama", "bert", "moe", "resnet", "unet", "dlrm", "mlp")
@@ -136,8 +137,7 @@ def test_a_plan_is_run_dry_in_its_layouts():
     model, inputs = load_model("models/mlp.py:tiny", {})
     solution = api.plan(model, inputs, mesh_of(2), baselines=False)
     assert api.dry_run(model, inputs, solution)["ok"]
-    with pytest.raises(ValueError, match="device is 'tpu'; expected one of cpu, cuda"):
-        api.dry_run(model, inputs, solution, device="tpu")
+    assert_refused("device is 'tpu'; expected one of cpu, cuda", api.dry_run, model, inputs, solution, device="tpu")
 
 
 NET = """
@@ -175,7 +175,5 @@ def test_without_a_gpu_verify_on_one_is_an_error_in_one_sentence():
     model, inputs = load_model("models/mlp.py:tiny", {})
     solution = api.plan(model, inputs, mesh_of(2), baselines=False)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="^device is cuda, but torch sees no GPU here; [^.]*$"):
-            api.verify(model, inputs, solution, device="cuda")
-    with pytest.raises(ValueError, match="device is 'tpu'; expected one of cpu, cuda"):
-        api.verify(model, inputs, solution, device="tpu")
+        assert_refused("^device is cuda, but torch sees no GPU here; [^.]*$", api.verify, model, inputs, solution, device="cuda")
+    assert_refused("device is 'tpu'; expected one of cpu, cuda", api.verify, model, inputs, solution, device="tpu")

@@ -8,6 +8,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autoshard.exports import FORMATS, portable, sharding_map
 from autoshard.mesh import Mesh
+from tests.helpers_models import assert_refused
 from tests.helpers_solutions import export_anyway as export
 from tests.helpers_solutions import linear_solution
 
@@ -40,8 +41,7 @@ def test_specs_say_placements_mesh_shape_and_dtype():
 def test_a_plan_whose_parameters_are_not_described_is_refused(kind, field, tmp_path):
     row = {key: value for key, value in PARAMETERS["h.0.mlp.bias"].items() if key != field}
     solution = linear_solution(parameters={**PARAMETERS, "h.0.mlp.bias": row}, modules=MODULES)
-    with pytest.raises(ValueError, match=f"'h.0.mlp.bias' of the plan has no {field}, .*plan again"):
-        export(solution, kind, tmp_path / "out.json")
+    assert_refused(f"'h.0.mlp.bias' of the plan has no {field}, .*plan again", export, solution, kind, tmp_path / "out.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -57,8 +57,7 @@ def test_specs_lie_on_the_mesh_that_is_given():
     mesh = DeviceMesh("cpu", torch.arange(8).reshape(2, 4), _init_backend=False, _rank=0)
     assert sharding_map(SOLUTION, mesh)["h.0.mlp"]["sharding"]["bias"].mesh is mesh
     other = DeviceMesh("cpu", torch.arange(8), _init_backend=False, _rank=0)
-    with pytest.raises(ValueError, match=r"device mesh has shape \(8,\), but the plan is for \(2, 4\)"):
-        sharding_map(SOLUTION, other)
+    assert_refused(r"device mesh has shape \(8,\), but the plan is for \(2, 4\)", sharding_map, SOLUTION, other)
 
 
 def test_portable_is_plain_data_with_one_placement_per_axis():
@@ -98,8 +97,7 @@ def test_every_kind_writes_json(tmp_path, kind):
     ],
 )
 def test_an_export_that_can_not_be_is_refused(tmp_path, kind, name, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        export(SOLUTION, kind, name and tmp_path / name)
+    assert_refused(sentence, export, SOLUTION, kind, name and tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 

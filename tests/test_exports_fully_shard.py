@@ -10,17 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.api import autosharding_pass
 from autoshard.capture import capture_deep
 from autoshard.cli import main
 from autoshard.exports import FORMATS, HOLDS_WITHIN, NotHeld, fully_shard
 from autoshard.lower.unsharded import materialized
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.precision import Precision
-from models import gpt2, llama, moe
+from models import gpt2, llama, mlp, moe
+from tests.helpers_models import asked
 from tests.helpers_ranks import results
 from tests.helpers_solutions import export_anyway
 
@@ -41,9 +41,8 @@ def planned(name, shape, scheme=None, microbatches=1, precision=None, batch=BATC
         return autoshard.plan(module, inputs, mesh, training=True, microbatches=microbatches, **options)
     precision = None if precision is None else Precision.parse(precision)
     graph = capture_deep(module, inputs, training=True, precision=precision)[0]
-    chosen = Options(training=True, microbatches=microbatches, precision=precision, baselines=False, **options)
-    context = Question(ModelGraphs(graph), mesh, chosen, Stopwatch(None))
-    return baseline_only(with_recomputed_blocks(context), scheme)
+    chosen = {"training": True, "microbatches": microbatches, "precision": precision, "baselines": False, **options}
+    return baseline_only(with_recomputed_blocks(asked(graph, mesh, **chosen)), scheme)
 
 
 def batch():
@@ -205,3 +204,60 @@ def test_an_axis_like_another_is_priced_once_and_as_it_would_be_alone(devices_pe
     for name in ("axis0", "axis1", "axis2"):
         assert once[name]["seconds"]["modules"] == pytest.approx(alone[name]["seconds"]["modules"], rel=1e-12)
         assert once[name]["seconds"]["fully_shard"] <= alone[name]["seconds"]["fully_shard"] * (1 + 1e-12)
+
+
+# -- steps of several microbatches: when parameters are gathered and gradients reduced, and what is lost of the plan -------------------
+
+M = 4
+
+
+def in_microbatches(scheme: str, **options):
+    module, inputs = mlp.tiny(batch=8)
+    given = {"example_inputs": inputs, "training": True, "ilp_solution_file": None, "mesh_shape": (2, 2)}
+    return autosharding_pass(module, algo=scheme, microbatches=M, **given, **options)[1]["solution"]
+
+
+@pytest.mark.parametrize(("scheme", "reshard", "sync"), (("zero1", False, False), ("zero2", False, True), ("zero3", True, True)))
+def test_the_recipe_says_when_parameters_are_gathered_and_gradients_reduced(scheme, reshard, sync):
+    recipe = export_anyway(in_microbatches(scheme), "fully_shard")
+    assert recipe["microbatches"] == {"number": M, "reshard_after_forward": reshard, "requires_gradient_sync": sync}
+    source = fully_shard.as_python(recipe)
+    compile(source, "recipe.py", "exec")
+    assert f"reshard_after_forward={reshard}" in source
+    assert ("module.set_requires_gradient_sync(k == 3, recurse=False)" in source) == (not sync)
+
+
+def test_what_one_choice_for_all_parameters_loses_is_said():
+    solution = in_microbatches("alpa", pins={"*.weight": "S(0),S(0)", "*.weight.accumulated": "S(0),S(0)", "*.bias.accumulated": "P,P"})
+    left = [one.what for one in export_anyway(solution, "fully_shard").left]
+    assert "when 4 gradients are reduced" in left
+
+
+def test_a_plan_of_one_microbatch_has_the_recipe_that_it_had():
+    module, inputs = mlp.tiny()
+    _, info = autosharding_pass(module, algo="fsdp", mesh_shape=(2, 2), example_inputs=inputs, training=True, ilp_solution_file=None)
+    recipe = export_anyway(info["solution"], "fully_shard")
+    assert "microbatches" not in recipe and "begin_microbatch" not in fully_shard.as_python(recipe)
+
+
+def accumulated(rank: int, recipe: dict) -> tuple[float, list[bool]]:
+    """The largest difference of gradients to one process, and whether gradients exist after each microbatch."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(recipe["mesh"]["axis_names"]))
+    torch.manual_seed(0)
+    batches = [[torch.randn(2 * 8, 32) for _ in range(2)] for _ in range(M)]
+    alone, model = (materialized(mlp.tiny(batch=8)[0], 0) for _ in range(2))
+    fully_shard.apply(recipe, model, device_mesh)
+    data = [k for k, name in enumerate(recipe["mesh"]["axis_names"]) if name in recipe["fully_shard"]["axes"]]
+    row = device_mesh.get_coordinate()[data[0]]
+    for k, (x, y) in enumerate(batches):
+        (alone(x, y) / M).backward()
+        fully_shard.begin_microbatch(recipe, model, k)
+        (model(*(part.chunk(2)[row] for part in (x, y))) / M).backward()
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    return max(float((p.grad - q.grad.full_tensor()).abs().max()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("scheme", ("zero1", pytest.param("zero3", marks=pytest.mark.slow)))
+def test_fully_shard_runs_the_recipe(scheme):
+    recipe = dict(export_anyway(in_microbatches(scheme), "fully_shard"))
+    assert max(results(4, accumulated, recipe)) < 1e-6

@@ -21,6 +21,7 @@ from autoshard.exports import NotHeld, apply_recipe, as_plain
 from autoshard.exports.modules import generic
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
+from tests.helpers_models import Model
 from tests.helpers_ranks import join_as_torchrun
 from tests.helpers_solutions import export_anyway as export
 
@@ -121,15 +122,10 @@ def test_a_fused_projection_is_flagged_and_stays_whole():
     assert "several projections side by side" in why and "permuted head by head" in why
 
 
-class Between(nn.Module):
+def with_between(between, out=16):
     """x + down(f(up(x))) with something between that may not run on parts."""
-
-    def __init__(self, between, out=16):
-        super().__init__()
-        self.between, self.up, self.down, self.scale = between, nn.Linear(8, 16), nn.Linear(out, 8), nn.Parameter(torch.ones(16))
-
-    def forward(self, x):
-        return x + self.down(self.between(self, self.up(x)))
+    up, down, scale = nn.Linear(8, 16), nn.Linear(out, 8), nn.Parameter(torch.ones(16))
+    return Model(lambda m, x: x + m.down(between(m, m.up(x))), up=up, down=down, scale=scale)
 
 
 BETWEEN = {
@@ -148,7 +144,7 @@ BETWEEN = {
 def test_weights_are_cut_together_only_when_the_code_between_runs_on_parts(what):
     between, reason = BETWEEN[what]
     pins = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}
-    solution = autoshard.plan(Between(between), (torch.empty(4, 8),), Mesh.from_bandwidths((2,), device="cpu"), pins=pins)
+    solution = autoshard.plan(with_between(between), (torch.empty(4, 8),), Mesh.from_bandwidths((2,), device="cpu"), pins=pins)
     found = export(solution, "parallelize_module")
     runs = what in ("a pointwise function", "heads counted from what is there")
     assert ({"up", "down"} <= set(found)) == runs, found
@@ -161,7 +157,7 @@ def test_weights_are_cut_together_only_when_the_code_between_runs_on_parts(what)
 def agrees(between) -> bool:
     """What ColwiseParallel and RowwiseParallel do on two ranks, by hand, against the whole module."""
     torch.manual_seed(0)
-    whole, x = Between(between), torch.randn(4, 8)
+    whole, x = with_between(between), torch.randn(4, 8)
     y = x + whole.down.bias
     for rank in range(2):
         part = types.SimpleNamespace(scale=whole.scale)

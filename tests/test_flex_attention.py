@@ -12,6 +12,7 @@ from autoshard.capture.replaced import attend, flex_as_attention
 from autoshard.layout import text
 from autoshard.strategies import candidates
 from tests.helpers import fast_mesh
+from tests.helpers_models import losses_of, parallel, right_plan
 from tests.helpers_ranks import results
 
 B, H, T, D = 4, 4, 16, 8
@@ -133,11 +134,7 @@ def test_blocks_without_a_function_are_the_mask():
 )
 def test_it_is_planned_and_right_in_random_layouts(name, options, training):
     model = Flex(name, **options).train(training)
-    solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=training, baselines=False)
-    assert not solution.replicated_ops
-    found = autoshard.verify(model, X, solution, random=2)
-    assert found["ok"], found
-    assert not autoshard.verify(model, X, solution, plant_fault=True)["ok"]
+    assert not right_plan(model, X, fast_mesh((2, 2)), training=training, random=2, fault=True).replicated_ops
 
 
 def test_a_block_mask_is_attention_with_a_mask_that_is_sharded_with_batch_and_heads():
@@ -148,29 +145,18 @@ def test_a_block_mask_is_attention_with_a_mask_that_is_sharded_with_batch_and_he
     assert ("S(0),S(1)", "S(0),S(1)", "S(0),S(1)", "R,S(1)") in layouts  # queries, keys, values and mask
 
 
-def trained(module, x):
-    optimizer = torch.optim.SGD(module.parameters(), 0.5)
-    losses = []
-    for _ in range(3):
-        loss = module(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(getattr(loss, "full_tensor", lambda loss=loss: loss)().item())
-    return losses
-
-
-def on_ranks(rank, model, solution):
-    return trained(autoshard.parallelize(model, solution, autoshard.device_mesh(solution)), *X)
+def trained(rank, model, solution=None):
+    module = parallel(model, solution)
+    return losses_of(module, torch.optim.SGD(module.parameters(), 0.5), [X] * 3)
 
 
 def test_ranks_train_as_one_process():
     model = Flex("window", groups=2).train()
     solution = autoshard.plan(model, X, fast_mesh((2,)), training=True, baselines=False)
     with flex_as_attention():  # torch's own has no backward on the CPU
-        expected = trained(Flex("window", groups=2).train(), *X)
+        expected = trained(0, Flex("window", groups=2).train())
     assert expected[2] < expected[0]
-    for losses in results(2, on_ranks, model, solution):
+    for losses in results(2, trained, model, solution):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 

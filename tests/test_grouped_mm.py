@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from autoshard import api
 from autoshard.capture import replaced
 from autoshard.capture.replaced import fake_grouped_mm
 from autoshard.lower.kernels.experts import aligned_grouped_mm
 from autoshard.torch_private import DispatchKey
 from tests.helpers_lower import mesh_of
+from tests.helpers_models import Model, right_plan
 
 aten = torch.ops.aten
 ENDS = torch.tensor([4, 4, 10, 16], dtype=torch.int32)
@@ -62,17 +62,13 @@ def test_narrow_rows_are_padded():
     assert (aligned_grouped_mm(x, w, ENDS).float() - expected).abs().max() < 0.05
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
+def experts():
+    def forward(m, x):
+        return F.grouped_mm(F.relu(F.grouped_mm(x, m.up, offs=ENDS.to(x.device))), m.down, offs=ENDS.to(x.device)).mean()
 
-    def forward(self, x):
-        return F.grouped_mm(F.relu(F.grouped_mm(x, self.up, offs=ENDS.to(x.device))), self.down, offs=ENDS.to(x.device)).mean()
+    return Model(forward, up=nn.Parameter(torch.randn(4, 8, 16)), down=nn.Parameter(torch.randn(4, 16, 8)))
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_experts_in_float32_are_planned_and_right(training):
-    model, inputs = Experts(), (torch.randn(16, 8),)
-    solution = api.plan(model, inputs, mesh_of(4), training=training, baselines=False)
-    assert not solution.replicated_ops and api.verify(model, inputs, solution, random=4)["ok"]
+    assert not right_plan(experts(), (torch.randn(16, 8),), mesh_of(4), training=training, random=4).replicated_ops

@@ -16,6 +16,7 @@ from autoshard.cli import launchers, main
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from benchmarks.coverage import HF
+from tests.helpers_models import assert_refused
 
 MODELS = sorted(path.parent.name for path in HF.glob("*/config.json"))
 
@@ -145,8 +146,7 @@ def test_what_can_not_be_is_one_sentence(tmp_path, change, settings, said):
 
 
 def test_a_folder_without_a_config_is_said(tmp_path):
-    with pytest.raises(ValueError, match="there is no file .*config.json; hf:DIR names a folder"):
-        load_model(f"hf:{tmp_path}", {})
+    assert_refused("there is no file .*config.json; hf:DIR names a folder", load_model, f"hf:{tmp_path}", {})
 
 
 def test_transformers_missing_is_one_sentence(monkeypatch):
@@ -162,8 +162,7 @@ def test_transformers_missing_is_one_sentence(monkeypatch):
     with pytest.raises(ValueError, match="hf: models need the package transformers, which is not installed; run: pip install"):
         load_huggingface(folder("llama"), {})
     missed = "tokenizers"
-    with pytest.raises(ValueError, match="transformers is installed, but it can't be imported .*; install what it names"):
-        load_huggingface(folder("llama"), {})
+    assert_refused("transformers is installed, but it can't be imported .*; install what it names", load_huggingface, folder("llama"), {})
 
 
 @pytest.mark.parametrize("error", [ImportError("libcudart.so.12: cannot open"), RuntimeError("operator torchvision::nms does not exist")])
@@ -185,8 +184,7 @@ def test_a_broken_import_inside_transformers_is_not_blamed_on_the_config(error, 
 
 def test_experts_in_a_loop_are_refused_with_their_line():
     module, example_inputs = load_huggingface(folder("mixtral"), {"experts": "eager"})
-    with pytest.raises(ValueError, match=r"MixtralForCausalLM can't be captured at .*modeling_mixtral.py:\d+.*"):
-        capture(module, example_inputs, training=True)
+    assert_refused(r"MixtralForCausalLM can't be captured at .*modeling_mixtral.py:\d+.*", capture, module, example_inputs, training=True)
 
 
 def test_the_command_line_takes_a_folder(tmp_path, capsys):
@@ -234,8 +232,7 @@ def test_a_name_of_the_hub_is_found_in_its_cache_or_the_sentence_says_how_to_get
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3/8B", "../Qwen", "/nowhere", "Qwen/", "a" * 200, "-x/y"])
 def test_what_is_no_name_of_the_hub_is_a_folder_that_is_not_there(hub, name):
-    with pytest.raises(ValueError, match="there is no file .*config.json; hf:DIR names a folder"):
-        config_folder(name)
+    assert_refused("there is no file .*config.json; hf:DIR names a folder", config_folder, name)
 
 
 def test_a_folder_is_taken_before_the_cache(hub):

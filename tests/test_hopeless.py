@@ -23,6 +23,7 @@ from autoshard.tables.plan import MOST_DEVICES as MOST_OF_TABLES
 from autoshard.tables.records import Table
 from models import mlp
 from tests.helpers import Ticking, fast_mesh
+from tests.helpers_models import assert_refused
 from tests.helpers_problems import random_problem
 
 
@@ -86,8 +87,7 @@ def test_no_limit_is_called_hopeless_that_something_fits(seed):
 
 @pytest.mark.parametrize("shape", ["65536x65536", "1000000000", "x".join("2" * 16), "x".join("1" * 6), "9" * 18, "9" * 5000])
 def test_meshes_beyond_any_size_are_refused(shape):
-    with pytest.raises(ValueError, match="^mesh .*expected"):
-        parse_shape(shape)
+    assert_refused("^mesh .*expected", parse_shape, shape)
 
 
 @pytest.mark.parametrize("shape", [(MOST_DEVICES,), (2,) * MOST_AXES, (512, 512)])
@@ -98,18 +98,15 @@ def test_the_largest_meshes_are_meshes(shape):
 @pytest.mark.parametrize("shape", [(MOST_DEVICES + 1,), (2,) * (MOST_AXES + 1), (10**400, 10**400)])
 def test_a_mesh_made_by_hand_or_read_is_no_larger(shape):
     axis = Mesh.from_bandwidths((1,)).axes[0]
-    with pytest.raises(ValueError, match="at most"):
-        Mesh(tuple(replace(axis, size=n) for n in shape))
+    assert_refused("at most", Mesh, tuple(replace(axis, size=n) for n in shape))
 
 
 def test_clusters_beyond_any_size_are_refused():
-    with pytest.raises(ValueError, match="has 1000000000 devices; expected"):
-        Cluster.of(10**9)
+    assert_refused("has 1000000000 devices; expected", Cluster.of, 10**9)
 
 
 def test_tables_are_laid_over_no_more_devices_than_a_search_can_move_them_on():
-    with pytest.raises(ValueError, match=f"100000 devices; tables can be placed on {MOST_OF_TABLES} at most"):
-        plan_tables([Table("user", 10**6, 64)], 100000)
+    assert_refused(f"100000 devices; tables can be placed on {MOST_OF_TABLES} at most", plan_tables, [Table("user", 10**6, 64)], 100000)
 
 
 # -- patience --------------------------------------------------------------------------------------------------------------------------

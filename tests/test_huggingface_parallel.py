@@ -6,13 +6,12 @@ import pytest
 import torch
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.runtime.module import parallel_class
 from benchmarks.coverage import HF
 from tests.helpers import fast_mesh
+from tests.helpers_models import full, parallel, said
 from tests.helpers_ranks import results
 
 KINDS = ("llama", "gpt2", "bert", "t5")  # a decoder, one with tied weights, an encoder, both
@@ -39,28 +38,20 @@ def planned(kind: str):
     return autoshard.plan(build(kind), inputs(), fast_mesh((2,)), training=True, baselines=False, pins=pins)
 
 
-def said(do) -> str:
-    try:
-        do()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
 def used(rank: int, kind: str, solution, folder: str) -> dict:
     model = build(kind)
-    module = autoshard.parallelize(model, solution, init_device_mesh("cpu", (2,)))
+    module = parallel(model, solution)
     batch = transformers.BatchEncoding(inputs())  # as a tokenizer gives it
     out = module(**batch)
     found = {"type": type(out).__name__, "keys": list(out), "loss": out.loss.item(), "logits": tuple(out["logits"].shape)}
     out.loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    found["norm"] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    found["norm"] = full(norm).item()
     found["other rows"] = module(**module.shard_inputs(transformers.BatchEncoding(inputs(2)))).loss.item()
     shard = {name: x[2 * rank : 2 * rank + 2] for name, x in batch.items()}
     found["own rows"] = module(**module.shard_inputs(shard, local=True)).loss.item()
     methods = [name for name in ("generate", "save_pretrained", "push_to_hub") if hasattr(module, name)]
-    found["refused"] = {name: said(lambda name=name: getattr(module, name)(folder)) for name in methods}
+    found["refused"] = {name: said(getattr(module, name), folder) for name in methods}
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     found["trained"] = module(**batch).loss.item()
     model.load_state_dict(get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))

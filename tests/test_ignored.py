@@ -14,33 +14,27 @@ from autoshard.capture import capture_deep
 from autoshard.cli.app import app
 from autoshard.mesh import Mesh
 from autoshard.report import as_text, plan_report
+from tests.helpers_models import Model
 
 ROOT = Path(__file__).parent.parent
 MESH = Mesh.from_bandwidths((2,))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 32, device="meta"), nn.Linear(32, 16, device="meta")
+def deep(layers, how):
+    """Residual blocks, each in a checkpoint where one says how."""
 
-    def forward(self, x):
-        return x + self.b(torch.relu(self.a(x)))
-
-
-class Deep(nn.Module):
-    def __init__(self, layers, how):
-        super().__init__()
-        self.layers, self.how = nn.ModuleList(Block() for _ in range(layers)), how
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) if self.how is None else checkpoint(layer, x, **self.how)
+    def forward(m, x):
+        for layer in m.layers:
+            x = layer(x) if how is None else checkpoint(layer, x, **how)
         return x.square().mean()
+
+    with torch.device("meta"):
+        blocks = [Model(lambda m, x: x + m.b(torch.relu(m.a(x))), a=nn.Linear(16, 32), b=nn.Linear(32, 16)) for _ in range(layers)]
+    return Model(forward, layers=nn.ModuleList(blocks))
 
 
 def plan(how, training=True, layers=2):
-    return api.plan(Deep(layers, how), (torch.empty(8, 16, device="meta"),), MESH, training=training, baselines=False)
+    return api.plan(deep(layers, how), (torch.empty(8, 16, device="meta"),), MESH, training=training, baselines=False)
 
 
 @pytest.mark.parametrize("how", [{"use_reentrant": False}, {"use_reentrant": True}], ids=str)
@@ -57,14 +51,14 @@ def test_the_pass_says_it_too():
     options = {"training": True, "skip_forward": True, "ilp_solution_file": None}
     for how, key in (({"use_reentrant": False}, {"ignored"}), (None, set())):
         inputs = (torch.empty(8, 16, device="meta"),)
-        _, info = api.autosharding_pass(Deep(1, how), mesh_shape=(1, 2), example_inputs=inputs, **options)
+        _, info = api.autosharding_pass(deep(1, how), mesh_shape=(1, 2), example_inputs=inputs, **options)
         assert {"ignored"} & set(info["solution"].assumptions) == key
 
 
 def test_a_model_captured_by_few_of_its_layers_says_it_too():
-    _, depth = capture_deep(Deep(30, {"use_reentrant": False}), (torch.empty(8, 16, device="meta"),), training=True)
+    _, depth = capture_deep(deep(30, {"use_reentrant": False}), (torch.empty(8, 16, device="meta"),), training=True)
     assert depth.tiled and depth.noted["ignored"] == depth.ignored != ""
-    _, plain = capture_deep(Deep(30, None), (torch.empty(8, 16, device="meta"),), training=True)
+    _, plain = capture_deep(deep(30, None), (torch.empty(8, 16, device="meta"),), training=True)
     assert plain.tiled and "ignored" not in plain.noted and asdict(plain)["ignored"] == ""
 
 

@@ -109,36 +109,36 @@ def faults_of(problem: Problem, **options) -> list[str]:
     return found
 
 
+PROBLEMS = pytest.mark.parametrize(("shape", "copies"), [*itertools.product(SHAPES, (False, True))])
+
+
+def limited(shape: str, copies: bool):
+    """Per seed and limit: (problem, the cost of the best that fits, that of the best without a limit)."""
+    for seed in SEEDS:
+        problem = shaped(shape, copies, seed)
+        every = every_answer(problem)
+        for limit in limits(every):
+            yield replace(problem, usage_limit=limit), best_within(every, limit), min(e.cost for e in every)
+
+
 # -- against brute force ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
-@pytest.mark.parametrize("shape", SHAPES)
+@PROBLEMS
 def test_bounds_and_answers_agree_with_brute_force(shape, copies):
     fits, binds, none = 0, 0, 0
-    for seed in SEEDS:
-        problem = shaped(shape, copies, seed)
-        every = every_answer(problem)
-        free = min(e.cost for e in every)
-        for limit in limits(every):
-            given, best = replace(problem, usage_limit=limit), best_within(every, limit)
-            answer = solve(given, solver="prices")
-            assert wrong(given, answer, best) == []
-            fits, binds, none = fits + (best == free), binds + (free < best < math.inf), none + (best == math.inf)
+    for problem, best, free in limited(shape, copies):
+        assert wrong(problem, solve(problem, solver="prices"), best) == []
+        fits, binds, none = fits + (best == free), binds + (free < best < math.inf), none + (best == math.inf)
     assert min(fits, binds, none) >= len(SEEDS)  # the limits are of every kind
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
-@pytest.mark.parametrize("shape", SHAPES)
+@PROBLEMS
 def test_auto_goes_on_from_prices_to_the_proof(shape, copies):
-    for seed in SEEDS:
-        problem = shaped(shape, copies, seed)
-        every = every_answer(problem)
-        for limit in limits(every):
-            given, best = replace(problem, usage_limit=limit), best_within(every, limit)
-            answer = solve(given)
-            assert wrong(given, answer, best) == []
-            assert answer.status is (Status.INFEASIBLE if best == math.inf else Status.OPTIMAL)
+    for problem, best, _ in limited(shape, copies):
+        answer = solve(problem)
+        assert wrong(problem, answer, best) == []
+        assert answer.status is (Status.INFEASIBLE if best == math.inf else Status.OPTIMAL)
 
 
 @settings(max_examples=150)
@@ -315,8 +315,7 @@ def test_without_exchange_there_are_only_the_corners(monkeypatch):
     assert solve(problem, solver="prices").gap > 0.1
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
-@pytest.mark.parametrize("shape", SHAPES)
+@PROBLEMS
 def test_what_lies_on_the_way_is_what_evaluate_says(shape, copies):
     for seed in SEEDS:
         problem = shaped(shape, copies, seed)
@@ -349,12 +348,8 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
         "print([(a.choice, a.bound) for p, b in [(layers(20), 130.0), (shaped('layered', True, 1), 30.0), (shaped('tree', True, 2), 25.0)] "
         "for a in [solve(replace(p, usage_limit=b), solver=s) for s in ('prices', 'auto')]])"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+    printed = [subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, **options).stdout for seed in ("1", "2")]
     assert printed[0] == printed[1] and printed[0].count("(") > 6
 
 

@@ -24,15 +24,15 @@ from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.options import Options
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.strategies import ring
 from autoshard.strategies.candidates import Candidate, _rows_of, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
+from tests.helpers_models import Model, asked, assert_refused
 from tests.test_attention import BACKWARD, FORWARD, ops, random
 
 
@@ -120,8 +120,7 @@ def test_stored_runs_and_reordering_agree():
             listed = [first + k for first, count in stored_runs(size, parts, start, stop) for k in range(count)]
             assert listed == positions[start:stop].tolist()
     assert sum(first + count for first, count in stored_runs(16, 4, 0, 4)) == 2 + 16  # chunks 0 and 7
-    with pytest.raises(ValueError, match="no head-tail order of 4 parts"):
-        stored_runs(12, 4)
+    assert_refused("no head-tail order of 4 parts", stored_runs, 12, 4)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------------------------
@@ -209,8 +208,7 @@ def scheme_of(graph, mode, sizes, head_tail):
     mesh = Mesh.from_bandwidths(sizes)
     order = order_for(graph, mesh) if head_tail else None
     noted = {"sequence_order": order.to_dict()} if order else {}
-    question = Question(ModelGraphs(in_order(graph, order)), mesh, Options(training=True), Stopwatch(None), noted)
-    return baseline_only(question, f"context_parallel_{mode}")
+    return baseline_only(asked(in_order(graph, order), mesh, noted, training=True), f"context_parallel_{mode}")
 
 
 QUICK = [("gpt2", "ring", (4,), True), ("llama", "ulysses", (4,), True), ("latent", "gather", (4,), True)]
@@ -255,21 +253,15 @@ def test_only_inputs_and_positions_are_reordered(name):
     assert SequenceOrder.from_dict(order.to_dict()) == order
 
 
-class Mixes(nn.Module):
+def mixes(m, tokens):
     """Something along the sequence that depends on its order."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.qkv = nn.Embedding(16, 8), nn.Linear(8, 24)
-
-    def forward(self, tokens):
-        x = self.embed(tokens).cumsum(1)
-        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, -1]
+    x = m.embed(tokens).cumsum(1)
+    q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in m.qkv(x).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, -1]
 
 
 def test_ops_that_depend_on_the_order_get_the_natural_one():
-    model = Mixes()
+    model = Model(mixes, embed=nn.Embedding(16, 8), qkv=nn.Linear(8, 24))
     graph = capture(model, (torch.zeros(1, 16, dtype=torch.int64),), training=False)
     order = order_for(graph, mesh_of(2))
     assert [graph.ops[graph.index[name]].target for name in order.natural] == ["aten.select.int"]
@@ -281,8 +273,7 @@ def test_ops_that_depend_on_the_order_get_the_natural_one():
 
 def test_an_order_of_another_model_is_refused():
     order = replace(order_for(captured("gpt2"), mesh_of(2)), natural=("nothing",))
-    with pytest.raises(ValueError, match="names 'nothing', which the model doesn't have"):
-        in_order(captured("gpt2"), order)
+    assert_refused("names 'nothing', which the model doesn't have", in_order, captured("gpt2"), order)
 
 
 def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
@@ -310,5 +301,4 @@ def test_a_plan_in_head_tail_order_extends_to_more_layers():
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="expected one of auto, natural, head_tail"):
-        Options(sequence_order="zigzag")
+    assert_refused("expected one of auto, natural, head_tail", Options, sequence_order="zigzag")

@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import autoshard
 from autoshard.capture import capture
 from autoshard.lower.unsharded import materialized
 from models import llama
+from tests.helpers_models import full, losses_of, parallel
 from tests.helpers_ranks import results
 from tests.test_long_context import every_sequence_is_long, scheme, scheme_of  # noqa: F401 - a fixture
 
@@ -47,19 +45,13 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(rank, solution, shape):
-    module = build()
-    if solution is not None:
-        module = autoshard.parallelize(module, solution, init_device_mesh("cpu", shape))
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False), []
+def train(rank, solution):
+    module, losses = parallel(build(), solution), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
     with Sent() as sent:
         for step in range(STEPS):
             sent.count.clear()  # of the first step, in which the module is traced, too
-            loss = module(*tokens(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(pytree.tree_map(float, loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
+            losses += losses_of(module, optimizer, [tokens(step)])
     return losses, dict(sent.count)
 
 
@@ -78,8 +70,8 @@ def train(rank, solution, shape):
 def test_ranks_train_as_one_process_does(mode, shape, head_tail, messages):
     solution = scheme("llama", mode, shape, head_tail)
     world = torch.Size(shape).numel()
-    expected, _ = results(1, train, None, ())[0]
-    for losses, sent in results(world, train, solution, shape):
+    expected, _ = results(1, train, None)[0]
+    for losses, sent in results(world, train, solution):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert min(messages, 1) <= sent.get("permute", 0) <= messages  # small ones are joined to buckets
         assert sent.get("all_to_all") or mode != "ulysses"
@@ -128,16 +120,12 @@ def stepped(module):
     return [*values, full(loss.detach()), *(full(p.grad) for p in module.parameters())]
 
 
-def full(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def errors_of_all(rank, cases, shape):
+def errors_of_all(rank, cases):
     """The largest difference from one process of each case, or its error, on one rank."""
-    mesh, found = init_device_mesh("cpu", shape), []
+    found = []
     for of, solution in cases:
         expected = stepped(layers_of(*of))
-        sharded = stepped(autoshard.parallelize(layers_of(*of), solution, mesh))
+        sharded = stepped(parallel(layers_of(*of), solution))
         found.append(max(float((a - b).abs().max()) for a, b in zip(sharded, expected, strict=True)))
     return found
 
@@ -156,5 +144,5 @@ def test_every_sharded_sequence_computes_what_one_process_does(shape, cases):
         of = layers, causal, key_heads
         plans.append((of, scheme_of(graph_of(*of), mode, shape, head_tail)))
         assert any("S(2)" in p.inputs[0] or mode == "ulysses" for name, p in plans[-1][1].layouts.items() if name.startswith("attention"))
-    for errors in results(torch.Size(shape).numel(), errors_of_all, plans, shape):
+    for errors in results(torch.Size(shape).numel(), errors_of_all, plans):
         assert len(errors) == len(cases) and max(errors) < 1e-12, dict(zip(cases, errors))

@@ -41,105 +41,56 @@ def targets_for_loss(ignore):
 
 LOG = torch.log_softmax(x(24, 24), -1)
 SOFT = torch.softmax(x(6, 24, 8, seed=4), 1)
-SOFTMAX_ROWS = ["R -> R", "S0 -> S0", "S1 -> S1"]
-LOSS_ROWS = ["R R -> R R", "S0 S0 -> P R", "S1 R -> P R"]
+SOFTMAX, LOSS = "R -> R, S0 -> S0, S1 -> S1", "R R -> R R, S0 S0 -> P R, S1 R -> P R"
+GRAD, SQUARE, SECOND = x(24, 24, seed=5), x(24, 24), x(24, 24, seed=1)
+IMAGE = (x(6, 24, 4, 4), x(8, 24, 3, 3, seed=1), x(8, seed=2))
+PADDED, ONCE = (x(12, 8, 6), ids(12, 8, below=15), 24, 13, False), [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+IGNORED, WEIGHTS, TOTAL = targets_for_loss(-100), x(24, seed=8).abs(), torch.tensor(18.0)
+# name: target without "aten." and, mostly, ".default"; arguments; its rows over one mesh axis
+_CASES = {
+    "embedding": ("embedding", (x(24, 6), ids(12, 8)), "R R -> R, S0 R -> P, S1 R -> S2, R S0 -> S0, R S1 -> S1"),
+    "embedding backward":
+        ("embedding_dense_backward", (x(12, 8, 6), ids(12, 8), 24, -1, False), "R R -> R, R R -> S0, S2 R -> S1, S0 S0 -> P"),
+    "embedding backward, padding": ("embedding_dense_backward", PADDED, "R R -> R, R R -> S0, S1 S1 -> P"),
+    "embedding backward, by frequency":
+        ("embedding_dense_backward", (x(48, 6), ids(48), 24, 2, True), "R R -> R, R R -> S0, S1 R -> S1"),
+    "log_softmax": ("_log_softmax", (SQUARE, -1, False), SOFTMAX),
+    "log_softmax, masked": ("_log_softmax", (masked(24, 24), 1, False), SOFTMAX),
+    "softmax": ("_softmax", (masked(24, 24), 1, False), SOFTMAX),
+    "softmax, inner dim": ("_softmax", (x(6, 24, 8), -2, False), SOFTMAX + ", S2 -> S2"),
+    "softmax, half": ("_softmax", (SQUARE.bfloat16(), 1, False), SOFTMAX),
+    "log_softmax backward": ("_log_softmax_backward_data", (GRAD, LOG, 1, torch.float32), "R R -> R, S0 S0 -> S0, S1 S1 -> S1"),
+    "softmax backward":
+        ("_softmax_backward_data", (x(6, 24, 8, seed=5), SOFT, -2, torch.float32), "R R -> R, S0 S0 -> S0, S1 S1 -> S1, S2 S2 -> S2"),
+    "loss, mean": ("nll_loss_forward", (LOG, IGNORED, None, 1, -100), LOSS),
+    "loss, ignored in range": ("nll_loss_forward", (LOG, targets_for_loss(7), None, 1, 7), LOSS),
+    "loss, sum": ("nll_loss_forward", (LOG, IGNORED, None, 2, -100), LOSS),
+    "loss, none": ("nll_loss_forward", (LOG, IGNORED, None, 0, -100), "R R -> R R, S0 S0 -> S0 R, S1 R -> P R"),
+    "loss, weights": ("nll_loss_forward", (LOG, IGNORED, WEIGHTS, 1, -100), "R R R -> R R, S0 S0 R -> P R"),
+    "loss backward, mean": ("nll_loss_backward", (torch.tensor(1.5), LOG, IGNORED, None, 1, -100, TOTAL),
+                            "R R R R -> R, R S0 S0 R -> S0, R S1 R R -> S1"),
+    "loss backward, none": ("nll_loss_backward", (x(24), LOG, targets_for_loss(7), None, 0, 7, TOTAL),
+                            "R R R R -> R, S0 S0 S0 R -> S0, R S1 R R -> S1"),
+    "addmm": ("addmm", (x(24), SECOND, x(24, 24, seed=2)), "R R R -> R, R S1 S0 -> P, S0 R S1 -> S1, R S0 R -> S0"),
+    "addmm, scaled": ("addmm", (SQUARE, SECOND, x(24, 24, seed=2)), "R R R -> R, R S1 S0 -> P, S0 S0 R -> S0"),
+    "addmv": ("addmv", (x(24), SECOND, x(24, seed=2)), "R R R -> R, R S1 S0 -> P, S0 S0 R -> S0"),
+    "baddbmm":
+        ("baddbmm", (x(6, 24, 8), x(6, 24, 24, seed=1), x(6, 24, 8, seed=2)), "R R R -> R, R S2 S1 -> P, S0 S0 S0 -> S0"),
+    "linear": ("linear", (SQUARE, SECOND, x(24, seed=2)), "R R R -> R, S1 S1 R -> P, R S0 S0 -> S1"),
+    "convolution": ("convolution", (*IMAGE, *ONCE), "R R R -> R, S1 S1 R -> P, S0 R R -> S0, R S0 S0 -> S1"),
+    "mean": ("mean", (SQUARE,), "R -> R, S0 -> P, S1 -> P"),
+    "mean of a dim": ("mean.dim", (SQUARE, [-1], True), "R -> R, S0 -> S0, S1 -> P"),
+    "mean of local means": ("mean.dim", (SQUARE, [0]), "R -> R, S1 -> S0, S0 -> P(avg)"),
+}  # fmt: skip
+KEPT, SUMMED = "R R -> R, S0 S0 -> S0, S1 S1 -> S1", "R R -> R, S0 S0 -> P, S1 S1 -> P"
+for _name, _more in (("mse_loss", ()), ("smooth_l1_loss", (0.5,)), ("huber_loss", (0.5,))):
+    for _kind, _reduction, _rows in (("mean", 1, SUMMED), ("sum", 2, SUMMED), ("none", 0, KEPT)):
+        _CASES[f"{_name}, {_kind}"] = (_name, (SQUARE, SECOND, _reduction), _rows)
+    _arguments = (torch.tensor(2.0), SQUARE, SECOND, 1, *_more)
+    _CASES[f"{_name}_backward"] = (f"{_name}_backward", _arguments, "R R R -> R, R S0 S0 -> S0, R S1 S1 -> S1")
 CASES = {
-    "embedding": ("aten.embedding.default", (x(24, 6), ids(12, 8)), ["R R -> R", "S0 R -> P", "S1 R -> S2", "R S0 -> S0", "R S1 -> S1"]),
-    "embedding backward": (
-        "aten.embedding_dense_backward.default",
-        (x(12, 8, 6), ids(12, 8), 24, -1, False),
-        ["R R -> R", "R R -> S0", "S2 R -> S1", "S0 S0 -> P"],
-    ),
-    "embedding backward, padding": (
-        "aten.embedding_dense_backward.default",
-        (x(12, 8, 6), ids(12, 8, below=15), 24, 13, False),
-        ["R R -> R", "R R -> S0", "S1 S1 -> P"],
-    ),
-    "embedding backward, by frequency": (
-        "aten.embedding_dense_backward.default",
-        (x(48, 6), ids(48), 24, 2, True),
-        ["R R -> R", "R R -> S0", "S1 R -> S1"],
-    ),
-    "log_softmax": ("aten._log_softmax.default", (x(24, 24), -1, False), SOFTMAX_ROWS),
-    "log_softmax, masked": ("aten._log_softmax.default", (masked(24, 24), 1, False), SOFTMAX_ROWS),
-    "softmax": ("aten._softmax.default", (masked(24, 24), 1, False), SOFTMAX_ROWS),
-    "softmax, inner dim": ("aten._softmax.default", (x(6, 24, 8), -2, False), [*SOFTMAX_ROWS, "S2 -> S2"]),
-    "softmax, half": ("aten._softmax.default", (x(24, 24).bfloat16(), 1, False), SOFTMAX_ROWS),
-    "log_softmax backward": (
-        "aten._log_softmax_backward_data.default",
-        (x(24, 24, seed=5), LOG, 1, torch.float32),
-        ["R R -> R", "S0 S0 -> S0", "S1 S1 -> S1"],
-    ),
-    "softmax backward": (
-        "aten._softmax_backward_data.default",
-        (x(6, 24, 8, seed=5), SOFT, -2, torch.float32),
-        ["R R -> R", "S0 S0 -> S0", "S1 S1 -> S1", "S2 S2 -> S2"],
-    ),
-    "loss, mean": ("aten.nll_loss_forward.default", (LOG, targets_for_loss(-100), None, 1, -100), LOSS_ROWS),
-    "loss, ignored in range": ("aten.nll_loss_forward.default", (LOG, targets_for_loss(7), None, 1, 7), LOSS_ROWS),
-    "loss, sum": ("aten.nll_loss_forward.default", (LOG, targets_for_loss(-100), None, 2, -100), LOSS_ROWS),
-    "loss, none": (
-        "aten.nll_loss_forward.default",
-        (LOG, targets_for_loss(-100), None, 0, -100),
-        ["R R -> R R", "S0 S0 -> S0 R", "S1 R -> P R"],
-    ),
-    "loss, weights": (
-        "aten.nll_loss_forward.default",
-        (LOG, targets_for_loss(-100), x(24, seed=8).abs(), 1, -100),
-        ["R R R -> R R", "S0 S0 R -> P R"],
-    ),
-    "loss backward, mean": (
-        "aten.nll_loss_backward.default",
-        (torch.tensor(1.5), LOG, targets_for_loss(-100), None, 1, -100, torch.tensor(18.0)),
-        ["R R R R -> R", "R S0 S0 R -> S0", "R S1 R R -> S1"],
-    ),
-    "loss backward, none": (
-        "aten.nll_loss_backward.default",
-        (x(24), LOG, targets_for_loss(7), None, 0, 7, torch.tensor(18.0)),
-        ["R R R R -> R", "S0 S0 S0 R -> S0", "R S1 R R -> S1"],
-    ),
-    "addmm": (
-        "aten.addmm.default",
-        (x(24), x(24, 24, seed=1), x(24, 24, seed=2)),
-        ["R R R -> R", "R S1 S0 -> P", "S0 R S1 -> S1", "R S0 R -> S0"],
-    ),
-    "addmm, scaled": (
-        "aten.addmm.default",
-        (x(24, 24), x(24, 24, seed=1), x(24, 24, seed=2)),
-        ["R R R -> R", "R S1 S0 -> P", "S0 S0 R -> S0"],
-    ),
-    "addmv": ("aten.addmv.default", (x(24), x(24, 24, seed=1), x(24, seed=2)), ["R R R -> R", "R S1 S0 -> P", "S0 S0 R -> S0"]),
-    "baddbmm": (
-        "aten.baddbmm.default",
-        (x(6, 24, 8), x(6, 24, 24, seed=1), x(6, 24, 8, seed=2)),
-        ["R R R -> R", "R S2 S1 -> P", "S0 S0 S0 -> S0"],
-    ),
-    "linear": ("aten.linear.default", (x(24, 24), x(24, 24, seed=1), x(24, seed=2)), ["R R R -> R", "S1 S1 R -> P", "R S0 S0 -> S1"]),
-    "convolution": (
-        "aten.convolution.default",
-        (x(6, 24, 4, 4), x(8, 24, 3, 3, seed=1), x(8, seed=2), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
-        ["R R R -> R", "S1 S1 R -> P", "S0 R R -> S0", "R S0 S0 -> S1"],
-    ),
-    "mean": ("aten.mean.default", (x(24, 24),), ["R -> R", "S0 -> P", "S1 -> P"]),
-    "mean of a dim": ("aten.mean.dim", (x(24, 24), [-1], True), ["R -> R", "S0 -> S0", "S1 -> P"]),
-    "mean of local means": ("aten.mean.dim", (x(24, 24), [0]), ["R -> R", "S1 -> S0", "S0 -> P(avg)"]),
-    **{
-        f"{name}, {kind}": (f"aten.{name}.default", (x(24, 24), x(24, 24, seed=1), reduction), ["R R -> R", *rows])
-        for name in ("mse_loss", "smooth_l1_loss", "huber_loss")
-        for kind, reduction, rows in (
-            ("mean", 1, ["S0 S0 -> P", "S1 S1 -> P"]),
-            ("sum", 2, ["S0 S0 -> P", "S1 S1 -> P"]),
-            ("none", 0, ["S0 S0 -> S0", "S1 S1 -> S1"]),
-        )
-    },
-    **{
-        f"{name}_backward": (
-            f"aten.{name}_backward.default",
-            (torch.tensor(2.0), x(24, 24), x(24, 24, seed=1), 1, *more),
-            ["R R R -> R", "R S0 S0 -> S0", "R S1 S1 -> S1"],
-        )
-        for name, more in (("mse_loss", ()), ("smooth_l1_loss", (0.5,)), ("huber_loss", (0.5,)))
-    },
+    name: (f"aten.{target}" if "." in target else f"aten.{target}.default", arguments, rows.split(", "))
+    for name, (target, arguments, rows) in _CASES.items()
 }
 
 

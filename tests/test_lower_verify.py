@@ -6,16 +6,20 @@ from functools import cache
 import pytest
 import torch
 
+from autoshard import api
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_global, run_simulated, verify_program
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import SimulatedRanks
+from autoshard.mesh import Mesh
 from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
+from models import gpt2, llama, mlp
 from tests.helpers import tiny_graph
 from tests.helpers_lower import laid, mesh_of, one_op, random_layouts, values_of, with_placed
+from tests.helpers_models import assert_refused
 
 MODELS = ("mlp", "gpt2", "llama", "bert")
 
@@ -57,8 +61,7 @@ def test_every_planted_fault_is_found_where_it_is(name):
 
 def test_no_fault_fits_one_device():
     graph, values = one_op("aten.relu.default", torch.ones(4))
-    with pytest.raises(ValueError, match="needs two devices"):
-        plant_fault(laid(graph, ["R"], ["R"]), graph, mesh_of(1), 0)
+    assert_refused("needs two devices", plant_fault, laid(graph, ["R"], ["R"]), graph, mesh_of(1), 0)
 
 
 # -- wrong rows by hand: (target, arguments, taken, claimed, the layout that is there) --------------------------------------------
@@ -240,24 +243,19 @@ def test_the_tolerance_follows_the_least_precise_type(dtype, tolerance):
     ],
 )
 def test_layouts_that_cannot_be_lowered_name_the_op(layouts, results, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        lower(two_ops(), layouts, results, mesh_of(2))
+    assert_refused(sentence, lower, two_ops(), layouts, results, mesh_of(2))
 
 
 def test_values_that_do_not_fit_are_refused():
     program = lower(two_ops(), LAYOUTS, {}, mesh_of(2))
-    with pytest.raises(ValueError, match="there is no value for 'x'"):
-        run_simulated(program, {})
-    with pytest.raises(ValueError, match=r"the value of 'x' is \(3, 4\)"):
-        run_simulated(program, {"x": torch.ones(3, 4)})
-    with pytest.raises(ValueError, match="float64"):
-        run_simulated(program, {"x": torch.ones(4, 4, dtype=torch.float64)})
+    assert_refused("there is no value for 'x'", run_simulated, program, {})
+    assert_refused(r"the value of 'x' is \(3, 4\)", run_simulated, program, {"x": torch.ones(3, 4)})
+    assert_refused("float64", run_simulated, program, {"x": torch.ones(4, 4, dtype=torch.float64)})
 
 
 def test_a_run_stops_at_the_first_wrong_shape():
     program = lower(two_ops(), with_placed(LAYOUTS, "relu", outputs=("R",), hubs=(None,)), {}, mesh_of(2))
-    with pytest.raises(ValueError, match="op relu gave relu:0 as .*the row or a size literal of the op is wrong"):
-        run_simulated(program, {"x": torch.ones(4, 4)})
+    assert_refused("op relu gave relu:0 as .*the row or a size literal of the op is wrong", run_simulated, program, {"x": torch.ones(4, 4)})
 
 
 def test_devices_in_literals_are_where_it_runs():
@@ -276,3 +274,17 @@ def test_a_user_of_the_same_value_twice_and_a_placeholder_as_result():
     found = verify_program(graph, layouts, {"output:0": "S(0)", "buffer:x": "R"}, mesh_of(2), {"x": torch.arange(4.0)})
     assert found.ok and found.redistributes == 4  # x twice into mul (each edge has its route), output and buffer
     assert parse("S(0)") != parse("R") and replace(graph, results=()).results == ()
+
+
+LONGER = [pytest.param(build, marks=pytest.mark.slow) for build in (gpt2.tiny, llama.tiny)]
+
+
+@pytest.mark.parametrize("build", [mlp.tiny, *LONGER], ids=["mlp", "gpt2", "llama"])
+def test_local_tensor_mode_computes_what_the_module_computes(build):
+    """torch's own simulator runs the same rank programs and agrees."""
+    model, inputs = build()
+    solution = api.plan(model, inputs, Mesh.from_bandwidths((2, 2), device="cpu"), training=True, baselines=False)
+    found = api.verify(model, inputs, solution, random=1, local_tensor_mode=True)
+    assert found["ok"]
+    assert all(row["max_relative_error_gradients"] <= 1e-5 for row in found["plans"])
+    assert found["plans"][1]["redistributes"] > 0  # the drawn layouts move tensors

@@ -1,16 +1,11 @@
 """Plans with microbatches on real gloo ranks: losses as in one process, and the bytes that are sent and held as planned."""
 
-import weakref
 from functools import cache
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import autoshard
 from autoshard.api import autosharding_pass
 from autoshard.capture import capture
 from autoshard.cost import priced
@@ -19,7 +14,8 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
 from autoshard.strategies import internal_collectives
 from models import gpt2, mlp
-from tests.helpers_ranks import results, trained_on
+from tests.helpers_models import Held, Sent, full, gradients_of, losses_of, parallel
+from tests.helpers_ranks import results
 
 SHAPE, M, STEPS = (2, 2), 4, 20
 SCHEMES = ("data_parallel", "zero1", "zero2", "zero3", "hsdp")
@@ -28,7 +24,6 @@ BUILDERS = {
     "wide": lambda: mlp.mlp(batch=128, width=512, hidden=2048),  # large enough for parameters and activations to matter
     "gpt2": lambda: gpt2.tiny(batch=4, vocab=64, layers=1),
 }
-c10d = torch.ops._c10d_functional
 
 
 @cache
@@ -57,48 +52,7 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 def alone(rank: int, name: str, steps: int) -> list[float]:
     module = build(name)
-    optimizer = adamw(module)
-    return [trained_on(batch(name, step), module, optimizer) for step in range(steps)]
-
-
-class Sent(TorchDispatchMode):
-    """Bytes that this rank sends, by collective, as formulas count them: all-reduces 2 (n - 1)/n x, others (n - 1)/n of the larger side."""
-
-    def __init__(self, ranks: int):
-        super().__init__()
-        self.bytes, self.ranks = 0.0, ranks
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        packet = function.overloadpacket
-        if packet in (c10d.all_reduce, c10d.reduce_scatter_tensor, c10d.all_gather_into_tensor, c10d.all_gather_into_tensor_out):
-            size = max(x.numel() * x.element_size() for x in (args[0], output))
-            self.bytes += (2 if packet is c10d.all_reduce else 1) * (self.ranks - 1) / self.ranks * size
-        return output
-
-
-class Held(TorchDispatchMode):
-    """Bytes of the tensors that are allocated within, at most at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.live: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        inputs = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for x in pytree.tree_leaves(output):
-            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in inputs | self.live:
-                self.live.add(key)
-                self.now += x.untyped_storage().nbytes()
-                weakref.finalize(x.untyped_storage(), self._freed, key, x.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
-        return output
-
-    def _freed(self, key: int, size: int) -> None:
-        self.live.discard(key)
-        self.now -= size
+    return losses_of(module, adamw(module), (batch(name, step) for step in range(steps)))
 
 
 def step_of(module, optimizer, given) -> float:
@@ -106,7 +60,7 @@ def step_of(module, optimizer, given) -> float:
     for inputs in module.microbatches(given):
         loss = module(*inputs) / M
         loss.backward()
-        total += (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+        total += full(loss).item()
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -114,8 +68,7 @@ def step_of(module, optimizer, given) -> float:
 
 def train(rank: int, name: str, solution, steps: int) -> tuple[list[float], float, float]:
     """Losses; bytes sent in a step; bytes held at most in a step, the least of three: gloo's threads release some buffers late."""
-    device_mesh = init_device_mesh("cpu", SHAPE)
-    module = autoshard.parallelize(build(name), solution, device_mesh)
+    module = parallel(build(name), solution)
     optimizer = adamw(module)
     losses = [step_of(module, optimizer, batch(name, step)) for step in range(steps)]
     with Sent(SHAPE[0]) as counted:
@@ -129,7 +82,7 @@ def train(rank: int, name: str, solution, steps: int) -> tuple[list[float], floa
         with Held() as held_in_step:
             step_of(module, optimizer, given)
         peaks.append(held_in_step.peak)
-    return losses, counted.bytes, held + min(peaks)
+    return losses, sum(counted.bytes.values()), held + min(peaks)
 
 
 def planned_bytes(name: str, solution: Solution) -> float:
@@ -168,7 +121,7 @@ def test_20_steps_lose_send_and_hold_as_planned(name, scheme):
 
 def _misused(rank: int, solution) -> list[str]:
     """What each misuse of the loop says; whether a call outside of it is a step of its own."""
-    module = autoshard.parallelize(build("mlp"), solution, init_device_mesh("cpu", (2,)))
+    module = parallel(build("mlp"), solution)
     optimizer, said = adamw(module), []
 
     def changes():
@@ -194,9 +147,9 @@ def _misused(rank: int, solution) -> list[str]:
     one = module.shard_inputs(tuple(x[:8] for x in batch("mlp", 1)))
     optimizer.zero_grad()
     module(*one).backward()
-    once = [p.grad.full_tensor().clone() for p in module.parameters()]
+    once = {name: grad.clone() for name, grad in gradients_of(module).items()}
     module(*one).backward()
-    said.append(str(all(torch.allclose(p.grad.full_tensor(), 2 * g) for p, g in zip(module.parameters(), once, strict=True))))
+    said.append(str(all(torch.allclose(grad, 2 * once[name]) for name, grad in gradients_of(module).items())))
     with torch.no_grad():
         said.append(str(len(list(module.microbatches(batch("mlp", 0)))) == len(module.microbatches(batch("mlp", 0))) == M))
     return said

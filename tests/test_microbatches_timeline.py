@@ -6,13 +6,11 @@ import pytest
 
 from autoshard.graph import ACCUMULATED
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import replay
 from tests.helpers import tiny_graph
+from tests.helpers_models import scheme_plan
 
 MORE = [("mlp", "zero2"), ("mlp", "hsdp"), ("llama", "zero3")]
 CASES = [*(("mlp", scheme) for scheme in ("data_parallel", "zero1", "zero3")), *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)]
@@ -20,8 +18,8 @@ CASES = [*(("mlp", scheme) for scheme in ("data_parallel", "zero1", "zero3")), *
 
 @cache
 def planned(name: str, scheme: str, m: int):
-    graph, options = tiny_graph(name, True), Options(microbatches=m)
-    solution = baseline_only(Question(ModelGraphs(graph), Mesh.from_bandwidths((2, 2)), options, Stopwatch(None)), scheme)
+    graph = tiny_graph(name, True)
+    solution = scheme_plan(graph, Mesh.from_bandwidths((2, 2)), scheme, microbatches=m)
     return solution, *formulation_of_solution(replay(solution, graph).checked(), solution)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from models import bert, gpt2, llama, mlp
+from tests.helpers import TINY, random_inputs
 
-TINY = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": llama.tiny, "bert": bert.tiny}
 CLASSES = 128  # the vocabulary of the tiny models
 
 
@@ -24,14 +24,6 @@ def filled(module: nn.Module, seed: int = 0) -> nn.Module:
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return module
-
-
-def real_inputs(example_inputs: tuple[Tensor, ...], seed: int = 1) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.randint(0, 2, x.shape, generator=generator)
-        for x in example_inputs
-    )
 
 
 def llama_params(layers: int, width: int, kv_width: int, hidden: int, vocab: int) -> int:
@@ -94,7 +86,7 @@ def test_meta_forward_has_the_right_shape_and_dtype(built, shape, dtype):
 def test_tiny_gives_a_finite_loss_and_every_gradient(name):
     module, example_inputs = TINY[name]()
     module = filled(module)
-    loss = module(*real_inputs(example_inputs))
+    loss = module(*random_inputs(example_inputs))
     loss.backward()
     assert loss.shape == () and loss.isfinite()
     for parameter_name, parameter in module.named_parameters():
@@ -118,7 +110,7 @@ def test_tiny_exports_from_meta_and_the_program_keeps_its_output_shape(name, los
 def test_make_fx_traces_the_training_step_with_equal_gradients(name):
     module, example_inputs = TINY[name]()
     module = filled(module)
-    params, inputs = dict(module.named_parameters()), real_inputs(example_inputs)
+    params, inputs = dict(module.named_parameters()), random_inputs(example_inputs)
 
     def gradients(params, inputs):
         return torch.autograd.grad(torch.func.functional_call(module, params, inputs), list(params.values()))
@@ -205,37 +197,21 @@ def hf_gpt2():
     return GPT2LMHeadModel(config)
 
 
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": CLASSES, "attn_implementation": "sdpa"}
+
+
 def hf_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        vocab_size=CLASSES,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        attn_implementation="sdpa",
-    )
-    return LlamaForCausalLM(config)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    more = {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-5, "rope_parameters": rope}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=128, **more))
 
 
 def hf_bert():
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        intermediate_size=256,
-        max_position_embeddings=64,
-        vocab_size=CLASSES,
-        attn_implementation="sdpa",
-    )
-    return BertForMaskedLM(config)
+    return BertForMaskedLM(BertConfig(**SIZES, intermediate_size=256, max_position_embeddings=64))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +232,7 @@ def test_logits_and_loss_equal_those_of_transformers(ours, make_theirs, convert,
     module, example_inputs = ours()
     module.to_empty(device="cpu").load_state_dict(convert(theirs.state_dict()))
 
-    *inputs, targets = real_inputs(example_inputs)
+    *inputs, targets = random_inputs(example_inputs)
     inputs[0] = torch.randint(0, CLASSES, inputs[0].shape, generator=generator)
     targets = torch.randint(0, CLASSES, targets.shape, generator=generator)
     with torch.no_grad():

@@ -1,5 +1,6 @@
-"""A planning run that ends without an answer says so, and never that there is no plan; with recompute="blocks" a plan is kept."""
+"""A planning run that ends without an answer says so, and never that there is no plan; every search of a plan obeys its time limit."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -11,8 +12,11 @@ from autoshard.api import Infeasible, NoAnswer, plan
 from autoshard.cli.app import say_no
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
+from autoshard.planning.options import Stopwatch
+from autoshard.planning.plan import plan as plan_on_a_clock
 from autoshard.solvers import Answer, Status
-from models import llama
+from models import gpt2, llama
+from tests.helpers import Ticking, fast_mesh
 
 solving = import_module("autoshard.planning.solving")
 
@@ -59,3 +63,32 @@ def test_what_is_proven_is_infeasible():
     with pytest.raises(Infeasible) as caught:
         plan(*llama.tiny(layers=2), Mesh.from_bandwidths((2,)), **{**ASKED, "memory_limit": 1e3})
     assert not isinstance(caught.value, NoAnswer) and caught.value.to_dict()["status"] == "infeasible"
+
+
+# -- a clock of which every look takes a second: few looks follow the limit ---------------------------------------------------------
+
+FEW = 40  # looks: to find that the time is over in each of the searches, and to judge what is known
+
+
+def looks(limit: float, **options) -> float:
+    clock = Ticking()
+    module, inputs = gpt2.tiny(layers=4)
+    try:
+        plan_on_a_clock(module, inputs, fast_mesh((2, 4)), training=True, watch=Stopwatch(None, clock), time_limit=limit, **options)
+    except Infeasible as error:
+        assert error.status == "no answer" and "memory_limit" in options
+    return clock.now
+
+
+CASES = list(itertools.product((3.0, 300.0), ({}, {"baselines": False}, {"baselines": False, "memory_limit": 2.2e6})))
+
+
+@pytest.mark.parametrize(("limit", "options"), CASES[1:4:2] + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[::2]])
+def test_every_search_ends_with_the_time_limit(limit, options):
+    assert looks(limit, **options) <= limit + FEW
+
+
+def test_a_search_that_ignores_the_limit_is_found(monkeypatch):
+    real = solving.solve
+    monkeypatch.setattr(solving, "solve", lambda *given, **options: real(*given, **options | {"time_limit": 1e6}))
+    assert looks(3.0, baselines=False) > 3.0 + FEW

@@ -9,9 +9,8 @@ from autoshard import api
 from autoshard.formulate import stream_seconds
 from autoshard.mesh import Mesh
 from autoshard.planning.instance import instance_of
-from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.options import Options
 from autoshard.planning.plan import plan_graph
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.random_choice import random_choice
 from autoshard.report import as_text, plan_report, summary
 from autoshard.report.proof import proof, verdict
@@ -20,6 +19,7 @@ from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import Part, best_prices, parts_that_differ, priced_by_stream, seconds_of_parts, solve
 from tests.helpers import TINY, tiny_graph
+from tests.helpers_models import asked
 
 CASES = [
     ("mlp", (2, 2), 1), ("mlp", (2, 2), 3), ("llama", (4,), 1),
@@ -34,8 +34,7 @@ def mesh_of(sizes: tuple[int, ...]) -> Mesh:
 
 @cache
 def instance(name: str, sizes: tuple[int, ...], m: int):
-    context = Question(ModelGraphs(tiny_graph(name, True)), mesh_of(sizes), Options(microbatches=m), Stopwatch(None)).stepped()
-    found = instance_of(context)
+    found = instance_of(asked(tiny_graph(name, True), mesh_of(sizes), microbatches=m).stepped())
     plans = [random_choice(found.formulated, seed) for seed in range(PLANS)]
     best = solve(found.problem, gap=0.01).choice
     return found.formulated, [best, *plans]
@@ -43,8 +42,8 @@ def instance(name: str, sizes: tuple[int, ...], m: int):
 
 @cache
 def planned(name: str, sizes: tuple[int, ...], m: int, objective: str) -> Solution:
-    options = Options(microbatches=m, objective=objective, baselines=False, gap=0.01)
-    return plan_graph(Question(ModelGraphs(tiny_graph(name, True)), mesh_of(sizes), options, Stopwatch(None)))
+    options = {"microbatches": m, "objective": objective, "baselines": False, "gap": 0.01}
+    return plan_graph(asked(tiny_graph(name, True), mesh_of(sizes), **options))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,6 +21,7 @@ from autoshard.runtime.agreement import RankLost
 from autoshard.runtime.module import ParallelModule
 from models import gpt2, mlp
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, gradients_of, losses_of, parallel
 from tests.helpers_ranks import results, run_ranks
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_bytes()
@@ -58,34 +59,21 @@ def alone() -> tuple[list[float], list[dict[str, torch.Tensor]]]:
 
 
 def _alone(rank: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    module, gradients, losses = build(), [], []
+    module, gradients = build(), []
     for step in range(2):
         module(*batch(step)).backward()
         gradients.append(copy.deepcopy(gradients_of(module)))
     module.zero_grad()
-    optimizer = adamw(module)
-    for step in range(STEPS):
-        loss = module(*batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, gradients
+    return losses_of(module, adamw(module), map(batch, range(STEPS))), gradients
 
 
-def train(rank: int, solution, shape, begin: int, end: int, folder: str, resume: bool) -> tuple[list[float], dict]:
-    module = autoshard.parallelize(build(), solution, init_device_mesh("cpu", shape))
+def train(rank: int, solution, begin: int, end: int, folder: str, resume: bool) -> tuple[list[float], dict]:
+    module = parallel(build(), solution)
     calls = {} if resume else kinds_of_call(module, solution)
     optimizer = adamw(module)
     if resume:
         begin = autoshard.load_checkpoint(folder, module, optimizer)["step"]
-    losses = []
-    for step in range(begin, end):
-        loss = module(*batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(module, optimizer, map(batch, range(begin, end)))
     if not resume:
         autoshard.save_checkpoint(folder, module, optimizer, extra={"step": end})
     facts = {
@@ -103,10 +91,6 @@ def close(found, expected) -> bool:
 
 
 # -- gradients, inputs, outputs ----------------------------------------------------------------------------------------------------
-
-
-def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in module.named_parameters()}
 
 
 def error(found: dict, expected: dict) -> float:
@@ -155,14 +139,14 @@ def check_calls(found: dict) -> None:
 
 def test_calls_of_all_kinds_and_training_on_2x2_resumed_on_4x1_give_what_one_process_gives(tmp_path):
     folder, solution = str(tmp_path / "saved"), planned((2, 2))
-    done = results(4, train, solution, (2, 2), 0, SAVED_AT, folder, False)
+    done = results(4, train, solution, 0, SAVED_AT, folder, False)
     for losses, facts in done:
         assert close(losses, alone()[0][:SAVED_AT])
         assert facts["names"] == [name for name, _ in build().named_parameters()]
         assert facts["dtensors"] and facts["is_a"]
         check_calls(facts["calls"])
         assert facts["layouts"] == {name: row["layout"] for name, row in solution.parameters.items()}
-    for losses, _ in results(4, train, planned((4, 1)), (4, 1), None, STEPS, folder, True):
+    for losses, _ in results(4, train, planned((4, 1)), None, STEPS, folder, True):
         assert close(losses, alone()[0][SAVED_AT:])
     assert sorted(os.listdir(tmp_path)) == ["saved"]  # nothing half-written beside it
 
@@ -234,7 +218,7 @@ def test_every_fault_is_the_same_sentence_on_every_rank_and_nothing_hangs(tmp_pa
 
 
 def saved_step(rank: int, solution, folder: str) -> int:
-    return autoshard.load_checkpoint(folder, autoshard.parallelize(perceptron(), solution, init_device_mesh("cpu", (2, 2))))["step"]
+    return autoshard.load_checkpoint(folder, parallel(perceptron(), solution))["step"]
 
 
 def test_another_number_of_ranks_is_refused_on_every_rank():
@@ -247,20 +231,16 @@ def test_another_number_of_ranks_is_refused_on_every_rank():
 # -- dropout -----------------------------------------------------------------------------------------------------------------------
 
 
-class Drops(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(16, 32), nn.Dropout(0.3), nn.Linear(32, 8)
+def drops() -> nn.Module:
+    def forward(m, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(m.down(m.drop(m.up(x).relu())), y)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.down(self.drop(self.up(x).relu())), y)
+    return Model(forward, up=nn.Linear(16, 32), drop=nn.Dropout(0.3), down=nn.Linear(32, 8))
 
 
-def dropped(rank: int, solution, shape) -> list[float]:
+def dropped(rank: int, solution) -> list[float]:
     """Losses of three steps and one in eval mode; ranks come with different seeds of their own."""
-    module: nn.Module = materialized(Drops(), 0)
-    if shape is not None:
-        module = autoshard.parallelize(module, solution, init_device_mesh("cpu", shape))
+    module = parallel(materialized(drops(), 0), solution)
     torch.manual_seed(42 + rank)
     optimizer, generator, losses = torch.optim.SGD(module.parameters(), lr=0.1), torch.Generator().manual_seed(3), []
     for step in range(4):
@@ -277,10 +257,10 @@ def dropped(rank: int, solution, shape) -> list[float]:
 
 
 def test_dropout_is_that_of_one_process_whatever_the_seeds_of_the_ranks():
-    solution = autoshard.plan(Drops(), (torch.empty(8, 16), torch.empty(8, 8)), fast_mesh((2, 2)), training=True, baselines=False)
+    solution = autoshard.plan(drops(), (torch.empty(8, 16), torch.empty(8, 8)), fast_mesh((2, 2)), training=True, baselines=False)
     assert "S" in solution.layouts["native_dropout"].outputs[0]  # cut, so that ranks must draw different parts of the mask
-    (expected,) = results(1, dropped, None, None)
-    for losses in results(4, dropped, solution, (2, 2)):
+    (expected,) = results(1, dropped, None)
+    for losses in results(4, dropped, solution):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

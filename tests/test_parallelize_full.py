@@ -5,9 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.capture import capture
@@ -18,6 +15,7 @@ from autoshard.planning.random_choice import random_choice
 from autoshard.strategies import candidates
 from models import bert, gpt2, llama, moe
 from tests.helpers import fast_mesh
+from tests.helpers_models import gradients_of, parallel
 from tests.helpers_ranks import results, trained_on
 from tests.test_parallelize import TEXT, close
 
@@ -55,16 +53,14 @@ def plans(name: str, shape: tuple[int, ...], training: bool = True) -> tuple:
     return tuple(found)
 
 
-def gradients(rank: int, name: str, solutions: tuple, shape: tuple[int, ...] | None) -> list[tuple[float, dict]]:
-    """Loss and gradients under each plan; of the model itself without a mesh."""
+def gradients(rank: int, name: str, solutions: tuple) -> list[tuple[float, dict]]:
+    """Loss and gradients under each plan; of the model itself without one."""
     found = []
     for solution in solutions:
-        module: nn.Module = materialized(MODELS[name]()[0], 0)
-        if shape is not None:
-            module = autoshard.parallelize(module, solution, init_device_mesh("cpu", shape))
+        module = parallel(materialized(MODELS[name]()[0], 0), solution)
         loss = module(*values(name, 0))
         loss.backward()
-        grads = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in module.named_parameters()}
+        grads = gradients_of(module)
         found.append((loss.item(), grads if rank == 0 else {}))
     return found
 
@@ -72,26 +68,24 @@ def gradients(rank: int, name: str, solutions: tuple, shape: tuple[int, ...] | N
 @pytest.mark.parametrize("shape", [(2, 2), (4,)])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_the_unsharded_ones_for_our_plan_and_random_layouts(name, shape):
-    ((loss, expected),) = results(1, gradients, name, (None,), None)[0]
+    ((loss, expected),) = results(1, gradients, name, (None,))[0]
     noise = 1e-3 * max(float(g.abs().max()) for g in expected.values())  # gradients that are zero but for rounding
-    for found, grads in results(4, gradients, name, plans(name, shape), shape)[0]:
+    for found, grads in results(4, gradients, name, plans(name, shape))[0]:
         assert found == pytest.approx(loss, rel=1e-5)
         for n, g in expected.items():
             assert float((grads[n] - g).abs().max()) <= 1e-5 * max(float(g.abs().max()), noise), n
 
 
-def curve(rank: int, name: str, solution, shape, folder: str | None, resume: bool, mode: str) -> list[float]:
+def curve(rank: int, name: str, solution, folder: str | None, resume: bool, mode: str) -> list[float]:
     """Losses of 30 AdamW steps on text, saved half way; or from there on."""
-    module = materialized(MODELS[name]()[0], 0)
-    if shape is not None:
-        module = autoshard.parallelize(module, solution, init_device_mesh("cpu", shape))
+    module = parallel(materialized(MODELS[name]()[0], 0), solution)
     run = torch.compile(module) if mode == "torch.compile" else module
     if mode == "compile":
         module.compile()
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3), []
     begin = autoshard.load_checkpoint(folder, module, optimizer)["step"] if resume else 0
     for step in range(begin, STEPS):
-        if step == SAVED_AT and shape is not None and not resume:
+        if step == SAVED_AT and solution is not None and not resume:
             autoshard.save_checkpoint(folder, module, optimizer, extra={"step": step})
         losses.append(trained_on(values(name, step), run, optimizer))
     return losses
@@ -100,10 +94,10 @@ def curve(rank: int, name: str, solution, shape, folder: str | None, resume: boo
 @pytest.mark.parametrize("mode", ["eager", "compile", "torch.compile"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_thirty_steps_on_2x2_and_from_the_middle_on_4x1_give_the_curve_of_one_process(tmp_path, name, mode):
-    (expected,) = results(1, curve, name, None, None, None, False, "eager")
+    (expected,) = results(1, curve, name, None, None, False, "eager")
     assert expected[-1] < 0.9 * expected[0]
     folder = str(tmp_path / "saved")
-    for losses in results(4, curve, name, plans(name, (2, 2))[0], (2, 2), folder, False, mode):
+    for losses in results(4, curve, name, plans(name, (2, 2))[0], folder, False, mode):
         assert close(losses, expected)
-    for losses in results(4, curve, name, plans(name, (4, 1))[0], (4, 1), folder, True, mode):
+    for losses in results(4, curve, name, plans(name, (4, 1))[0], folder, True, mode):
         assert close(losses, expected[SAVED_AT:])

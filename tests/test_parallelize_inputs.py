@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -16,6 +17,7 @@ from autoshard.layout import all_layouts, rank_bounds
 from autoshard.runtime.call_inputs import batch_layouts
 from models import gpt2
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, full, parallel, said
 from tests.helpers_ranks import results
 
 
@@ -35,9 +37,9 @@ class Normed(nn.Module):
         return logits if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def build(kind: type = Normed, seed: int = 0) -> nn.Module:
+def build(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return kind()
+    return Normed()
 
 
 def tokens(rows: int = 8, seq: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,21 +91,12 @@ def alone(given, **more) -> float:
     return build()(*given, **more).item()
 
 
-def said(do) -> str:
-    try:
-        do()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def calls(rank: int, solution, shape) -> dict:
-    device_mesh = init_device_mesh("cpu", shape)
-    module = autoshard.parallelize(build(), solution, device_mesh)
+def calls(rank: int, solution) -> dict:
+    module = parallel(build(), solution)
     steps, found = module.__dict__["_runner"].calls, {}
     small, whole = tokens(4, seed=1), tokens()
     found["plain and planned"] = module(*whole).item()
-    found["plain and small"] = said(lambda: module(*small))
+    found["plain and small"] = said(module, *small)
     found["small"] = [module(*module.shard_inputs(small)).item() for _ in range(2)]
     sharded = module.shard_inputs(dict(zip(("tokens", "targets"), whole)))
     found["layouts"] = {name: autoshard.layout.text(x.placements) for name, x in sharded.items()}
@@ -125,7 +118,7 @@ def test_whole_inputs_and_shards_are_told_apart_and_every_shape_is_captured_once
     assert set(solution.inputs) == {name, second}
     layout = solution.layouts[name].outputs[0]
     loss, small = alone(tokens()), alone(tokens(4, seed=1))
-    for found in results(2, calls, solution, (2,)):
+    for found in results(2, calls, solution):
         for kind in ("plain and planned", "by name", "by name and position", "other order", "local"):
             assert found[kind] == pytest.approx(loss, rel=1e-5), kind
         assert found["small"] == pytest.approx([small] * 2, rel=1e-5)
@@ -137,14 +130,14 @@ def test_whole_inputs_and_shards_are_told_apart_and_every_shape_is_captured_once
 
 
 def parts(rank: int, solution) -> dict[str, str]:
-    module = autoshard.parallelize(build(), solution, init_device_mesh("cpu", (1,)))
+    module = parallel(build(), solution)
     fired: list[str] = []
     module.register_forward_hook(lambda *_: fired.append("whole"))
     module(*tokens())
     hooks = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("hook") and "dict" not in name]
     return {
-        "call": said(lambda: module.up(torch.ones(2, 16))),
-        **{name: said(lambda name=name: getattr(module.norm, name)(print)) for name in hooks},
+        "call": said(module.up, torch.ones(2, 16)),
+        **{name: said(getattr(module.norm, name), print) for name in hooks},
         "fired": ",".join(fired),
         "state": ",".join(module.state_dict()),
     }
@@ -163,38 +156,33 @@ def test_calls_and_hooks_of_inner_modules_are_refused_and_those_of_the_whole_wor
 # -- what comes back ----------------------------------------------------------------------------------------------------------------
 
 
-class Packs(nn.Module):
+def packs(m, x: torch.Tensor) -> dict:
     """Tensors among constants, one of them twice, one an input; reads a number, which the meta device can't."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> dict:
-        y = self.linear(x)
-        return {"loss": y.sum(), "none": None, "twice": (y, [y]), "number": 3, "text": "a"}
+    y = m.linear(x)
+    return {"loss": y.sum(), "none": None, "twice": (y, [y]), "number": 3, "text": "a"}
 
 
-class Asks(Packs):
+def asks(m, x: torch.Tensor) -> dict:
     """A constant of the forward is read as a number, as Hugging Face's models do."""
-
-    def forward(self, x: torch.Tensor) -> dict:
-        return super().forward(x) | {"number": 3 if torch.compiler.is_compiling() else int(x.sum().item())}
+    return packs(m, x) | {"number": 3 if torch.compiler.is_compiling() else int(x.sum().item())}
 
 
-def packed(rank: int, solution, kind: type) -> list:
-    module = autoshard.parallelize(build(kind), solution, init_device_mesh("cpu", (2,)))
-    full = lambda x: x.full_tensor() if isinstance(x, DTensor) else x  # noqa: E731
-    found = module(torch.ones(4, 4))
+def packing(kind: Callable) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(kind, linear=nn.Linear(4, 4))
+
+
+def packed(rank: int, solution, kind: Callable) -> list:
+    found = parallel(packing(kind), solution)(torch.ones(4, 4))
     first, (second,) = found["twice"]
     return [list(found), found["none"], found["number"], found["text"], full(first).tolist(), full(second).tolist()]
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", [Packs, Asks])
+@pytest.mark.parametrize("kind", [packs, asks])
 def test_what_a_module_returns_is_packed_as_it_was_captured(kind, training):
-    solution = autoshard.plan(kind(), (torch.ones(4, 4),), fast_mesh((2,)), training=training, baselines=False)
-    y = build(Packs)(torch.ones(4, 4))["twice"][0].tolist()
+    solution = autoshard.plan(packing(kind), (torch.ones(4, 4),), fast_mesh((2,)), training=training, baselines=False)
+    y = packing(packs)(torch.ones(4, 4))["twice"][0].tolist()
     for found in results(2, packed, solution, kind):
         assert found[:4] == [["loss", "none", "twice", "number", "text"], None, 3, "a"]
         assert found[4] == found[5] == [pytest.approx(row) for row in y]
@@ -209,8 +197,8 @@ def loaded(rank: int, solution) -> tuple[dict, float, str, str]:
     module = autoshard.parallelize(build(), solution, device_mesh)
     rows = slice(4, 8) if device_mesh.get_coordinate()[0] else slice(0, 4)
     batch = module.shard_inputs(tuple(x[rows] for x in tokens()), local=True)
-    wrong = said(lambda: module.shard_inputs((torch.tensor(1), tokens()[1]), local=True))
-    unlike = said(lambda: module.shard_inputs((tokens()[0][:4], tokens()[1][:2]), local=True))
+    wrong = said(module.shard_inputs, (torch.tensor(1), tokens()[1]), local=True)
+    unlike = said(module.shard_inputs, (tokens()[0][:4], tokens()[1][:2]), local=True)
     return module.input_layouts, module(*batch).item(), wrong, unlike
 
 

@@ -1,15 +1,17 @@
-"""Objects that hold tensors (caches) and inputs that a forward writes into, on real ranks."""
+"""What a forward reads beside parameters, buffers and plain inputs, on real ranks: objects that hold tensors (caches), inputs that it
+writes into, other tensors; and models whose parts are in different modes."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
+from autoshard.capture import capture
 from autoshard.capture.nested_tensors import filled, listed, state_of, tensors_of
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, full, gradients_of, parallel, right_plan
 from tests.helpers_ranks import results
 
 
@@ -20,29 +22,19 @@ class Cache:
         self.rows, self.scale = [torch.zeros(4, 6, 8)], 1.0
 
 
-class Decode(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x, cache):
-        cache.rows[0][:, 2:3] = self.linear(x) * cache.scale
-        return cache.rows[0].sum(1)
+def decode(m, x, cache):
+    cache.rows[0][:, 2:3] = m.linear(x) * cache.scale
+    return cache.rows[0].sum(1)
 
 
-class Writing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x, total):
-        total.add_(self.linear(x))
-        return total.relu()
+def writing(m, x, total):
+    total.add_(m.linear(x))
+    return total.relu()
 
 
 def cached():
     torch.manual_seed(0)
-    return Decode(), (torch.randn(4, 1, 8), Cache())
+    return Model(decode, linear=nn.Linear(8, 8)), (torch.randn(4, 1, 8), Cache())
 
 
 def planned(model, inputs, pins):
@@ -55,13 +47,13 @@ def steps(module, cache):
     for k in range(2):
         with torch.no_grad():
             y = module(torch.full((4, 1, 8), k + 1.0), cache)
-        made += [getattr(y, "full_tensor", lambda y=y: y)().clone(), cache.rows[0].clone()]
+        made += [full(y).clone(), cache.rows[0].clone()]
         cache.scale = 2.0
     return made
 
 
 def used(rank, model, inputs, solution):
-    return steps(autoshard.parallelize(model, solution, init_device_mesh("cpu", (2,))), inputs[1])
+    return steps(parallel(model, solution), inputs[1])
 
 
 @pytest.mark.parametrize("pin", ["S(0)", "S(2)", "R"])
@@ -73,7 +65,7 @@ def test_a_cache_is_an_input_and_holds_what_was_written(pin):
 
 
 def written(rank, model, solution, totals):
-    module = autoshard.parallelize(model, solution, init_device_mesh("cpu", (2,)))
+    module = parallel(model, solution)
     x = torch.ones(4, 8)
     sharded = module.shard_inputs((x, totals.clone()))  # DTensors
     with torch.no_grad():
@@ -84,7 +76,7 @@ def written(rank, model, solution, totals):
 
 @pytest.mark.parametrize("pin", ["S(0)", "S(1)", "R"])
 def test_an_input_that_the_forward_writes_into_is_written_on_every_rank(pin):
-    model, totals = Writing(), torch.zeros(4, 8)
+    model, totals = Model(writing, linear=nn.Linear(8, 8)), torch.zeros(4, 8)
     expected = model.linear(torch.ones(4, 8)).detach()
     for plain, sharded in results(2, written, model, planned(model, (torch.ones(4, 8), totals), {"input_1": pin}), totals):
         assert torch.allclose(plain, expected, atol=1e-6) and torch.allclose(sharded, expected, atol=1e-6)
@@ -107,3 +99,99 @@ def test_inputs_are_filled_with_what_lists_hold():
     assert lists["cache"][0] is inputs["cache"].rows[0]
     assert made["x"] is new["x"] and made["cache"].rows[0] is new["cache"][0] and made["cache"] is not inputs["cache"]
     assert [t.sum() for t in tensors_of(inputs["cache"])] == [0]
+
+
+# -- tensors beside parameters, buffers and inputs; parts in different modes ---------------------------------------------------------
+
+SHARED = torch.arange(8.0)
+
+
+def literal(m):
+    return torch.tensor([1.0, 2.0] * 4)
+
+
+def attribute(m):
+    return m.attribute
+
+
+def in_a_list(m):
+    return m.listed[0]
+
+
+def of_the_module(m):
+    return SHARED + m.attribute * SHARED
+
+
+KINDS = (literal, attribute, in_a_list, of_the_module)
+
+
+def build(scale):
+    torch.manual_seed(0)
+    return of(lambda m, x: (m.linear(x) * scale(m)).square().sum(-1).mean(-1)), (torch.randn(4, 6, 8),)
+
+
+def of(forward):
+    model = Model(forward, linear=nn.Linear(8, 8), listed=[torch.arange(8.0) ** 2])
+    model.attribute = torch.arange(8.0) - 3
+    return model
+
+
+def gradients(module, inputs, training):
+    with torch.set_grad_enabled(training):
+        y = module(*inputs)
+    if training:
+        y.sum().backward()
+    return {"y": full(y).detach(), **gradients_of(module)}
+
+
+def differentiated(rank, model, inputs, solution, training):
+    return gradients(parallel(model, solution), inputs, training)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_tensor_that_is_no_buffer_is_read_on_every_rank(kind, training):
+    model, inputs = build(kind)
+    solution = autoshard.plan(model, inputs, fast_mesh((2,)), training=training, baselines=False, pins={"linear.weight": "S(0)"})
+    found = results(2, differentiated, model, inputs, solution, training)
+    expected = results(1, lambda rank: gradients(copy.deepcopy(model), inputs, training))[0]
+    for made in found:
+        assert made.keys() == expected.keys()
+        assert all(torch.allclose(made[name], x, rtol=1e-5, atol=1e-6) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_read_in_verify_too_and_is_one_tensor_of_the_program(kind):
+    model, inputs = build(kind)
+    graph = capture(model, inputs, training=True)
+    read = [op.name for i, op in enumerate(graph.ops) if op.kind == "buffer" and (i, 0) in graph.users]
+    assert len(read) == (2 if kind is of_the_module else 1)
+    right_plan(model, inputs, fast_mesh((2,)), training=True, random=1, fault=True)
+
+
+def counting(m, x):
+    m.attribute.add_(1)
+    return (m.linear(x) + m.attribute).square().mean()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_one_that_the_forward_writes_into_is_refused(training):
+    with pytest.raises(ValueError, match=r"writes into .*attribute.* no buffer .*register_buffer"):
+        capture(of(counting), (torch.randn(4, 6, 8),), training=training)
+
+
+def frozen():
+    """As in fine-tuning: the model trains, its batch norm does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 4 * 4, 4)).train()
+    model[1].eval()
+    model[2].eval()
+    return model, (torch.randn(4, 3, 6, 6),)
+
+
+def test_parts_keep_the_modes_that_they_were_planned_in():
+    model, inputs = frozen()
+    solution = autoshard.plan(model, inputs, fast_mesh((2,)), training=True, baselines=False)
+    found = results(2, differentiated, model, inputs, solution, True)
+    expected = results(1, lambda rank: gradients(copy.deepcopy(model), inputs, True))[0]
+    assert all(torch.allclose(made[name], x, rtol=1e-4, atol=1e-5) for made in found for name, x in expected.items())

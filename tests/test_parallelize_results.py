@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.capture.nested_tensors import tensors_of
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, full, losses_of, parallel, right_plan
 from tests.helpers_ranks import results
 
 
@@ -53,15 +54,13 @@ FORMS = {
 }
 
 
-class Returning(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.form = nn.Linear(8, 16), nn.Linear(16, 8), form
+def returning(form):
+    def forward(m, x):
+        y = m.down(m.up(x).relu())
+        return FORMS[form](y.pow(2).mean(), y)
 
-    def forward(self, x):
-        y = self.down(self.up(x).relu())
-        return FORMS[self.form](y.pow(2).mean(), y)
+    torch.manual_seed(0)
+    return Model(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
 def described(result):
@@ -77,14 +76,14 @@ def described(result):
 
 
 def values(result):
-    return [getattr(x, "full_tensor", lambda x=x: x)().detach() for x in tensors_of(result)]
+    return [full(x).detach() for x in tensors_of(result)]
 
 
 def returned(rank, plans, x):
     mesh = init_device_mesh("cpu", (2,))
     made = {}
     for (form, training), solution in plans.items():
-        module = autoshard.parallelize(Returning(form), solution, mesh)
+        module = autoshard.parallelize(returning(form), solution, mesh)
         result = module(x)
         if training:
             tensors_of(result)[0].sum().backward()
@@ -96,12 +95,12 @@ def returned(rank, plans, x):
 def test_results_come_back_as_what_the_model_returns():
     x = torch.randn(16, 8)
     cases = [*((form, False) for form in FORMS), *((form, True) for form in ("frozen and nested", "slots", "constants and objects"))]
-    plans = {(form, t): autoshard.plan(Returning(form), (x,), fast_mesh((2,)), training=t, baselines=False) for form, t in cases}
-    found = autoshard.verify(Returning("constants and objects"), (x,), plans["constants and objects", True])
+    plans = {(form, t): autoshard.plan(returning(form), (x,), fast_mesh((2,)), training=t, baselines=False) for form, t in cases}
+    found = autoshard.verify(returning("constants and objects"), (x,), plans["constants and objects", True])
     assert found["ok"], found
     for made in results(2, returned, plans, x):
         for form, training in cases:
-            expected = Returning(form)(x)
+            expected = returning(form)(x)
             shape, got = made[form, training]
             assert shape == described(expected), (form, training)
             pairs = zip(got, values(expected), strict=False)  # a tensor that is returned twice comes back as two
@@ -111,98 +110,72 @@ def test_results_come_back_as_what_the_model_returns():
 # -- steps of the optimizer ---------------------------------------------------------------------------------------------------------
 
 
-def loss_of(result):
-    loss = getattr(result, "loss", result)
-    return getattr(loss, "full_tensor", lambda: loss)()
-
-
-def steps(module, inputs, trained):
+def steps(rank, model, inputs, trained, solution=None):
     """Losses of three steps, and the trained parameters after them."""
+    module = parallel(model, solution)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.01)
-    losses = []
-    for _ in range(3):
-        loss = loss_of(module(**inputs))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    held = dict(module.named_parameters())
-    return losses, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in (held[name] for name in trained)]
-
-
-def on_ranks(rank, model, inputs, solution, trained):
-    return steps(autoshard.parallelize(model, solution, autoshard.device_mesh(solution)), inputs, trained)
+    losses, held = losses_of(module, optimizer, [inputs] * 3), dict(module.named_parameters())
+    return losses, [full(held[name]).detach() for name in trained]
 
 
 def assert_trains_as_one_process(model, inputs, shape, rel=1e-9):
     """In float64, and verified with layouts at random."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    solution = autoshard.plan(model, inputs, fast_mesh(shape), training=True, baselines=False)
-    found = autoshard.verify(model, inputs, solution, random=1)
-    assert found["ok"], found
+    solution = right_plan(model, inputs, fast_mesh(shape), training=True, random=1)
     assert {name.partition(":")[2] for name in solution.results if name.startswith("gradient:")} == set(trained)
-    losses, parameters = steps(copy.deepcopy(model), inputs, trained)
-    for found_losses, found_parameters in results(solution.mesh.num_devices, on_ranks, model, inputs, solution, trained):
+    losses, parameters = steps(0, copy.deepcopy(model), inputs, trained)
+    for found_losses, found_parameters in results(solution.mesh.num_devices, steps, model, inputs, trained, solution):
         assert found_losses == pytest.approx(losses, rel=rel)
         assert all(torch.allclose(a, b, rtol=rel, atol=rel / 1e3) for a, b in zip(found_parameters, parameters, strict=True))
     return solution
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4), nn.BatchNorm1d(4))
-        self.layers = nn.SyncBatchNorm.convert_sync_batchnorm(layers)
-
-    def forward(self, x):
-        return self.layers(x).pow(3).mean()
+def normed():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4), nn.BatchNorm1d(4))
+    return Model(lambda m, x: m.layers(x).pow(3).mean(), layers=nn.SyncBatchNorm.convert_sync_batchnorm(layers))
 
 
 def test_sync_batch_norm_normalizes_over_the_global_batch_on_any_ranks():
-    assert_trains_as_one_process(Normed().double(), {"x": torch.randn(8, 3, 8, 8, dtype=torch.float64)}, (2,))
+    assert_trains_as_one_process(normed().double(), {"x": torch.randn(8, 3, 8, 8, dtype=torch.float64)}, (2,))
 
 
 def test_a_norm_over_a_part_of_the_ranks_is_refused():
-    model = Normed()
+    model = normed()
     model.layers[1].process_group = object()
     with pytest.raises(ValueError, match=r"layers.1 normalizes over the batch of a process group; .* use BatchNorm"):
         autoshard.plan(model, {"x": torch.empty(8, 3, 8, 8)}, fast_mesh((2,)), training=True)
 
 
-class Adapted(nn.Module):
+def adapted(linear, magnitude):
     """A frozen linear layer beside one of low rank, as peft has it. magnitude: weights of unit length times a trained vector (DoRA)."""
 
-    def __init__(self, linear, magnitude):
-        super().__init__()
-        self.base, self.a, self.b = linear, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        nn.init.normal_(self.b.weight)
-        self.magnitude = nn.Parameter(linear.weight.norm(dim=1).detach()) if magnitude else None
-
-    def forward(self, x):
-        y = self.base(x) + self.b(self.a(x))
-        if self.magnitude is None:
+    def forward(m, x):
+        y = m.base(x) + m.b(m.a(x))
+        if not magnitude:
             return y
-        return y * self.magnitude / (self.base.weight + self.b.weight @ self.a.weight).norm(dim=1).detach()
+        return y * m.magnitude / (m.base.weight + m.b.weight @ m.a.weight).norm(dim=1).detach()
+
+    model = Model(forward, base=linear, a=nn.Linear(8, 2, bias=False), b=nn.Linear(2, 8, bias=False))
+    nn.init.normal_(model.b.weight)
+    model.magnitude = nn.Parameter(linear.weight.norm(dim=1).detach()) if magnitude else None
+    return model
 
 
-class Attention(nn.Module):
-    def __init__(self, magnitude):
-        super().__init__()
-        torch.manual_seed(0)
-        parts = [nn.Linear(8, 8).requires_grad_(False) for _ in range(4)]
-        self.q, self.v = (Adapted(part, magnitude) for part in parts[:2])
-        self.k, self.out = parts[2:]
-
-    def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+def attention(magnitude):
+    def forward(m, x):
+        q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (m.q, m.k, m.v))
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return Output(self.out(y.transpose(1, 2).flatten(2)).pow(2).mean(), y)
+        return Output(m.out(y.transpose(1, 2).flatten(2)).pow(2).mean(), y)
+
+    torch.manual_seed(0)
+    q, v, k, out = (nn.Linear(8, 8).requires_grad_(False) for _ in range(4))
+    return Model(forward, q=adapted(q, magnitude), v=adapted(v, magnitude), k=k, out=out)
 
 
 @pytest.mark.parametrize("magnitude", [False, True], ids=["LoRA", "DoRA"])
 def test_only_the_adapters_are_trained(magnitude):
-    model = nn.Sequential(Attention(magnitude)).double()
+    model = nn.Sequential(attention(magnitude)).double()
     assert_trains_as_one_process(model, {"input": torch.randn(4, 6, 8, dtype=torch.float64)}, (2,))
 
 

@@ -14,13 +14,11 @@ from autoshard.lower import lower
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.runtime.bucketing import bucket
 from autoshard.runtime.overlap import described, overlap, room, scheduled
 from models import gpt2
 from tests.helpers_lower import mesh_of
+from tests.helpers_models import scheme_plan
 
 c10d = torch.ops._c10d_functional
 SMALL, BIG = (64,), (512, 512)
@@ -154,7 +152,7 @@ def test_a_view_of_a_parameter_that_is_returned_too_holds_no_gather_back(pace):
 def fsdp_passes(pace) -> RankGraphs:
     """Of tiny GPT-2, its parameters and batch cut over four ranks."""
     graph = capture(*gpt2.tiny(), training=True)
-    solution = baseline_only(Question(ModelGraphs(graph), mesh_of(2, 2), Options(training=True), Stopwatch(None)), "fsdp")
+    solution = scheme_plan(graph, mesh_of(2, 2), "fsdp", training=True)
     program = lower(graph, solution.layouts, solution.results, solution.mesh)
     return trace(program, graph, pace.groups, (0, 0))
 

@@ -8,7 +8,6 @@ from functools import cache, partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
@@ -30,6 +29,7 @@ from autoshard.solution import replay
 from autoshard.strategies import candidates
 from models import gpt2, llama, mlp
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, assert_refused, parallel, right_plan
 from tests.helpers_ranks import run_ranks
 
 DTYPES = (None, "bfloat16", "float16", "float32")
@@ -61,8 +61,7 @@ def test_bf16_reduces_in_float32_and_dtypes_are_given_in_any_form():
 
 @pytest.mark.parametrize("given", ["bf17", "", "bf16:sum=fp32", "bf16:reduce", "bf16:cast_forward_inputs=maybe", 16, torch.bfloat16, {}])
 def test_anything_else_is_refused_in_a_sentence(given):
-    with pytest.raises(ValueError, match="expected"):
-        Precision.of(given)
+    assert_refused("expected", Precision.of, given)
 
 
 # -- the casts
@@ -104,21 +103,14 @@ def test_recomputed_blocks_share_the_casts_of_the_backward_pass():
 
 
 def test_outputs_inputs_and_tangents_are_cast():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.a(x), x
-
+    model = Model(lambda m, x: (m.a(x), x), a=nn.Linear(8, 8))
     inputs = (torch.zeros(4, 8),)
-    graph = capture(Scaled(), inputs, training=True, precision=Precision("bf16", "fp32", "fp32"))
+    graph = capture(model, inputs, training=True, precision=Precision("bf16", "fp32", "fp32"))
     dtypes = {r.name: graph.tensor(r.value).dtype for r in graph.results if r.kind == "output"}
     assert dtypes == {"0": "float32", "1": "float32"}
     assert {op.output.dtype for op in graph.ops if op.kind in ("tangent", "input")} == {"float32"}
     assert [op.output.dtype for op in graph.ops if "addmm" in op.target] == ["bfloat16"]
-    kept = capture(Scaled(), inputs, training=False, precision=Precision("bf16", cast_forward_inputs=False, output_dtype="fp32"))
+    kept = capture(model, inputs, training=False, precision=Precision("bf16", cast_forward_inputs=False, output_dtype="fp32"))
     assert not any(op.target == CAST and kept.ops[op.inputs[0][0]].kind == "input" for op in kept.ops)
 
 
@@ -211,8 +203,7 @@ def test_a_plan_and_random_layouts_compute_what_the_policy_computes_on_one_devic
 @pytest.mark.slow
 def test_float16_is_as_good_a_dtype():
     module, inputs = mlp.mlp(width=64)
-    solution = autoshard.plan(module, inputs, fast_mesh((4,)), training=True, precision="fp16", baselines=False)
-    assert autoshard.verify(module, inputs, solution)["ok"]
+    right_plan(module, inputs, fast_mesh((4,)), training=True, precision="fp16")
 
 
 def test_parameters_of_bfloat16_are_reduced_in_float32():
@@ -220,8 +211,7 @@ def test_parameters_of_bfloat16_are_reduced_in_float32():
     graph = capture(module, inputs, training=True, precision=Precision("bf16", "fp32"))
     chain = [graph.ops[i].kind for i, op in enumerate(graph.ops) if op.kind in (CAST_THEN_REDUCE, REDUCE_THEN_CAST)]
     assert chain.count(CAST_THEN_REDUCE) == chain.count(REDUCE_THEN_CAST) > 0
-    solution = autoshard.plan(module, inputs, fast_mesh((4,)), training=True, precision=Precision("bf16", "fp32"), baselines=False)
-    assert autoshard.verify(module, inputs, solution)["ok"]
+    right_plan(module, inputs, fast_mesh((4,)), training=True, precision=Precision("bf16", "fp32"))
 
 
 def test_files_hold_the_policy_and_old_files_have_none(tmp_path):
@@ -234,8 +224,7 @@ def test_files_hold_the_policy_and_old_files_have_none(tmp_path):
     data = json.loads(path.read_text())
     data["assumptions"]["precision"] = "bf17"
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="is not a sound plan: param_dtype is 'bf17'"):
-        autoshard.load(path)
+    assert_refused("is not a sound plan: param_dtype is 'bf17'", autoshard.load, path)
 
 
 def test_the_other_verbs_follow_the_policy():
@@ -253,35 +242,30 @@ def test_the_pass_takes_a_policy_for_a_module_only():
     assert info["solution"].precision == Precision("bf16", "fp32")
     assert all("autoshard" in node.meta for node in graph.graph.find_nodes(op="placeholder"))
     fx_graph = capture_module(module, inputs, training=False).fx_graph
-    with pytest.raises(ValueError, match="needs an nn.Module"):
-        autoshard.autosharding_pass(fx_graph, precision="bf16", **options)
+    assert_refused("needs an nn.Module", autoshard.autosharding_pass, fx_graph, precision="bf16", **options)
 
 
 # -- norms, whose statistics a CPU and a GPU return in different dtypes
 
 
-class Norms(nn.Module):
-    def __init__(self, kind: str, affine: bool):
-        super().__init__()
-        self.conv = nn.Conv2d(4, 8, 1)
-        self.norm = {
-            "layer": lambda: nn.LayerNorm([8, 4, 4], elementwise_affine=affine),
-            "group": lambda: nn.GroupNorm(2, 8, affine=affine),
-        }[kind]()
+NORMS = {
+    "layer": lambda affine: nn.LayerNorm([8, 4, 4], elementwise_affine=affine),
+    "group": lambda affine: nn.GroupNorm(2, 8, affine=affine),
+}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.conv(x)).float().square().mean()
+
+def normed(kind: str, affine: bool) -> nn.Module:
+    return Model(lambda m, x: m.norm(m.conv(x)).float().square().mean(), conv=nn.Conv2d(4, 8, 1), norm=NORMS[kind](affine))
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("kind", ["layer", "group"])
+@pytest.mark.parametrize("kind", NORMS)
 def test_norms_of_bfloat16_run_on_a_cpu_and_trace_for_a_gpu(kind, affine):
-    model, inputs = Norms(kind, affine), (torch.randn(8, 4, 4, 4, generator=torch.Generator().manual_seed(1)),)
+    model, inputs = normed(kind, affine), (torch.randn(8, 4, 4, 4, generator=torch.Generator().manual_seed(1)),)
     for precision in ("bf16", None):
-        model = model if precision else Norms(kind, affine).to(torch.bfloat16)
+        model = model if precision else normed(kind, affine).to(torch.bfloat16)
         inputs = inputs if precision else tuple(x.bfloat16() for x in inputs)
-        solution = autoshard.plan(model, inputs, fast_mesh((4,)), training=True, precision=precision, baselines=False)
-        assert autoshard.verify(model, inputs, solution, random=1)["ok"]
+        solution = right_plan(model, inputs, fast_mesh((4,)), training=True, precision=precision, random=1)
         graph = capture(model, inputs, training=True, precision=solution.precision)
         program = lower(graph, solution.layouts, solution.results, solution.mesh, device="cuda")
         assert trace(program, graph, Groups(("fake",), (4,)), (0,), "cuda").backward is not None
@@ -290,27 +274,21 @@ def test_norms_of_bfloat16_run_on_a_cpu_and_trace_for_a_gpu(kind, affine):
 # -- autocast
 
 
-class OnCuda(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return self.a(x)
+def on_cuda(m, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return m.a(x)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_autocast_of_a_gpu_is_captured_on_a_machine_without_one():
-    model, inputs = OnCuda(), (torch.randn(8, 16),)
+    model, inputs = Model(on_cuda, a=nn.Linear(16, 16)), (torch.randn(8, 16),)
     graph = capture(model, inputs, training=True)
     assert [op.output.dtype for op in graph.ops if "addmm" in op.target] == ["bfloat16"]
-    solution = autoshard.plan(model, inputs, fast_mesh((4,)), training=True, baselines=False)
-    assert autoshard.verify(model, inputs, solution, random=2)["ok"]
+    right_plan(model, inputs, fast_mesh((4,)), training=True, random=2)
 
 
 def inside_autocast(rank: int, solution) -> None:
-    module = autoshard.parallelize(nn.Linear(4, 4), solution, init_device_mesh("cpu", (1,)))
+    module = parallel(nn.Linear(4, 4), solution)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         module(torch.ones(2, 4))
 

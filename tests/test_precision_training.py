@@ -8,47 +8,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.capture import capture
 from autoshard.exports import apply_recipe
 from autoshard.lower.program import lower
 from autoshard.lower.unsharded import materialized
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from benchmarks.studies.peaks import TOLERANCE as OF_MEMORY
 from benchmarks.studies.peaks import measured_peak
 from models import gpt2, llama
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, Sent, full, losses_of, parallel, right_plan, scheme_plan
 from tests.helpers_ranks import results
 
 WORLD, BATCHES = 4, 4
 MODELS = {"gpt2": gpt2, "llama": llama}
-SENT = {"allgather": 1, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "allreduce": 2, "all_reduce": 2}  # times (N - 1) / N
-
-
-class Sent(TorchDispatchMode):
-    """Counts the bytes that a rank sends, by collective and dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        name = str(function)
-        kind = next((kind for kind in SENT if "c10d" in name and kind in name), None)
-        if kind is not None:
-            tensors = [x for x in (*args, *(kwargs or {}).values(), out) if isinstance(x, torch.Tensor)]
-            tensors += [t for x in args if isinstance(x, (list, tuple)) for t in x if isinstance(t, torch.Tensor)]
-            largest = max(tensors, key=lambda t: t.numel())
-            key = (kind.replace("allgather", "all_gather").replace("allreduce", "all_reduce"), str(largest.dtype).removeprefix("torch."))
-            sent = SENT[kind] * (WORLD - 1) / WORLD * largest.numel() * largest.element_size()
-            self.bytes[key] = self.bytes.get(key, 0.0) + sent
-        return out
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,13 +39,12 @@ def planned(name: str, reduce: str, scheme: str, layers: int, shape: tuple[int, 
     if scheme == "best":
         options = {"training": True, "precision": precision, "gap": 1e-3, "baselines": shape != (WORLD,)}
         return graph, autoshard.plan(module, inputs, fast_mesh(shape), **options)
-    context = Question(ModelGraphs(graph), fast_mesh(shape), Options(training=True, precision=precision), Stopwatch(None))
-    return graph, baseline_only(context, scheme)
+    return graph, scheme_plan(graph, fast_mesh(shape), scheme, training=True, precision=precision)
 
 
 def train(module: nn.Module, steps: int, own: slice | None = None) -> tuple[list[float], dict]:
     """Losses, and the bytes sent in the second step's forward and backward. own: this rank's rows, where the module is given those."""
-    optimizer, losses, counted = torch.optim.AdamW(module.parameters(), lr=1e-3), [], Sent()
+    optimizer, losses, counted = torch.optim.AdamW(module.parameters(), lr=1e-3), [], Sent(WORLD)
     for step in range(steps):
         inputs = batch(step) if own is None else tuple(x[own] for x in batch(step))
         with counted if step == 1 else torch.enable_grad():
@@ -80,7 +53,7 @@ def train(module: nn.Module, steps: int, own: slice | None = None) -> tuple[list
         assert all(p.grad is None or p.grad.dtype == torch.float32 for p in module.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        loss = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach().clone()
+        loss = full(loss.detach()).clone()
         if own is not None:
             dist.all_reduce(loss)
             loss /= WORLD
@@ -98,7 +71,7 @@ def fully_sharded(module: nn.Module, reduce: str, device_mesh) -> nn.Module:
 def work(rank: int, name: str, reduce: str, steps: int, layers: int, solutions: dict) -> dict:
     device_mesh, runs = init_device_mesh("cpu", (WORLD,)), {}
     for scheme, solution in solutions.items():
-        module = autoshard.parallelize(materialized(MODELS[name].tiny(layers=layers)[0], 0), solution, device_mesh)
+        module = parallel(materialized(MODELS[name].tiny(layers=layers)[0], 0), solution)
         assert all(p.dtype == torch.float32 for p in module.parameters())
         runs[scheme] = train(module, steps)
     module = fully_sharded(materialized(MODELS[name].tiny(layers=layers)[0], 0), reduce, device_mesh)
@@ -152,10 +125,10 @@ def exported(rank: int, recipe: dict) -> tuple[float, float, dict]:
     alone = materialized(gpt2.tiny(layers=1)[0], 0)(*batch(0)).item()
     module = apply_recipe(recipe, materialized(gpt2.tiny(layers=1)[0], 0), device_mesh)
     half = slice(4 * (rank // 2), 4 * (rank // 2) + 4)
-    with Sent() as counted:
+    with Sent(WORLD) as counted:
         loss = module(*(x[half] for x in batch(0)))
         loss.backward()
-    loss = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach().clone()
+    loss = full(loss.detach()).clone()
     dist.all_reduce(loss)
     return loss.item() / WORLD, alone, counted.bytes
 
@@ -167,15 +140,15 @@ def test_the_fully_shard_export_carries_the_policy():
     assert sent["reduce_scatter", "float32"] > 0 and ("all_gather", "float32") not in sent and sent["all_gather", "bfloat16"] > 0
 
 
-class Autocast(nn.Module):
-    def __init__(self, width: int = 32):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(16, width), nn.LayerNorm(width), nn.Linear(width, 16)
+def autocast(m, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        out = m.b(torch.relu(m.norm(m.a(x))))
+    return nn.functional.mse_loss(out.float(), y)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            out = self.b(torch.relu(self.norm(self.a(x))))
-        return nn.functional.mse_loss(out.float(), y)
+
+def autocast_model(width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(autocast, a=nn.Linear(16, width), norm=nn.LayerNorm(width), b=nn.Linear(width, 16))
 
 
 def autocast_inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,30 +156,16 @@ def autocast_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 16, generator=generator), torch.randn(8, 16, generator=generator)
 
 
-def autocast_steps(module: nn.Module) -> list[float]:
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
-    for _ in range(4):
-        loss = module(*autocast_inputs())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().full_tensor().item() if isinstance(loss, DTensor) else loss.item())
-    return losses
-
-
-def autocast_work(rank: int, solution) -> tuple[list[float], list[float]]:
-    torch.manual_seed(0)
-    model = Autocast()
-    return autocast_steps(autoshard.parallelize(model, solution, init_device_mesh("cpu", (2,)))), autocast_steps(model)
+def autocast_work(rank: int, solution) -> tuple[list[float], ...]:
+    models = parallel(autocast_model(), solution), autocast_model()
+    return tuple(losses_of(model, torch.optim.SGD(model.parameters(), lr=0.1), [autocast_inputs()] * 4) for model in models)
 
 
 def test_a_model_with_autocast_in_its_forward_is_planned_verified_and_run():
-    torch.manual_seed(0)
-    model, inputs = Autocast(), autocast_inputs()
+    model, inputs = autocast_model(), autocast_inputs()
     graph = capture(model, inputs, training=True)
     assert {op.output.dtype for op in graph.ops if ".mm." in op.target or "addmm" in op.target} == {"bfloat16"}
-    solution = autoshard.plan(model, inputs, fast_mesh((2,)), training=True, baselines=False, pins={"a.weight": "S(0)", "input_0": "S(0)"})
-    assert autoshard.verify(model, inputs, solution, random=3)["ok"]
-    assert not autoshard.verify(model, inputs, solution, plant_fault=True)["ok"]
+    pins = {"a.weight": "S(0)", "input_0": "S(0)"}
+    solution = right_plan(model, inputs, fast_mesh((2,)), training=True, pins=pins, random=3, fault=True)
     mine, alone = results(2, autocast_work, solution)[0]
     assert mine == pytest.approx(alone, rel=5e-3) and mine[-1] < mine[0]

@@ -19,6 +19,7 @@ from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.strategies.candidates import candidates
 from tests.helpers import fast_mesh
 from tests.helpers_lower import mesh_of, random_layouts
+from tests.helpers_models import Model, parallel, right_plan
 from tests.helpers_ranks import results
 
 D = torch.distributions
@@ -82,29 +83,31 @@ DRAWS = {
 ASKING = ("poisson", "binomial", "gamma", "rrelu")  # drawn per shard at any size
 
 
-class Drawing(nn.Module):
+def drawing(names):
     """Draws each of these twice, the second time from what came first."""
 
-    def __init__(self, names):
-        super().__init__()
-        self.names, self.linear, self.second = names, nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, COLUMNS)
-
-    def forward(self, x):
-        loss, h = 0.0, self.linear(x)
-        for linear in (self.second, self.linear):
+    def forward(m, x):
+        loss, h = 0.0, m.linear(x)
+        for linear in (m.second, m.linear):
             with torch.no_grad():
                 p = torch.sigmoid(h)
-            for name in self.names:
+            for name in names:
                 y = DRAWS[name](h, h.mT, p)
                 loss = loss + y.square().mean()
             h = linear(y.reshape(-1)[: ROWS * COLUMNS].reshape(ROWS, COLUMNS))
         return loss
 
+    return with_linear(forward, second=nn.Linear(COLUMNS, COLUMNS))
+
+
+def with_linear(forward, **parts):
+    return Model(forward, linear=nn.Linear(COLUMNS, COLUMNS), **parts)
+
 
 @cache
 def built(*names):
     torch.manual_seed(0)
-    model, x = Drawing(names), torch.randn(ROWS, COLUMNS)
+    model, x = drawing(names), torch.randn(ROWS, COLUMNS)
     return model, x, capture(model, (x,), training=True)
 
 
@@ -199,35 +202,31 @@ def _(x):
     return torch.empty_like(x)
 
 
-class Custom(nn.Module):
+def custom():
     """An op that nobody knows draws, and one whose rule says that it can be sharded."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(COLUMNS, COLUMNS)
-
-    def forward(self, x):
-        h = self.linear(x)
+    def forward(m, x):
+        h = m.linear(x)
         return (h * torch.ops.tests_random_ops.noise(h.detach()) + torch.randn_like(h)).square().mean()
 
+    return with_linear(forward)
 
-class Evaluated(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.linear, self.drop = kind, nn.Linear(COLUMNS, COLUMNS), nn.Dropout(0.3)
-        self.attention = nn.TransformerEncoderLayer(COLUMNS, 2, 16, dropout=0.3, batch_first=True)
 
-    def forward(self, x):
-        h = self.linear(x)
-        if self.kind == "drop path" and self.training:
+def evaluated(kind):
+    def forward(m, x):
+        h = m.linear(x)
+        if kind == "drop path" and m.training:
             h = h * h.new_empty(ROWS, 1).bernoulli_(0.7).div_(0.7)
-        if self.kind == "noise" and self.training:
+        if kind == "noise" and m.training:
             h = h + torch.randn_like(h)
-        if self.kind == "alpha":
-            h = F.alpha_dropout(h, 0.3, self.training)
-        if self.kind == "attention":
-            h = self.attention(h[None])
-        return self.drop(h).square().mean()
+        if kind == "alpha":
+            h = F.alpha_dropout(h, 0.3, m.training)
+        if kind == "attention":
+            h = m.attention(h[None])
+        return m.drop(h).square().mean()
+
+    attention = nn.TransformerEncoderLayer(COLUMNS, 2, 16, dropout=0.3, batch_first=True)
+    return with_linear(forward, drop=nn.Dropout(0.3), attention=attention)
 
 
 KINDS = {"dropout": True, "drop path": True, "attention": True, "noise": False, "alpha": False}
@@ -235,38 +234,28 @@ KINDS = {"dropout": True, "drop path": True, "attention": True, "noise": False, 
 
 @pytest.mark.parametrize(("kind", "is_same"), KINDS.items())
 def test_eval_mode_is_training_without_dropout_or_another_program(kind, is_same):
-    evaluation, training = (capture(Evaluated(kind).train(mode), (torch.randn(ROWS, COLUMNS),), training=True) for mode in (False, True))
+    evaluation, training = (capture(evaluated(kind).train(mode), (torch.randn(ROWS, COLUMNS),), training=True) for mode in (False, True))
     assert is_without_dropout(evaluation, training) == is_same and is_without_dropout(training, training)
 
 
 @pytest.mark.parametrize("recompute", ["all", "auto"])
 def test_what_is_drawn_is_kept_where_the_rest_is_recomputed(recompute):
-    model, inputs = Deep(), (torch.randn(4, COLUMNS),)
-    solution = autoshard.plan(model, inputs, mesh_of(2), training=True, recompute=recompute, baselines=False, memory_limit=1e9)
+    model, inputs = deep(), (torch.randn(4, COLUMNS),)
+    solution = right_plan(model, inputs, mesh_of(2), training=True, recompute=recompute, memory_limit=1e9, random=2)
     again = [name for name in solution.layouts if name.endswith("_recomputed")]
     assert (recompute == "auto" or again) and not any("dropout" in name or "rand" in name for name in again)
-    assert autoshard.verify(model, inputs, solution, random=2)["ok"]
 
 
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def deep():
+    return Model(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*(block() for _ in range(3))))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(COLUMNS, 32), nn.Linear(32, COLUMNS), nn.Dropout(0.3)
+def block():
+    def forward(m, x):
+        h = torch.relu(m.up(x) + torch.randn(32))
+        return x + m.drop(m.down(torch.tanh(h)))
 
-    def forward(self, x):
-        h = torch.relu(self.up(x) + torch.randn(32))
-        return x + self.drop(self.down(torch.tanh(h)))
+    return Model(forward, up=nn.Linear(COLUMNS, 32), down=nn.Linear(32, COLUMNS), drop=nn.Dropout(0.3))
 
 
 class _Noisy(torch.autograd.Function):
@@ -279,25 +268,12 @@ class _Noisy(torch.autograd.Function):
         return grad + torch.randn_like(grad)
 
 
-class Backward(nn.Module):
-    """Draws in the forward and in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(COLUMNS, COLUMNS)
-
-    def forward(self, x):
-        return (_Noisy.apply(self.linear(x)) * torch.rand_like(x)).square().mean()
-
-
 # -- on ranks ------------------------------------------------------------------------------------------------------------------------
 
 
-def trained(rank, model, solution, shape):
+def trained(rank, model, solution=None):
     """Losses of three steps and one without gradients; ranks come with different seeds of their own."""
-    module = materialized(model, 0)
-    if shape is not None:
-        module = autoshard.parallelize(module, solution, init_device_mesh("cpu", shape))
+    module = parallel(materialized(model, 0), solution)
     torch.manual_seed(42 + rank)
     optimizer, generator, losses = torch.optim.SGD(module.parameters(), lr=0.1), torch.Generator().manual_seed(3), []
     for _ in range(3):
@@ -318,10 +294,10 @@ def planned(model, sizes, **options):
 
 EXACT = tuple(name for name in DRAWS if name not in ASKING)
 ON_RANKS = {
-    "ops": Drawing(("randn_like, transposed", "dropout", "rand", "bernoulli_ of a row", "unused")),
-    "all ops": Drawing(EXACT),
-    "custom": Custom(),
-    "a draw in the backward pass": Backward(),
+    "ops": drawing(("randn_like, transposed", "dropout", "rand", "bernoulli_ of a row", "unused")),
+    "all ops": drawing(EXACT),
+    "custom": custom(),
+    "a draw in the backward pass": with_linear(lambda m, x: (_Noisy.apply(m.linear(x)) * torch.rand_like(x)).square().mean()),
 }
 
 
@@ -331,8 +307,8 @@ def test_ranks_train_on_the_numbers_of_one_process_whatever_their_seeds(name):
     solution = planned(model, (2, 2))
     drawn = [placed.outputs[0] for name, placed in solution.layouts.items() if name.startswith(("rand", "native_dropout", "bernoulli"))]
     assert any("S" in layout for layout in drawn) or name != "ops", drawn
-    (expected,) = results(1, trained, model, None, None)
-    for losses in results(4, trained, model, solution, (2, 2)):
+    (expected,) = results(1, trained, model)
+    for losses in results(4, trained, model, solution):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -344,15 +320,14 @@ def of_own_seeds(self):
 def test_ranks_that_draw_from_their_own_seeds_are_noticed(monkeypatch):
     """The negative control of the test above."""
     model = ON_RANKS["ops"]
-    (expected,) = results(1, trained, model, None, None)
+    (expected,) = results(1, trained, model)
     monkeypatch.setattr(SharedGenerator, "agree", of_own_seeds)
-    assert any(losses != pytest.approx(expected, rel=1e-5) for losses in results(4, trained, model, planned(model, (2, 2)), (2, 2)))
+    assert any(losses != pytest.approx(expected, rel=1e-5) for losses in results(4, trained, model, planned(model, (2, 2))))
 
 
 def in_microbatches(rank, solution):
     """Losses of the microbatches of two steps."""
-    model = materialized(Drawing(("randn_like", "dropout")), 0)
-    module = model if solution is None else autoshard.parallelize(model, solution, init_device_mesh("cpu", (2,)))
+    module = parallel(materialized(drawing(("randn_like", "dropout")), 0), solution)
     torch.manual_seed(42 + rank)
     x, losses = torch.ones(2 * ROWS, COLUMNS), []
     for _ in range(2):
@@ -365,7 +340,7 @@ def in_microbatches(rank, solution):
 
 @pytest.mark.slow
 def test_every_microbatch_draws_what_one_process_draws_for_it():
-    model = Drawing(("randn_like", "dropout"))
+    model = drawing(("randn_like", "dropout"))
     (expected,) = results(1, in_microbatches, None)
     assert len(set(expected)) == 4  # of equal rows
     for losses in results(2, in_microbatches, planned(model, (2,), microbatches=2)):
@@ -374,7 +349,7 @@ def test_every_microbatch_draws_what_one_process_draws_for_it():
 
 def two_programs(rank, plan):
     """Losses of training, then of the other program, in turn."""
-    model = materialized(Drawing(("randn_like", "rand")), 0)
+    model = materialized(drawing(("randn_like", "rand")), 0)
     module = model if plan is None else autoshard.parallelize(model, plan, init_device_mesh("cpu", (4,)))
     torch.manual_seed(42 + rank)
     x, losses = torch.ones(ROWS, COLUMNS), []
@@ -390,7 +365,7 @@ def two_programs(rank, plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, (0, 1)])
 def test_programs_draw_one_after_the_other_or_numbers_of_their_own(devices):
-    model, inputs = Drawing(("randn_like", "rand")), (torch.empty(ROWS, COLUMNS),)
+    model, inputs = drawing(("randn_like", "rand")), (torch.empty(ROWS, COLUMNS),)
     other = autoshard.Program(model, inputs, training=devices is None, devices=devices)
     plan = autoshard.plan_programs({"train": autoshard.Program(model, inputs, training=True), "other": other}, fast_mesh((4,)))
     (expected,) = results(1, two_programs, None)

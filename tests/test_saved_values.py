@@ -1,4 +1,4 @@
-"""What the backward pass reads is kept, recomputed or offloaded per tensor, in one problem with the layouts."""
+"""What the backward pass reads is kept, recomputed or offloaded per tensor, in one problem with the layouts; or whole blocks run again."""
 
 import itertools
 from dataclasses import replace
@@ -9,11 +9,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import Mesh
-from autoshard.api import plan, verify
+from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture
 from autoshard.exports import checkpoint_contexts, export
 from autoshard.formulate import Training, formulate, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, Chosen, Offload, alternatives, selective
+from autoshard.graph import OFFLOADED, RELOADED, Chosen, Offload, alternatives, checkpointed, forward_blocks, selective
 from autoshard.lower import run_global
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
@@ -61,7 +61,16 @@ def joint(graph, limit, exposed, mesh=PAIR):
     return with_saved_values(priced(known.graph, mesh, limit), known, graph, exposed=exposed)
 
 
-@pytest.mark.parametrize("build", [gpt2.tiny, llama.tiny, bert.tiny], ids=["gpt2", "llama", "bert"])
+def assert_same_numbers(model, inputs, graph, rewritten):
+    values, _ = run_unsharded(model, inputs, graph, training=True, seed=0)
+    plain, changed = run_global(graph, values), run_global(rewritten, values)
+    assert plain.keys() == changed.keys() and all((plain[key] == changed[key]).all() for key in plain)
+
+
+MODELS = pytest.mark.parametrize("build", [gpt2.tiny, llama.tiny, bert.tiny], ids=["gpt2", "llama", "bert"])
+
+
+@MODELS
 def test_recomputing_and_offloading_change_no_number(build):
     model, inputs = build(layers=2)
     graph = capture(model, inputs, training=True)
@@ -71,9 +80,7 @@ def test_recomputing_and_offloading_change_no_number(build):
     recomputed = again - {name.rpartition(".")[0] for name in offloaded}
     rewritten = selective(graph, chosen_with(graph, recomputed, offloaded))
     assert recomputed and {op.kind for op in rewritten.ops} >= {OFFLOADED, RELOADED}
-    inputs_of, _ = run_unsharded(model, inputs, graph, training=True, seed=0)
-    plain, changed = run_global(graph, inputs_of), run_global(rewritten, inputs_of)
-    assert plain.keys() == changed.keys() and all((plain[key] == changed[key]).all() for key in plain)
+    assert_same_numbers(model, inputs, graph, rewritten)
 
 
 def test_a_name_of_another_model_is_one_sentence():
@@ -164,3 +171,46 @@ def test_a_plan_without_choices_has_no_policy():
     solution = plan(*mlp.tiny(layers=1), PAIR, training=True, baselines=False)
     with pytest.raises(ValueError, match="plan with recompute='auto'"):
         export(solution, "checkpoint_policy")
+
+
+# -- whole blocks ------------------------------------------------------------------------------------------------------------------
+
+GRID = Mesh.from_bandwidths((2, 2), device="cpu")
+
+
+@MODELS
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_recomputing_changes_no_number(build, k):
+    model, inputs = build(layers=3)
+    graph = capture(model, inputs, training=True)
+    assert len(forward_blocks(graph)) == 3
+    assert_same_numbers(model, inputs, graph, checkpointed(graph, k))
+
+
+@pytest.mark.slow
+def test_recomputed_plans_take_fewer_bytes_and_more_seconds_and_verify():
+    model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
+    plans = [plan(model, inputs, GRID, training=True, baselines=False, recompute=k) for k in (0, 2, "all")]
+    assert plans[0].cost < plans[1].cost < plans[2].cost
+    assert plans[0].peak_bytes > plans[1].peak_bytes > plans[2].peak_bytes
+    small, small_inputs = gpt2.tiny(layers=4)
+    assert verify(small, small_inputs, plans[2])["ok"]
+
+
+@pytest.mark.slow
+def test_auto_recomputes_only_what_the_limit_asks_for():
+    model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
+    free = plan(model, inputs, GRID, training=True, baselines=False)
+    auto = plan(model, inputs, GRID, training=True, baselines=False, recompute="blocks")
+    assert auto.recompute == 0 and auto.cost == free.cost
+    with pytest.raises(Infeasible) as refused:
+        plan(model, inputs, GRID, training=True, baselines=False, memory_limit=free.peak_bytes / 100)
+    low, _ = refused.value.smallest_limit
+    tight = plan(model, inputs, GRID, training=True, baselines=False, recompute="blocks", memory_limit=low * 0.98, gap=0.05, time_limit=60)
+    assert tight.recompute > 0 and tight.peak_bytes <= low * 0.98
+
+
+def test_a_wrong_number_of_blocks_is_one_sentence():
+    model, inputs = gpt2.tiny()
+    with pytest.raises(ValueError, match="expected a number of blocks, 'all', 'blocks' or 'auto'"):
+        plan(model, inputs, GRID, training=True, recompute="some")

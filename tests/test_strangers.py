@@ -11,6 +11,7 @@ from autoshard.mesh import Mesh
 from autoshard.strategies import candidates
 from benchmarks import coverage
 from benchmarks.strangers import STRANGERS, Decode, build, features
+from tests.helpers_models import right_plan
 
 QUICK = [
     ("weight_norm", True),
@@ -32,12 +33,9 @@ def test_there_are_60_strangers_and_more():
 @pytest.mark.parametrize(("name", "training"), QUICK)
 def test_every_op_has_rows_and_a_random_layout_is_right(name, training):
     module, example_inputs = build(name, training)
-    solution = api.plan(module, example_inputs, Mesh.from_bandwidths((2,)), training=training, baselines=False)
-    assert solution.replicated_ops == ()
-    found = api.verify(module, example_inputs, solution, random=4 if name == "weight_norm" else 1)
-    assert found["ok"], found
-    if name == "weight_norm":  # the negative control
-        assert not api.verify(module, example_inputs, solution, plant_fault=True)["ok"]
+    control = name == "weight_norm"
+    mesh, random = Mesh.from_bandwidths((2,)), 4 if control else 1
+    assert right_plan(module, example_inputs, mesh, training=training, random=random, fault=control).replicated_ops == ()
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard import api
 from autoshard.lower.fx_program import boxed
 from autoshard.lower.kernels.table import function_of
 from autoshard.lower.literals import overload
 from autoshard.torch_private import VERSION
 from tests.helpers_lower import mesh_of
+from tests.helpers_models import Model, right_plan
 
 aten = torch.ops.aten
 
@@ -88,15 +88,6 @@ def test_torch_alone_is_wrong_or_refuses(name):
     assert largest_error(name, overload(f"aten.{name}.default")) > 1e-3
 
 
-class Normed(nn.Module):
-    def __init__(self, form, inner):
-        super().__init__()
-        self.form, self.linear, self.inner = form, nn.Linear(8, 8), inner
-
-    def forward(self, x):
-        return self.inner(self.form(self.linear(x))).square().mean()
-
-
 FORMS = {
     "transposed": lambda x: x.transpose(1, 2).reshape(x.shape[0], 8, 4, 4),
     "channels_last": lambda x: x.transpose(1, 2).reshape(x.shape[0], 8, 4, 4).contiguous(memory_format=torch.channels_last),
@@ -129,7 +120,6 @@ def test_a_traced_view_takes_values_of_other_strides_than_those_it_was_traced_wi
 )
 def test_ranks_with_one_example_each_compute_what_the_model_computes(inner, form, training, sizes):
     torch.manual_seed(0)
-    model, x = Normed(FORMS[form], INNER[inner]()).train(training), torch.rand(torch.Size(sizes).numel(), 16, 8)
-    pins = {"input_0": ",".join(["S(0)"] * len(sizes))}
-    solution = api.plan(model, (x,), mesh_of(*sizes), training=training, baselines=False, pins=pins)
-    assert api.verify(model, (x,), solution, random=2)["ok"]
+    model = Model(lambda m, x: m.inner(FORMS[form](m.linear(x))).square().mean(), inner=INNER[inner](), linear=nn.Linear(8, 8))
+    x, pins = torch.rand(torch.Size(sizes).numel(), 16, 8), {"input_0": ",".join(["S(0)"] * len(sizes))}
+    right_plan(model.train(training), (x,), mesh_of(*sizes), training=training, pins=pins, random=2)

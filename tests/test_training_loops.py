@@ -4,6 +4,7 @@ losses and the same parameters at the end. What a parallel module can't do is re
 import copy
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -31,6 +31,7 @@ import autoshard
 from autoshard.runtime.gpus import shared, use_gpu
 from models import gpt2
 from tests.helpers import fast_mesh
+from tests.helpers_models import full, losses_of, parallel
 from tests.helpers_ranks import results, run_ranks
 from tests.test_examples import ROOT, ranks
 
@@ -85,21 +86,17 @@ def sized(module: nn.Module, given: tuple) -> tuple:
     return module.shard_inputs(given) if hasattr(module, "shard_inputs") else given
 
 
-def full(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def steps(module: nn.Module, optimizer, *, begin: int = 0, end: int = 3) -> list[float]:
+    return losses_of(module, optimizer, map(batch, range(begin, end)))
 
 
-def steps(module: nn.Module, optimizer, scheduler=None, *, begin: int = 0, end: int = 3) -> list[float]:
-    losses = []
-    for step in range(begin, end):
-        loss = module(*batch(step))
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def each_step(module: nn.Module, optimizer, then: Callable, count: int = 3) -> list[float]:
+    """The losses of so many steps, with what is done after each of them; it may give figures of its own."""
+    figures = []
+    for step in range(count):
+        figures += steps(module, optimizer, begin=step, end=step + 1)
+        figures += then(step, figures[-1]) or []
+    return figures
 
 
 # -- the loops ---------------------------------------------------------------------------------------------------------------------
@@ -124,15 +121,9 @@ def accumulated(module: nn.Module) -> list[float]:
 
 def big_batches(module: nn.Module) -> list[float]:
     """What `accumulated` computes, in batches of twice the planned size."""
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.5), []
-    for step in range(3):
-        both = zip(batch(2 * step), batch(2 * step + 1))
-        loss = module(*sized(module, tuple(torch.cat(pair) for pair in both)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    both = [zip(batch(2 * step), batch(2 * step + 1)) for step in range(3)]
+    batches = [sized(module, tuple(torch.cat(pair) for pair in pairs)) for pairs in both]
+    return losses_of(module, torch.optim.SGD(module.parameters(), lr=0.5), batches)
 
 
 def clipped(module: nn.Module, *, value: bool = False, **options) -> list[float]:
@@ -167,38 +158,32 @@ def scheduled(module: nn.Module, *, kind: str) -> list[float]:
         scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
     else:
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return steps(module, optimizer, scheduler) + scheduler.get_last_lr()
+    return each_step(module, optimizer, lambda *_: scheduler.step()) + scheduler.get_last_lr()
 
 
 def on_plateau(module: nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, threshold_mode="abs")
-    losses = []
-    for step in range(3):
-        losses += steps(module, optimizer, begin=step, end=step + 1)
-        scheduler.step(losses[-1])
-    return losses + scheduler.get_last_lr()
+    return each_step(module, optimizer, lambda step, loss: scheduler.step(loss)) + scheduler.get_last_lr()
 
 
 def evaluated(module: nn.Module) -> list[float]:
     """Evaluation between the steps, with larger and smaller batches than were planned."""
-    optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-2), []
-    for step in range(2):
-        losses += steps(module, optimizer, begin=step, end=step + 1)
+
+    def evaluate(step: int, loss: float) -> list[float]:
         module.eval()
         with torch.no_grad() if step else torch.inference_mode():
-            losses += [module(*batch(9)).item(), *(module(*sized(module, batch(9, rows))).item() for rows in (4, 12))]
+            losses = [module(*batch(9)).item(), *(module(*sized(module, batch(9, rows))).item() for rows in (4, 12))]
         module.train()
-    return losses
+        return losses
+
+    return each_step(module, torch.optim.AdamW(module.parameters(), lr=1e-2), evaluate, 2)
 
 
 def averaged(module: nn.Module) -> list[float]:
     """An exponential moving average beside the module, which is evaluated."""
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.5), []
-    for step in range(3):
-        losses += steps(module, optimizer, begin=step, end=step + 1)
-        average.update_parameters(module)
+    losses = each_step(module, torch.optim.SGD(module.parameters(), lr=0.5), lambda *_: average.update_parameters(module))
     with torch.no_grad():
         losses.append(average(*batch(9)).item())
         module.load_state_dict(average.module.state_dict())
@@ -362,7 +347,11 @@ def outcome(loop, module: nn.Module) -> Outcome:
     except (ValueError, RuntimeError, NotImplementedError) as error:
         error.add_note(f"in {loop}")
         raise
-    return figures, {name: full(p.detach()).clone() for name, p in module.named_parameters()}
+    return figures, values_of(module)
+
+
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(p.detach()).clone() for name, p in module.named_parameters()}
 
 
 def alone(rank: int, loops: dict) -> dict[str, Outcome]:
@@ -380,7 +369,7 @@ def each(module: nn.Module, loops: dict) -> dict[str, Outcome]:
 
 
 def more(rank: int) -> dict[str, Outcome]:
-    return each(autoshard.parallelize(build(), planned((2, 2)), init_device_mesh("cpu", (2, 2))), MORE)
+    return each(parallel(build(), planned((2, 2))), MORE)
 
 
 def on_mesh(rank: int, folder: str) -> dict:
@@ -412,28 +401,28 @@ def save(module: nn.Module, folder: str) -> Outcome:
     future = dcp.async_save({"model": model, "optimizer": state}, checkpoint_id=folder, process_group=group)
     losses += steps(module, optimizer, begin=2, end=4)
     future.result()
-    return losses, {name: full(p.detach()).clone() for name, p in module.named_parameters()}
+    return losses, values_of(module)
 
 
 def saved_meanwhile(module: nn.Module, optimizer, folder: str) -> list[bool]:
     """Our checkpoints in the background, on a mesh whose only group is the default group: a second one replaces the first."""
     facts = []
     for begin in (4, 8):
-        before = [full(p.detach()).clone() for p in module.parameters()]
+        before = values_of(module)
         saving = autoshard.save_checkpoint(folder, module, optimizer, extra={"step": begin}, wait=False)
         steps(module, optimizer, begin=begin, end=begin + 4)
         facts.append(os.path.isdir(folder) == (begin == 8))  # the former one, or none yet
         saving.result(), saving.result()
         other = autoshard.parallelize(build(seed=6), planned((2,)), module.up.weight.device_mesh)
         facts.append(autoshard.load_checkpoint(folder, other, torch.optim.AdamW(other.parameters()))["step"] == begin)
-        facts.append(all(torch.equal(full(p), x) for p, x in zip(other.parameters(), before)))
+        facts.append(all(torch.equal(x, before[name]) for name, x in values_of(other).items()))
     return facts
 
 
 def resumed(rank: int, shape: tuple[int, ...], folder: str) -> tuple[Outcome, Outcome, list[bool]]:
     """Goes on from the checkpoint, on another mesh and with another plan; then the loop of LBFGS, which flattens shards to vectors: torch
     can do that where they are even, as here."""
-    module = autoshard.parallelize(build(seed=5), planned(shape), init_device_mesh("cpu", shape))
+    module = parallel(build(seed=5), planned(shape))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
     model, state = get_state_dict(module, optimizer)
     loaded = {"model": model, "optimizer": state}
@@ -460,81 +449,88 @@ def infinite_on_one_rank(module: nn.Module, rank: int) -> dict[str, float]:
     return scales
 
 
+def parallelized(build: Callable, frozen: bool, device_mesh) -> nn.Module:
+    return autoshard.parallelize(build(), planned((2, 2), frozen), device_mesh)
+
+
+def convert(module: nn.Module, device_mesh, dtype: torch.dtype) -> None:
+    copy.deepcopy(module).to(dtype)(*batch(0))
+
+
+def replace_parameter(module: nn.Module, device_mesh) -> None:
+    other = copy.deepcopy(module)
+    other.up.weight = nn.Parameter(torch.zeros(32, 16))
+    other(*batch(0))
+
+
+def call_within(module: nn.Module, device_mesh, context: Callable) -> None:
+    with context():
+        module(*batch(0)).backward()
+
+
+def differentiate_twice(module: nn.Module, device_mesh) -> None:
+    torch.autograd.grad(module(*batch(0)), list(module.parameters()), create_graph=True)
+
+
+def unfreeze(module: nn.Module, device_mesh) -> None:
+    other = parallelized(frozen_build, True, device_mesh)
+    other(*batch(0)).backward()
+    other.embed.weight.requires_grad_(True)
+    other(*batch(0))
+
+
+def step_once(module: nn.Module, device_mesh, of: type, **options) -> None:
+    steps(module, of(module.parameters(), **options), end=1)
+
+
+def call_with_rows(module: nn.Module, device_mesh, rows: int) -> None:
+    module(*module.shard_inputs(batch(0, rows)))
+
+
+OTHER_ROWS = "ValueError: this batch can't be sharded as planned: input_0 is ({rows}, 4) instead of (8, 4)"
+REFUSED = {  # what a user may try, and how the sentence begins
+    "bfloat16": (
+        partial(convert, dtype=torch.bfloat16),
+        "ValueError: embed.weight is torch.bfloat16, planned was float32; convert the model before it is planned",
+    ),
+    "float64": (partial(convert, dtype=torch.float64), "ValueError: embed.weight is torch.float64, planned was float32"),
+    "replaced": (replace_parameter, "ValueError: up.weight is a plain tensor, the plan has S(1),S(0) for it"),
+    "autocast": (
+        partial(call_within, context=lambda: torch.autocast("cpu", torch.bfloat16)), "ValueError: the solution is of another model: "
+    ),
+    "anomaly": (
+        partial(call_within, context=lambda: torch.autograd.detect_anomaly(check_nan=True)),
+        "ValueError: torch.autograd.detect_anomaly can't check a parallel module",
+    ),
+    "second": (differentiate_twice, "RuntimeError: the plan has no second derivatives"),
+    "unfrozen": (unfreeze, "ValueError: embed.weight requires a gradient and the plan has none for it"),
+    "beyond": (
+        lambda module, device_mesh: parallelized(build, True, device_mesh)(*batch(0)), "ValueError: the solution is of another model: "
+    ),
+    "fused SGD": (  # torch's own
+        partial(step_once, of=torch.optim.SGD, lr=0.1, fused=True), "NotImplementedError: Operator aten._fused_sgd_.default"
+    ),
+    "Adafactor": (  # torch's own
+        partial(step_once, of=torch.optim.Adafactor),
+        "RuntimeError: aten.pow_.Scalar: in-place operations that require placement changes are not supported",
+    ),
+    "pickle": (lambda module, device_mesh: torch.save(module, os.devnull), "ValueError: a parallel module can't be pickled"),
+    "shallow": (lambda module, device_mesh: copy.copy(module), "ValueError: a parallel module can't be pickled"),
+    **{f"{rows} rows": (partial(call_with_rows, rows=rows), OTHER_ROWS.format(rows=rows)) for rows in (6, 5, 2)},
+}  # fmt: skip
+
+
 def refused(module: nn.Module) -> dict[str, str]:
-    device_mesh, solution = module.up.weight.device_mesh, planned((2, 2))
-
-    def fresh(**more) -> nn.Module:
-        return autoshard.parallelize(build(), solution, device_mesh, **more)
-
-    def converted(dtype) -> None:
-        copy.deepcopy(module).to(dtype)(*batch(0))
-
-    def replaced() -> None:
-        other = copy.deepcopy(module)
-        other.up.weight = nn.Parameter(torch.zeros(32, 16))
-        other(*batch(0))
-
-    def autocast() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            module(*batch(0))
-
-    def anomaly() -> None:
-        with torch.autograd.detect_anomaly(check_nan=True):
-            module(*batch(0)).backward()
-
-    def second() -> None:
-        torch.autograd.grad(module(*batch(0)), list(module.parameters()), create_graph=True)
-
-    def unfrozen() -> None:
-        other = autoshard.parallelize(frozen_build(), planned((2, 2), True), device_mesh)
-        other(*batch(0)).backward()
-        other.embed.weight.requires_grad_(True)
-        other(*batch(0))
-
-    def trained_beyond_the_plan() -> None:
-        autoshard.parallelize(build(), planned((2, 2), True), device_mesh)(*batch(0))
-
-    def fused() -> None:
-        steps(module, torch.optim.SGD(module.parameters(), lr=0.1, fused=True), end=1)
-
-    def adafactor() -> None:
-        steps(module, torch.optim.Adafactor(module.parameters()), end=1)
-
-    attempts = {
-        "bfloat16": lambda: converted(torch.bfloat16), "float64": lambda: converted(torch.float64), "replaced": replaced,
-        "autocast": autocast, "anomaly": anomaly, "second": second, "unfrozen": unfrozen, "beyond": trained_beyond_the_plan,
-        "fused SGD": fused, "Adafactor": adafactor, "pickle": lambda: torch.save(module, os.devnull), "shallow": lambda: copy.copy(module),
-        **{f"{rows} rows": lambda rows=rows: module(*module.shard_inputs(batch(0, rows))) for rows in (6, 5, 2)},
-    }  # fmt: skip
-    sentences = {}
-    for name, attempt in attempts.items():
+    device_mesh, sentences = module.up.weight.device_mesh, {}
+    for name, (attempt, _) in REFUSED.items():
         module.zero_grad()
         try:
-            attempt()
+            attempt(module, device_mesh)
             sentences[name] = "nothing"
         except (ValueError, RuntimeError, NotImplementedError) as error:
             sentences[name] = f"{type(error).__name__}: {error}"
     module.zero_grad()
     return sentences
-
-
-REFUSED = {  # what a user may try -> how the sentence begins
-    "bfloat16": "ValueError: embed.weight is torch.bfloat16, planned was float32; convert the model before it is planned",
-    "float64": "ValueError: embed.weight is torch.float64, planned was float32",
-    "replaced": "ValueError: up.weight is a plain tensor, the plan has S(1),S(0) for it",
-    "autocast": "ValueError: the solution is of another model: ",
-    "anomaly": "ValueError: torch.autograd.detect_anomaly can't check a parallel module",
-    "second": "RuntimeError: the plan has no second derivatives",
-    "unfrozen": "ValueError: embed.weight requires a gradient and the plan has none for it",
-    "beyond": "ValueError: the solution is of another model: ",
-    "fused SGD": "NotImplementedError: Operator aten._fused_sgd_.default",  # torch's own
-    "Adafactor": "RuntimeError: aten.pow_.Scalar: in-place operations that require placement changes are not supported",  # torch's own
-    "pickle": "ValueError: a parallel module can't be pickled",
-    "shallow": "ValueError: a parallel module can't be pickled",
-    "6 rows": "ValueError: this batch can't be sharded as planned: input_0 is (6, 4) instead of (8, 4)",
-    "5 rows": "ValueError: this batch can't be sharded as planned: input_0 is (5, 4) instead of (8, 4)",
-    "2 rows": "ValueError: this batch can't be sharded as planned: input_0 is (2, 4) instead of (8, 4)",
-}
 
 
 @pytest.fixture(scope="module")
@@ -604,7 +600,7 @@ def test_a_checkpoint_that_was_saved_meanwhile_is_loaded_on_another_mesh_with_th
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_a_sentence_on_every_rank(name, ran):
     said = [rank["refused"][name] for rank in ran]
-    assert said[0].startswith(REFUSED[name]) and set(said) == {said[0]}
+    assert said[0].startswith(REFUSED[name][1]) and set(said) == {said[0]}
 
 
 def test_refusals_name_their_reason(ran):
@@ -669,9 +665,7 @@ def test_the_example_prints_the_same_losses_on_any_mesh(tmp_path, adamw):
 def compiled_loops(rank: int, shape: tuple[int, ...] | None) -> list[Outcome]:
     found = []
     for how in ("function", "method", "optimizer"):
-        module: nn.Module = build()
-        if shape is not None:
-            module = autoshard.parallelize(module, planned(shape), init_device_mesh("cpu", shape))
+        module = parallel(build(), shape and planned(shape))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
         call = module
         if how == "function":
@@ -681,7 +675,7 @@ def compiled_loops(rank: int, shape: tuple[int, ...] | None) -> list[Outcome]:
         else:
             optimizer.step = torch.compile(optimizer.step)
         losses = steps(call, optimizer)
-        found.append((losses, {name: full(p.detach()).clone() for name, p in module.named_parameters()}))
+        found.append((losses, values_of(module)))
     return found
 
 

@@ -19,7 +19,6 @@ from autoshard.lower.program import Redistribute, slot_of
 from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
-from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
 from autoshard.report import as_text, plan_report
@@ -28,6 +27,8 @@ from autoshard.strategies import Candidate, candidates, register_rule
 from autoshard.strategies.rows import EVEN_ONLY, RULES
 from models import bert, gpt2, llama, mlp
 from tests.helpers import candidate_error, described, fast_mesh, one_op, tiny_graph
+from tests.helpers_lower import mesh_of
+from tests.helpers_models import Model
 from tests.test_coverage_ops import CASES
 from tests.test_strategies import EXTRA
 
@@ -44,10 +45,6 @@ def ids(below, *shape):
 
 def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
-
-
-def mesh_of(*shape):
-    return Mesh.from_bandwidths(shape)
 
 
 def uneven(graph, candidate, mesh):
@@ -406,22 +403,16 @@ def test_the_offer_to_pad_is_what_the_padded_model_saves():
     assert not padded.padding
 
 
-class Reshaped(torch.nn.Module):
+def reshaped(use):
     """The 3 channels of the weight are also those of an input that is used in another shape."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.linear, self.use = torch.nn.Linear(3, 8), use
-
-    def forward(self, x):
-        return self.linear(x).pow(2).mean() + self.use(x).pow(2).mean()
+    return Model(lambda m, x: m.linear(x).pow(2).mean() + use(x).pow(2).mean(), linear=torch.nn.Linear(3, 8))
 
 
 @pytest.mark.parametrize("use", [lambda x: x.reshape(16, 12), lambda x: x.reshape(-1), lambda x: x.cumsum(2)])
 def test_a_dim_that_meets_one_which_stays_is_not_offered(use):
-    found = plan(Reshaped(use), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True)
+    found = plan(reshaped(use), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True)
     assert found.status == "optimal" and found.padding == ()
-    assert plan(Reshaped(torch.sin), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True).padding
+    assert plan(reshaped(torch.sin), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True).padding
 
 
 def test_random_sizes_on_random_meshes_are_never_wrong():

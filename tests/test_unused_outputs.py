@@ -10,28 +10,21 @@ from torch import nn
 from autoshard import api
 from autoshard.capture import attention
 from tests.helpers_lower import mesh_of
+from tests.helpers_models import Model
 
 
-class Trained(nn.Module):
+def trained(inner, num_inputs=1):
     """A module whose inputs are scaled by parameters, so that their gradients can be wanted or not."""
 
-    def __init__(self, inner, num_inputs=1):
-        super().__init__()
-        self.inner, self.scales = inner, nn.ParameterList(torch.rand(1) for _ in range(num_inputs))
-
-    def forward(self, *inputs):
-        count = len(self.scales)
-        y = self.inner(*(x * s for x, s in zip(inputs, self.scales)), *inputs[count:])
+    def forward(m, *inputs):
+        y = m.inner(*(x * s for x, s in zip(inputs, m.scales)), *inputs[num_inputs:])
         return (y[0] if isinstance(y, tuple) else y).square().mean()
 
+    return Model(forward, inner=inner, scales=nn.ParameterList(torch.rand(1) for _ in range(num_inputs)))
 
-class Function(nn.Module):
-    def __init__(self, function, *parameters):
-        super().__init__()
-        self.function, self.held = function, nn.ParameterList(parameters)
 
-    def forward(self, *inputs):
-        return self.function(*inputs, *self.held)
+def function(call, *parameters):
+    return Model(lambda m, *inputs: call(*inputs, *m.held), held=nn.ParameterList(parameters))
 
 
 def repeated(q, k, v, **options):
@@ -40,28 +33,28 @@ def repeated(q, k, v, **options):
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-def attended(heads, function, **options):
+def attended(heads, attend, **options):
     tensors = [torch.rand(4, n, 8, 4) for n in (4, heads, heads)]
-    return Trained(Function(lambda q, k, v: function(q, k, v, **options)), 3), tensors
+    return trained(function(lambda q, k, v: attend(q, k, v, **options)), 3), tensors
 
 
 def of_experts():
     """Tokens and weights as scaled inputs, the experts' matrices as parameters."""
     ids = torch.arange(16).reshape(8, 2) % 4
-    inner = Function(
+    inner = function(
         lambda x, w, up, down: torch.ops.autoshard.experts(x, ids, w, up, down, "silu"), torch.rand(4, 8, 16), torch.rand(4, 8, 8)
     )
-    return Trained(inner, 2), [torch.rand(8, 8), torch.rand(8, 2)]
+    return trained(inner, 2), [torch.rand(8, 8), torch.rand(8, 2)]
 
 
 sdpa = F.scaled_dot_product_attention
 x = torch.rand(8, 4, 8)
 image = torch.rand(8, 4, 8, 8)
 CASES = {
-    "linear": lambda: (Trained(nn.Linear(8, 4)), [x]),
-    "matmul": lambda: (Trained(Function(torch.matmul), 2), [torch.rand(4, 8, 8), torch.rand(4, 8, 4)]),
-    "baddbmm": lambda: (Trained(Function(torch.baddbmm), 3), [torch.rand(4, 8, 4), torch.rand(4, 8, 8), torch.rand(4, 8, 4)]),
-    "bilinear products": lambda: (Trained(Function(lambda a, b, w: torch.einsum("bi,bj,oij->bo", a, b, w), torch.rand(4, 8, 8)), 2),
+    "linear": lambda: (trained(nn.Linear(8, 4)), [x]),
+    "matmul": lambda: (trained(function(torch.matmul), 2), [torch.rand(4, 8, 8), torch.rand(4, 8, 4)]),
+    "baddbmm": lambda: (trained(function(torch.baddbmm), 3), [torch.rand(4, 8, 4), torch.rand(4, 8, 8), torch.rand(4, 8, 4)]),
+    "bilinear products": lambda: (trained(function(lambda a, b, w: torch.einsum("bi,bj,oij->bo", a, b, w), torch.rand(4, 8, 8)), 2),
                                   [torch.rand(8, 8), torch.rand(8, 8)]),
     "attention": lambda: attended(4, sdpa),
     "causal attention": lambda: attended(4, sdpa, is_causal=True),
@@ -70,25 +63,25 @@ CASES = {
     "repeated keys and values": lambda: attended(2, repeated, is_causal=True),
     "one repeated head": lambda: attended(1, repeated),
     "attention with dropout": lambda: attended(4, sdpa, dropout_p=0.5),
-    "layer norm": lambda: (Trained(nn.LayerNorm(8)), [x]),
-    "rms norm": lambda: (Trained(nn.RMSNorm(8)), [x]),
-    "group norm": lambda: (Trained(nn.GroupNorm(2, 4)), [x]),
-    "instance norm": lambda: (Trained(nn.InstanceNorm2d(4, affine=True)), [image]),
-    "batch norm": lambda: (Trained(nn.BatchNorm2d(4)), [image]),
-    "batch norm in inference": lambda: (Trained(nn.BatchNorm2d(4).eval()), [image]),
-    "weight norm": lambda: (Trained(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), [x]),
-    "conv1d": lambda: (Trained(nn.Conv1d(4, 8, 3)), [x]),
-    "conv2d": lambda: (Trained(nn.Conv2d(4, 8, 3, stride=2)), [image]),
-    "grouped conv2d": lambda: (Trained(nn.Conv2d(4, 8, 3, groups=2)), [image]),
-    "transposed conv2d": lambda: (Trained(nn.ConvTranspose2d(4, 8, 3)), [image]),
-    "conv3d": lambda: (Trained(nn.Conv3d(2, 4, 3)), [torch.rand(4, 2, 4, 4, 4)]),
-    "lstm": lambda: (Trained(nn.LSTM(8, 8, batch_first=True)), [x]),
-    "gru": lambda: (Trained(nn.GRU(8, 8, batch_first=True)), [x]),
-    "embedding bag": lambda: (Trained(Function(lambda w, table, ids: F.embedding_bag(ids.long(), table, per_sample_weights=w, mode="sum"),
+    "layer norm": lambda: (trained(nn.LayerNorm(8)), [x]),
+    "rms norm": lambda: (trained(nn.RMSNorm(8)), [x]),
+    "group norm": lambda: (trained(nn.GroupNorm(2, 4)), [x]),
+    "instance norm": lambda: (trained(nn.InstanceNorm2d(4, affine=True)), [image]),
+    "batch norm": lambda: (trained(nn.BatchNorm2d(4)), [image]),
+    "batch norm in inference": lambda: (trained(nn.BatchNorm2d(4).eval()), [image]),
+    "weight norm": lambda: (trained(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), [x]),
+    "conv1d": lambda: (trained(nn.Conv1d(4, 8, 3)), [x]),
+    "conv2d": lambda: (trained(nn.Conv2d(4, 8, 3, stride=2)), [image]),
+    "grouped conv2d": lambda: (trained(nn.Conv2d(4, 8, 3, groups=2)), [image]),
+    "transposed conv2d": lambda: (trained(nn.ConvTranspose2d(4, 8, 3)), [image]),
+    "conv3d": lambda: (trained(nn.Conv3d(2, 4, 3)), [torch.rand(4, 2, 4, 4, 4)]),
+    "lstm": lambda: (trained(nn.LSTM(8, 8, batch_first=True)), [x]),
+    "gru": lambda: (trained(nn.GRU(8, 8, batch_first=True)), [x]),
+    "embedding bag": lambda: (trained(function(lambda w, table, ids: F.embedding_bag(ids.long(), table, per_sample_weights=w, mode="sum"),
                                                torch.rand(16, 8)), 1), [torch.rand(8, 4)]),
     "experts": of_experts,
-    "prelu": lambda: (Trained(nn.PReLU(4)), [x]),
-    "where": lambda: (Trained(Function(lambda a, b: torch.where(a > b, a * b, b)), 2), [x, x.flip(0)]),
+    "prelu": lambda: (trained(nn.PReLU(4)), [x]),
+    "where": lambda: (trained(function(lambda a, b: torch.where(a > b, a * b, b)), 2), [x, x.flip(0)]),
 }  # fmt: skip
 
 
@@ -98,18 +91,18 @@ FEW = ["grouped attention", "repeated keys and values", "layer norm", "conv2d", 
 def wrong_plans(name, sizes, subsets):
     """Of a case with these subsets of its parameters trained: what can't be planned, doesn't verify or has other gradients."""
     wrong = {}
-    for trained in subsets:
+    for some in subsets:
         torch.manual_seed(0)
         model, inputs = CASES[name]()
         for k in range(len(model.scales)):  # by column, so that no norm makes a gradient 0 but for rounding
             model.scales[k] = nn.Parameter(torch.rand(inputs[k].shape[-1:]))
         for parameter, number in zip(model.parameters(), range(99)):
-            parameter.requires_grad_(number in trained)
+            parameter.requires_grad_(number in some)
         solution = api.plan(model, tuple(inputs), mesh_of(*sizes), training=True, baselines=False)
-        assert sum(key.startswith("gradient:") for key in solution.results) == len(trained)
+        assert sum(key.startswith("gradient:") for key in solution.results) == len(some)
         report = api.verify(model, tuple(inputs), solution, random=2)
         if not report["ok"]:
-            wrong[trained] = [row for plan in report["plans"] for row in plan["placement_mismatches"]][:2] or report
+            wrong[some] = [row for plan in report["plans"] for row in plan["placement_mismatches"]][:2] or report
     return wrong
 
 

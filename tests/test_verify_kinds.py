@@ -3,8 +3,9 @@
 Every kind in each of its modes: the plan and random layouts are right, and a planted fault is found.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf, nan
 
 import pytest
@@ -24,175 +25,72 @@ from autoshard.mesh import Mesh
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers_lower import laid, mesh_of, one_op, random_layouts
+from tests.helpers_models import Model
 
 X, IMAGE, TOKENS = (4, 8, 16), (4, 4, 8, 8), (4, 8)
 
 
-class Rotary(nn.Module):
-    """Queries turned as complex numbers, the frequencies a complex buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.o = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-        self.register_buffer("turns", torch.polar(torch.ones(8, 4), 0.1 * torch.arange(32.0).reshape(8, 4)))
-
-    def forward(self, x):
-        q = torch.view_as_complex(self.q(x).view(4, 8, 4, 4, 2)) * self.turns[:, None]
-        return F.mse_loss(self.o(torch.view_as_real(q).flatten(2)), x)
+def rotary(m, x):
+    q = torch.view_as_complex(m.q(x).view(4, 8, 4, 4, 2)) * m.turns[:, None]
+    return F.mse_loss(m.o(torch.view_as_real(q).flatten(2)), x)
 
 
-class Fourier(nn.Module):
-    """A complex parameter on the 9 frequencies of a dim of 16: parts are uneven."""
-
-    def __init__(self, device="cpu"):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, 16, dtype=torch.complex64, device=device))
-        self.linear = nn.Linear(16, 16, device=device)
-
-    def forward(self, x):
-        return torch.fft.irfft(torch.fft.rfft(self.linear(x).repeat(1, 2, 1), dim=1) * self.weight, n=16, dim=1).square().mean()
+def fourier(device):
+    weight = nn.Parameter(torch.randn(9, 16, dtype=torch.complex64, device=device))
+    return Model(filtered, weight=weight, linear=nn.Linear(16, 16, device=device))
 
 
-def fourier_on_meta():
-    return Fourier("meta")
+def filtered(m, x):
+    return torch.fft.irfft(torch.fft.rfft(m.linear(x).repeat(1, 2, 1), dim=1) * m.weight, n=16, dim=1).square().mean()
 
 
-class Dropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.3)
-
-    def block(self, x):
-        return self.b(self.drop(F.relu(self.a(x))))
-
-    def forward(self, x):
-        return self.block(self.block(x)).square().mean()
+def dropout(forward):
+    return Model(forward, a=nn.Linear(16, 32), b=nn.Linear(32, 16), drop=nn.Dropout(0.3))
 
 
-class Checkpointed(Dropout):
-    """Its masks are drawn again in the backward pass."""
-
-    def forward(self, x):
-        return self.block(checkpoint(self.block, x, use_reentrant=False)).square().mean()
+def block(m, x):
+    return m.b(m.drop(F.relu(m.a(x))))
 
 
-class Encoder(nn.Module):
-    """Dropout of attention's scores, and of a tensor whose dims are permuted in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.drop = nn.Embedding(16, 16), nn.Dropout(0.2)
-        self.layer = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True)
-
-    def forward(self, tokens):
-        return F.cross_entropy(self.drop(self.layer(self.drop(self.words(tokens)))).flatten(0, 1), tokens.flatten())
+def encoder(m, tokens):
+    return F.cross_entropy(m.drop(m.layer(m.drop(m.words(tokens)))).flatten(0, 1), tokens.flatten())
 
 
-class Channels(nn.Module):
-    """Dropout of whole channels, and one that is no op of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.drop, self.alpha = nn.Conv2d(4, 8, 3), nn.Dropout2d(0.3), nn.AlphaDropout(0.2)
-
-    def forward(self, x):
-        return self.alpha(self.drop(self.conv(x))).square().mean()
+def writes_parameter(m, x):
+    with torch.no_grad():
+        m.decay.mul_(0.5)
+    return (m.linear(x) * m.decay).square().mean()
 
 
-class Noise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return (self.linear(x + torch.randn_like(x)) * torch.rand(16)).square().mean()
+def writes_activation(m, x):
+    y = m.linear(x)
+    m.state.copy_(y)
+    return (y * m.state).mean()
 
 
-class WritesParameter(nn.Module):
-    """As RWKV, which rescales its weights in the forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.decay = nn.Linear(16, 16), nn.Parameter(torch.rand(16) + 1)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.decay.mul_(0.5)
-        return (self.linear(x) * self.decay).square().mean()
+def constants(m, x):
+    y = m.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0] * 4)
+    y = torch.where(torch.tensor(nan).isnan(), y, 0.0)
+    return torch.cat([torch.tensor([]), y.flatten()]).square().mean()
 
 
-class WritesActivation(nn.Module):
-    """A buffer that gets what a gradient flows through."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("state", torch.zeros(4, 8, 16))
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.state.copy_(y)
-        return (y * self.state).mean()
+def squared(*layers):
+    return Model(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*layers))
 
 
-class BatchNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
-
-    def forward(self, x):
-        return self.norm(self.conv(x)).square().mean()
+def linear(forward, **parts):
+    return Model(forward, linear=nn.Linear(16, 16), **parts)
 
 
-class HalfNorm(nn.Module):
-    """Statistics and gradients of a norm whose own tensors have 16 bits."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(4, dtype=torch.bfloat16)
-
-    def forward(self, x):
-        return self.norm(x.bfloat16()).float().square().mean()
-
-
-class Constants(nn.Module):
-    """An empty constant (a cache before its first token), one of several values, and nan."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        y = self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0] * 4)
-        y = torch.where(torch.tensor(nan).isnan(), y, 0.0)
-        return torch.cat([torch.tensor([]), y.flatten()]).square().mean()
-
-
-class Attribute(nn.Module):
-    """A tensor that is neither parameter nor buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.steps = nn.Linear(16, 16), torch.arange(16.0)
-
-    def forward(self, x):
-        return (self.linear(x) * self.steps).square().mean()
-
-
-class Recurrent(nn.Module):
-    """Its kernel returns no workspace where the capture has an empty one."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.linear = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.linear(self.lstm(x)[0])
+def with_attribute():
+    model = linear(lambda m, x: (m.linear(x) * m.steps).square().mean())
+    model.steps = torch.arange(16.0)
+    return model
 
 
 @dataclass(frozen=True)
 class Kind:
-    build: type | object
+    build: Callable[[], nn.Module]
     modes: tuple[bool, ...] = (False, True)  # training?
     shape: tuple[int, ...] = X
 
@@ -203,24 +101,46 @@ class Kind:
         return (torch.randn(self.shape, generator=generator),)
 
 
-TRAINING = (True,)  # dropout in a forward alone can't be captured
+FORWARD, TRAINING = (False,), (True,)  # dropout in a forward alone can't be captured
+TURNS = torch.polar(torch.ones(8, 4), 0.1 * torch.arange(32.0).reshape(8, 4))
 KINDS = {
-    "rotary": Kind(Rotary),
-    "fourier": Kind(Fourier),
-    "fourier on meta": Kind(fourier_on_meta),
-    "dropout": Kind(Dropout, TRAINING),
-    "checkpointed dropout": Kind(Checkpointed, TRAINING),
-    "encoder": Kind(Encoder, TRAINING, TOKENS),
-    "channels": Kind(Channels, TRAINING, IMAGE),
-    "noise": Kind(Noise),
-    "writes a parameter": Kind(WritesParameter),
-    "writes an activation": Kind(WritesActivation),
-    "batch norm": Kind(BatchNorm, shape=IMAGE),
-    "batch norm of 16 bits": Kind(HalfNorm, TRAINING, IMAGE),
-    "constants": Kind(Constants),
-    "attribute": Kind(Attribute, (False,)),  # dynamo refuses it
-    "recurrent": Kind(Recurrent, (False,)),
-}
+    # queries turned as complex numbers, the frequencies a complex buffer
+    "rotary": Kind(lambda: Model(rotary, q=nn.Linear(16, 32, bias=False), o=nn.Linear(32, 16, bias=False), turns=TURNS)),
+    # a complex parameter on the 9 frequencies of a dim of 16: parts are uneven
+    "fourier": Kind(lambda: fourier("cpu")),
+    "fourier on meta": Kind(lambda: fourier("meta")),
+    "dropout": Kind(lambda: dropout(lambda m, x: block(m, block(m, x)).square().mean()), TRAINING),
+    # its masks are drawn again in the backward pass
+    "checkpointed dropout": Kind(
+        lambda: dropout(lambda m, x: block(m, checkpoint(partial(block, m), x, use_reentrant=False)).square().mean()), TRAINING
+    ),
+    # dropout of attention's scores, and of a tensor whose dims are permuted in memory
+    "encoder": Kind(
+        lambda: Model(
+            encoder, words=nn.Embedding(16, 16), drop=nn.Dropout(0.2),
+            layer=nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True),
+        ), TRAINING, TOKENS,
+    ),
+    # dropout of whole channels, and one that is no op of its own
+    "channels": Kind(lambda: squared(nn.Conv2d(4, 8, 3), nn.Dropout2d(0.3), nn.AlphaDropout(0.2)), TRAINING, IMAGE),
+    "noise": Kind(lambda: linear(lambda m, x: (m.linear(x + torch.randn_like(x)) * torch.rand(16)).square().mean())),
+    # as RWKV, which rescales its weights in the forward
+    "writes a parameter": Kind(lambda: linear(writes_parameter, decay=nn.Parameter(torch.rand(16) + 1))),
+    # a buffer that gets what a gradient flows through
+    "writes an activation": Kind(lambda: linear(writes_activation, state=torch.zeros(4, 8, 16))),
+    "batch norm": Kind(lambda: squared(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)), shape=IMAGE),
+    # statistics and gradients of a norm whose own tensors have 16 bits
+    "batch norm of 16 bits": Kind(
+        lambda: Model(lambda m, x: m.norm(x.bfloat16()).float().square().mean(), norm=nn.BatchNorm2d(4, dtype=torch.bfloat16)),
+        TRAINING, IMAGE,
+    ),
+    # an empty constant (a cache before its first token), one of several values, and nan
+    "constants": Kind(lambda: linear(constants)),
+    # a tensor that is neither parameter nor buffer; dynamo refuses it
+    "attribute": Kind(with_attribute, FORWARD),
+    # its kernel returns no workspace where the capture has an empty one
+    "recurrent": Kind(lambda: linear(lambda m, x: m.linear(m.lstm(x)[0]), lstm=nn.LSTM(16, 16, batch_first=True)), FORWARD),
+}  # fmt: skip
 CASES = [(name, training) for name, kind in KINDS.items() for training in kind.modes]
 
 
@@ -323,9 +243,9 @@ def test_local_tensor_mode_refuses_dropout():
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("build", "name"), [(WritesParameter, "decay"), (WritesActivation, "state")])
-def test_what_is_written_is_a_result_and_has_no_tangent_of_its_own(build, name, training):
-    graph = capture(build(), (torch.randn(X),), training=training)
+@pytest.mark.parametrize(("kind", "name"), [("writes a parameter", "decay"), ("writes an activation", "state")])
+def test_what_is_written_is_a_result_and_has_no_tangent_of_its_own(kind, name, training):
+    graph = capture(KINDS[kind].build(), (torch.randn(X),), training=training)
     assert [result.kind for result in graph.results if result.name == name and result.kind != "gradient"] == ["buffer"]
     assert [result.name for result in graph.results if result.kind == "output"] == ["0"]
     assert [op.name for op in graph.ops if op.kind == "tangent"] == (["tangent_0"] if training else [])

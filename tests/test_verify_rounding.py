@@ -13,19 +13,17 @@ from autoshard.lower.rounding import difference, in_float64, noise_of
 from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.unsharded import run_unsharded
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model, right_plan
 
 
-class Network(nn.Module):
-    def __init__(self, end):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.end = nn.Linear(32, 32), nn.Linear(32, 32), end
+def network(end):
+    """What its end gets is equal but for rounding."""
+    torch.manual_seed(0)
+    return Model(lambda m, x: end(body(m, x), body(m, x.flip(0)).flip(0)), up=nn.Linear(32, 32), down=nn.Linear(32, 32))
 
-    def forward(self, x):
-        return self.end(self.body(x), self.body(x.flip(0)).flip(0))  # equal but for rounding
 
-    def body(self, x):
-        return self.down(self.up(x).tanh())
+def body(m, x):
+    return m.down(m.up(x).tanh())
 
 
 EQUAL, CHOSEN, CONDITION = {
@@ -47,17 +45,10 @@ SOME = ["==", ">=, returned", "argmax of differences", "inverse"]
 X = (torch.randn(16, 32, generator=torch.Generator().manual_seed(0)),)
 
 
-def planned(end, training):
-    model = Network(ENDS[end])
-    return model, autoshard.plan(model, X, fast_mesh((2, 2)), training=training, baselines=False)
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("end", [end if end in SOME else pytest.param(end, marks=pytest.mark.slow) for end in ENDS])
 def test_rounding_is_no_alarm_and_a_fault_is_one(end, training):
-    model, solution = planned(end, training)
-    assert autoshard.verify(model, X, solution, random=2)["ok"]
-    assert not autoshard.verify(model, X, solution, plant_fault=True)["ok"]
+    right_plan(network(ENDS[end]), X, fast_mesh((2, 2)), training=training, random=2, fault=True)
 
 
 def outcome(solution, graph, values, reference):
@@ -65,7 +56,8 @@ def outcome(solution, graph, values, reference):
 
 
 def verified(end):
-    model, solution = planned(end, False)
+    model = network(ENDS[end])
+    solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False)
     graph = capture(model, X, training=False)
     values, reference = run_unsharded(model, X, graph, training=False, seed=0)
     return solution, graph, values, reference
@@ -115,7 +107,7 @@ def test_a_wrong_reference_is_found_beside_rounding(end):
 
 
 def test_what_nothing_reads_is_not_compared(monkeypatch):
-    model = Network(lambda y, z: y.topk(3).values.mean())
+    model = network(lambda y, z: y.topk(3).values.mean())
     solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False)
     run = SimulatedRanks.run
 
@@ -125,7 +117,7 @@ def test_what_nothing_reads_is_not_compared(monkeypatch):
 
     monkeypatch.setattr(SimulatedRanks, "run", wrong)
     assert autoshard.verify(model, X, solution)["ok"]
-    read = Network(lambda y, z: torch.gather(z, 1, y.topk(3).indices).mean())
+    read = network(lambda y, z: torch.gather(z, 1, y.topk(3).indices).mean())
     assert not autoshard.verify(read, X, autoshard.plan(read, X, fast_mesh((2, 2)), training=False, baselines=False))["ok"]
 
 

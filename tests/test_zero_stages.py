@@ -15,13 +15,11 @@ from autoshard.formulate import Formulation
 from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import text
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
-from autoshard.planning.question import ModelGraphs, Question
 from autoshard.problem import evaluate
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
 from tests.helpers import TINY, tiny_graph
+from tests.helpers_models import scheme_plan
 
 MESHES = ((4,), (2, 2))
 SCHEMES = ("data_parallel", "zero1", "zero2", "zero3", "hsdp")
@@ -37,8 +35,8 @@ CASES = [
 
 @cache
 def planned(name: str, sizes: tuple[int, ...], scheme: str, m: int) -> tuple[Solution, Formulation, tuple[int, ...]]:
-    graph, options = tiny_graph(name, True), Options(microbatches=m)
-    solution = baseline_only(Question(ModelGraphs(graph), Mesh.from_bandwidths(sizes), options, Stopwatch(None)), scheme)
+    graph = tiny_graph(name, True)
+    solution = scheme_plan(graph, Mesh.from_bandwidths(sizes), scheme, microbatches=m)
     return solution, *formulation_of_solution(replay(solution, graph).graph, solution)
 
 
@@ -132,9 +130,8 @@ def test_with_one_microbatch_zero1_is_zero2(scheme):
 def test_a_plan_is_never_slower_than_the_schemes():
     rows = {scheme: planned("mlp", (2, 2), scheme, 4)[0].cost for scheme in SCHEMES}
     module, inputs = TINY["mlp"]()
-    _, info = autosharding_pass(
-        module, mesh_shape=(2, 2), microbatches=4, example_inputs=inputs, training=True, ilp_solution_file=None
-    )  # fmt: skip
+    options = {"example_inputs": inputs, "training": True, "ilp_solution_file": None}
+    _, info = autosharding_pass(module, mesh_shape=(2, 2), microbatches=4, **options)
     baselines = {name: row["cost_seconds"] for name, row in info["solution"].baselines.items()}
     assert {name: baselines[name] for name in SCHEMES} == pytest.approx(rows)
     assert info["solution"].cost <= min(rows.values())
