@@ -9,7 +9,7 @@ The mutant is written into a copy of the repository. Its tests are the first six
 twelve are asked at most. The rank counts the names of the mutant's file that a file of tests mentions (more where few others do, most for
 the function around the mutant), imports of the module and of the room, and equal names of files.
 
-    killed        a test fails, or all take six times as long as without the mutant, and a minute
+    killed        a test fails, or a file takes six times as long as without the mutant, and a minute
     survived      all pass
     not reached   no file that was asked executes the statement
 """
@@ -23,6 +23,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,21 +150,25 @@ def ranked(mutant: Mutant) -> list[Path]:
 
 
 def judged(mutant: Mutant, number: int, executed: Executed, folder: Path) -> dict:
-    nearest: list[Path] = []
-    for test in ranked(mutant)[:ASKED]:
-        if len(nearest) < NEAREST and executed.executes(test, mutant.path, mutant.statement):
-            nearest.append(test)
-    if not nearest:
-        return {"verdict": "not reached", "seconds": 0.0, "tests": [], "by": ""}
-    copy = folder / mutant.path.relative_to(ROOT)
+    """The verdict, its reason, and the tests that were run with the mutant in the copy of the repository in `folder`."""
+    copy, tests, began = folder / mutant.path.relative_to(ROOT), [], time.monotonic()
     copy.write_bytes(mutant.source())
     os.utime(copy, (number, number))  # what Python and numba keep of a file is known by its time and its size
-    tests = [f"tests/{path.name}" for path in nearest]
-    code, output, seconds = run_tests(folder, ["-x", *tests], max(60, 6 * sum(executed.by(path)["seconds"] for path in nearest)))
+    by = ""
+    for test in ranked(mutant)[:ASKED]:
+        if not by and len(tests) < NEAREST and executed.executes(test, mutant.path, mutant.statement):
+            tests.append(f"tests/{test.name}")
+            by = failure(folder, tests[-1], executed.by(test)["seconds"])
     shutil.copy2(mutant.path, copy)
+    verdict = "killed" if by else "survived" if tests else "not reached"
+    return {"verdict": verdict, "seconds": time.monotonic() - began, "by": by, "tests": tests}
+
+
+def failure(folder: Path, test: str, usual: float) -> str:
+    """The test that failed, and how; empty where none did."""
+    code, output, _ = run_tests(folder, ["-x", test], max(60, 6 * usual))
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)", output, re.MULTILINE)
-    by = "" if code == 0 else "time" if code is None else failed[0] if failed else " ".join(output.split())[-200:]
-    return {"verdict": "survived" if code == 0 else "killed", "seconds": seconds, "tests": tests, "by": by}
+    return "" if code == 0 else f"time: {test}" if code is None else failed[0] if failed else " ".join(output.split())[-200:]
 
 
 def main() -> None:
