@@ -88,7 +88,7 @@ SITUATIONS = {
     "serve-plan": {"experts": [MIXTRAL, *SERVED]},
     "solve": {"plain": [f"{DATA}/iopddl/example.json"]},
     "tables": {"one": ["tables.csv", "--devices", "4"], "two": ["tables.csv", "--devices", "2x2"]},
-    "show-prices": {"all": [], "one": ["h100"]},
+    "calibrate show": {"all": [], "one": ["h100"]},
     "calibrate fit": {"csv": [f"{DATA}/collectives/measured.csv"], "json": [f"{DATA}/collectives/intra_2.json"]},
 }  # fmt: skip
 

@@ -232,12 +232,12 @@ def test_fit_refuses_in_one_sentence(capsys, arguments, sentence):
 
 
 def test_show_prices(capsys):
-    assert main(["show-prices", "--json"]) == 0
+    assert main(["calibrate", "show", "--json"]) == 0
     prices = json.loads(capsys.readouterr().out)["prices"]
     assert len(prices) == 8 and all(one["source"] for one in prices)
-    assert main(["show-prices", "h100"]) == 0
+    assert main(["calibrate", "show", "h100"]) == 0
     assert "aiconfigurator (Apache-2.0)" in capsys.readouterr().out
-    assert main(["show-prices", "v100"]) == 2
+    assert main(["calibrate", "show", "v100"]) == 2
 
 
 def test_plan_takes_the_prices_that_come_with_autoshard(capsys, tmp_path):

@@ -101,7 +101,7 @@ SHARED: dict[str, Declaration] = {
     "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE),
     "devices_per_node": opt("Default: all axes but the first.", count()),
     "tf32": opt('Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.', SWITCH),
-    "prices": opt("Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", PRICED),
+    "prices": opt("Take bandwidths and device from `calibrate show`: a100, h100, b200, mi300x, ...", PRICED),
     "settings": opt("A keyword for the model's function; repeatable.", SETTINGS, "--set", metavar="KEY=VALUE"),
     "batch": opt("As --set batch=N: examples in the model's inputs.", count()),
     "seq": opt("As --set seq=N: tokens of each example.", count()),
@@ -243,7 +243,7 @@ OWN: dict[str, dict[str, Declaration]] = {
         "max_tokens": opt("Tokens of a sequence, prompt and answer, that the cache has room for.", count(2)),
         "batch": opt("Sequences that are served at the same time.", count()),
         "prompt": opt("Tokens of a prompt. Default: half of --max-tokens.", count()),
-        "device": opt("One of `show-prices`: a100, h100, h200, b200, mi300x, ...", PRICED),
+        "device": opt("One of `calibrate show`: a100, h100, h200, b200, mi300x, ...", PRICED),
         "devices_per_node": opt("How many devices a node has.", count()),
         "memory": opt("Memory of a device: 72GB. Default: all it has.", SIZE),
         "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
@@ -303,7 +303,7 @@ OWN: dict[str, dict[str, Declaration]] = {
         "plot": opt("Write a bar plot of the load per device, PNG or SVG.", PICTURE),
         "every": opt("Print every table, not only those that take longest.", SWITCH, "--all"),
     },
-    "fit": {
+    "calibrate fit": {
         "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),
         "out": opt("Write the curves here, as JSON.", OUT),
         "method": opt("piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).", one_of(METHODS)),
@@ -314,13 +314,13 @@ OWN: dict[str, dict[str, Declaration]] = {
         "system": opt("A name for the cluster."),
         "alone": opt("Fit each curve by itself: others don't say how it runs between sizes.", SWITCH),
     },
-    "measure": {
+    "calibrate measure": {
         "out": opt("Write the cluster here, again and again while it is measured.", OUT),
         "seconds": opt("Time to measure in, without starting up.", number(1.0)),
         "largest": opt("Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", SIZE),
         "backend": opt("nccl, gloo, or auto.", one_of(("auto", "nccl", "gloo"))),
     },
-    "show-prices": {"name": arg("One of them; default all.", PRICED)},
+    "calibrate show": {"name": arg("One of them; default all.", PRICED)},
 }  # fmt: skip
 
 
