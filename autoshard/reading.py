@@ -58,7 +58,7 @@ PIECE = 2**14  # packed bytes
 FORMATS = {
     # 10 kB per layer of GPT-2
     "plan": Format("a plan", "a plan's file, as `autoshard plan --out` writes it", 64 * MB, "solution.1"),
-    "programs": Format("a plan of programs", "what `autoshard programs --out` wrote", 256 * MB, "programs.1"),
+    "programs": Format("a plan of programs", "what `autoshard plan --out` wrote of several programs", 256 * MB, "programs.1"),
     # the largest instance of the contest that we know is 70 MB
     "problem": Format(
         "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"

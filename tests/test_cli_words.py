@@ -22,7 +22,6 @@ MISSING, FOLDER = "/nowhere/file.json", str(ROOT)
 # What each verb needs before options are looked at; of most files it is only looked up whether they are there.
 BEGINS = {
     "plan": [MODEL, "--mesh", "2x4"],
-    "programs": [MODEL, "--mesh", "2x4"],
     "show": [PLAN],
     "verify": [PLAN, MODEL],
     "frontier": [MODEL, "--mesh", "2x4"],

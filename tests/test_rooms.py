@@ -69,11 +69,11 @@ TABLE = {
 
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
-    "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 618, "reading": 318,
+    "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 617, "reading": 318,
     "mesh": 395, "layout": 175, "graph": 2125, "capture": 3300, "strategies": 2250, "cost": 1640, "routes": 652, "problem": 336,
     "solvers": 4878, "formulate": 1525, "baselines": 1233, "solution": 1358, "simulate": 1235, "planning": 4320, "pipeline": 3555,
     "explain": 1322, "lower": 5941, "runtime": 4589, "calibrate": 1260, "launch": 2286, "exports": 1090, "relayout": 1909, "tables": 2344,
-    "serving": 702, "report": 3063, "api": 1032, "cli": 3855, "pytest_plugin": 36,
+    "serving": 702, "report": 3063, "api": 1032, "cli": 3806, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

@@ -26,7 +26,6 @@ from autoshard.cli.kinds import (
     PICTURE,
     PLAN,
     PRICED,
-    PROGRAMS_OR_PLAN,
     SETTINGS,
     SHARE,
     SITE_DEVICE,
@@ -127,6 +126,10 @@ OWN: dict[str, dict[str, Declaration]] = {
         "devices_per_node": opt("Default: all axes but the first; 8 with --mesh auto.", count()),
         "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
         "free": opt("With --keep: parameters to plan anew; repeatable.", metavar="GLOB"),
+        "switches": opt(
+            "Of several programs: how often per unit copies of parameters are made anew; 0: once; none: there are no copies. Default: 1.",
+            SWITCHES,
+        ),
     },
     "show": {
         "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
@@ -157,10 +160,6 @@ OWN: dict[str, dict[str, Declaration]] = {
         "csv": opt("Write the points here, as CSV.", OUT),
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
         "save_dir": opt("Write the plan of every point into this folder: point-00.json, ...", FOLDER),
-    },
-    "programs": {
-        "target": arg("file.py:function, which returns {name: Program}; or a plan of programs.", PROGRAMS_OR_PLAN, "TARGET"),
-        "switches": opt("How often per unit copies of parameters are made anew; 0: once; none: there are no copies.", SWITCHES),
     },
     "pipeline": {
         "devices": opt("How many devices, in equal nodes.", count()),
