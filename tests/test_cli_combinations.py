@@ -62,7 +62,8 @@ WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "fro
 ABOUT = {"tables": [HERE], "check": [HERE, "--launcher", "torchtitan"]}
 TRUSTED = {
     "show": (["show", PLAN, "--html", "new", "--model", MODEL], ["show", PLAN, "--html", "new"]),
-    "explain": (["explain", PLAN, "w", "--model", MODEL], ["explain", PLAN, "w"])}
+    "explain": (["explain", PLAN, "w", "--model", MODEL], ["explain", PLAN, "w"]),
+}
 
 
 def lines_of(rule, verb: str) -> tuple[list[str], list[str]]:

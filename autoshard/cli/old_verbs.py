@@ -10,7 +10,6 @@ from autoshard.cli.output import complain
 Words = list[str]
 
 
-
 def _page(words: Words) -> Words:
     """The model was an argument, and the page's file had a default."""
     now = ["show"]
@@ -24,7 +23,8 @@ def _page(words: Words) -> Words:
 # verb: a command line as it was written, as it is written now, and the function that makes the new words of those after the verb
 OLD_VERBS: dict[str, tuple[str, str, Callable[[Words], Words]]] = {
     "programs": (
-        "programs TARGET", "plan FILE.py:FUNCTION, or show PLAN",
+        "programs TARGET",
+        "plan FILE.py:FUNCTION, or show PLAN",
         lambda words: ["plan" if any(".py:" in word for word in words) else "show", *words],
     ),
     "report": ("report PLAN MODEL --out PAGE.html", "show PLAN --html PAGE.html --model MODEL", _page),
