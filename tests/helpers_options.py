@@ -48,6 +48,7 @@ SITUATIONS = {
         "auto": [TINY, "--mesh", "auto", "--devices", "4"],
         "keep": [MLP, "--keep", "edited.json"],
         "experts": [MIXTRAL, "--mesh", "2", "--set", "layers=1", "--batch", "4", "--seq", "8"],
+        "programs": ["rl.py:programs", "--mesh", "2"],
     },
     "frontier": {"train": [TINY, "--mesh", "2x2", "--train", "--points", "1"]},
     "pipeline": {"train": [TINY, "--devices", "4", "--no-grid", "--schedules", "1f1b", "--microbatches", "2", "--workers", "1"]},
@@ -83,12 +84,11 @@ SITUATIONS = {
         "map": ["plan.json"], "tp_plan": ["plan.json", "--format", "tp_plan", "--within", "9"],
         "fully_shard": ["plan.json", "--format", "fully_shard", "--within", "9"],
     },
-    "programs": {"model": ["rl.py:programs", "--mesh", "2"], "plan": ["programs.json"]},
     "redistribute": {"mesh": ["problems.json"], "tensorcraft": ["problems.json", "--prices", "tensorcraft", "--count", "buffers"]},
     "serve-plan": {"experts": [MIXTRAL, *SERVED]},
     "solve": {"plain": [f"{DATA}/iopddl/example.json"]},
     "tables": {"one": ["tables.csv", "--devices", "4"], "two": ["tables.csv", "--devices", "2x2"]},
-    "show-prices": {"all": [], "one": ["h100"]},
+    "calibrate show": {"all": [], "one": ["h100"]},
     "calibrate fit": {"csv": [f"{DATA}/collectives/measured.csv"], "json": [f"{DATA}/collectives/intra_2.json"]},
 }  # fmt: skip
 
@@ -114,12 +114,12 @@ OWN = {
     ("explain", "name"): "layers.0.down.weight", ("pipeline", "recompute"): "always", ("tables", "devices"): "2",
     ("degrees", "precision"): "fp8", ("verify", "device"): "cuda", ("doctor", "device"): "cuda", ("doctor", "model"): MLP,
     ("verify", "model"): f"{ROOT}/models/mlp.py:tiny", ("degrees", "settings"): "layers=1",
-    ("simulate", "microbatches"): "2", ("redistribute", "prices"): "tensorcraft", ("programs", "settings"): "batch=64",
+    ("simulate", "microbatches"): "2", ("redistribute", "prices"): "tensorcraft",
     ("calibrate fit", "devices"): "2", ("degrees", "memory"): "500MB", ("pipeline", "microbatches"): "4", ("pipeline", "devices"): "2",
     ("serve-plan", "settings"): "layers=2", ("serve-plan", "memory"): "1MB", ("frontier", "settings"): "width=64",
-    ("serve-plan", "devices"): "4", ("plan", "seq"): "16", ("plan", "memory_limit"): "70GB", ("programs", "memory_limit"): "70GB",
+    ("serve-plan", "devices"): "4", ("plan", "seq"): "16", ("plan", "memory_limit"): "70GB",
     ("verify", "batch"): "8", ("redistribute", "count"): "resident", ("serve-plan", "dtype"): "float32", ("degrees", "devices"): "4",
-    ("programs", "mesh"): "4", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
+    ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
 }  # fmt: skip
 HOST = ("cpu_seconds", "wall_seconds", "seconds_of_host", "autosharding_time", "imports")  # of the planning host
 
@@ -128,7 +128,7 @@ HOST = ("cpu_seconds", "wall_seconds", "seconds_of_host", "autosharding_time", "
 WRITES = {
     "plan.json": ["plan", MLP, "--mesh", "2x2", "--train"],
     "tiny.json": ["plan", TINY, "--mesh", "2", "--train"],
-    "programs.json": ["programs", "rl.py:programs", "--mesh", "2"],
+    "programs.json": ["plan", "rl.py:programs", "--mesh", "2"],
     "frontier.json": ["frontier", TINY, "--mesh", "2x2", "--train", "--points", "1"],
 }
 

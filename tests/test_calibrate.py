@@ -220,7 +220,7 @@ REFUSED = [
     (["calibrate", "fit", str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
     (["calibrate", "fit", INTRA_2, "--method", "spline"], "--method is 'spline'"),
     (["calibrate", "fit", INTRA_2, "--out", "/no/such/folder/x.json"], "there is no folder"),
-    (["show-prices", "v100"], "'v100'"),
+    (["calibrate", "show", "v100"], "'v100'"),
     ([*PLAN, "--quiet", "--prices", "v100"], "no prices are known for 'v100'"),
     (["calibrate", "measure", "--mesh", "2x2"], "start them with: torchrun --nproc-per-node 4 -m autoshard calibrate measure"),
 ]
@@ -232,9 +232,9 @@ def test_what_is_refused_is_one_sentence(words, sentence):
 
 
 def test_show_prices():
-    prices = record_of("show-prices")["prices"]
+    prices = record_of("calibrate", "show")["prices"]
     assert len(prices) == 8 and all(one["source"] for one in prices)
-    code, said, _ = run("show-prices", "h100")
+    code, said, _ = run("calibrate", "show", "h100")
     assert code == 0 and "aiconfigurator (Apache-2.0)" in said
 
 

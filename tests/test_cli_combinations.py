@@ -15,7 +15,7 @@ RIGHT = {
     "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
     "memory_limit": "80GB", "microbatches": "4",
-    "switches": "2", "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
+    "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
     "model": MODEL,
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
 }  # fmt: skip
@@ -43,7 +43,6 @@ LINES = {
     "on a plan; ": (["check", PLAN], ["check", HERE, "--launcher", "torchtitan"]),
     "on a launcher's": (["check", HERE, "--launcher", "torchtitan"], ["check", PLAN]),
     "without a model": (["doctor"], ["doctor", f"{ROOT}/models/gpt2.py:tiny", "--device", "cuda"]),
-    "on a plan that is made": (["programs", PLAN], ["programs", MODEL]),
     "on a plan, which": (["simulate", PLAN], ["simulate", MODEL, *SPREAD]),
     "beside --prices tensorcraft": (["redistribute", HERE, "--prices", "tensorcraft"], ["redistribute", HERE]),
     "beside --nodes": (["pipeline", MODEL, "--nodes", "2x8"], ["pipeline", MODEL, "--devices", "8"]),
@@ -51,12 +50,12 @@ LINES = {
     "beside --no-bound": (["degrees", MODEL, "--devices", "8", "--no-bound"], ["degrees", MODEL, "--devices", "8"]),
 }
 
-ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "frontier", "programs")} | {
+ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
     "simulate": ([], ["--pipeline", "2"]), "pipeline": (["--devices", "8"], ["--devices", "16"]),
     "degrees": (["--devices", "8"], ["--devices", "16"]), "check": (["--devices", "8"], ["--devices", "16"]),
     "tables": (["--devices", "8"], ["--devices", "2x8"]),
 }  # fmt: skip
-WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "frontier", "programs")} | {
+WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
     "simulate": (["--pipeline", "2"], ["--data", "2"]), "pipeline": (["--devices", "8", "--devices-per-node", "1"], ["--devices", "8"]),
     "degrees": (["--devices", "8", "--per-node", "1"], ["--devices", "8"]), "tables": (["--devices", "8x1"], ["--devices", "8"]),
 }  # fmt: skip

@@ -13,6 +13,9 @@ from tests.test_cli import run
 # an old command line, and how it is written now
 FORMS = {
     "diff a.json b.json --exit-code": "show a.json b.json --exit-code",
+    "show-prices h100 --json": "calibrate show h100 --json",
+    "programs rl.py:programs --mesh 2": "plan rl.py:programs --mesh 2",
+    "programs rl.json --json": "show rl.json --json",
     "report a.json": "show a.json --html report.html",
     "report a.json --trust --out a.html --json": "show a.json --trust --html a.html --json",
     "report --out=a.html a.json m.py:net --set a=m.py:net": "show --html=a.html a.json --model m.py:net --set a=m.py:net",

@@ -22,7 +22,6 @@ MISSING, FOLDER = "/nowhere/file.json", str(ROOT)
 # What each verb needs before options are looked at; of most files it is only looked up whether they are there.
 BEGINS = {
     "plan": [MODEL, "--mesh", "2x4"],
-    "programs": [MODEL, "--mesh", "2x4"],
     "show": [PLAN],
     "verify": [PLAN, MODEL],
     "frontier": [MODEL, "--mesh", "2x4"],
@@ -38,8 +37,8 @@ BEGINS = {
     "redistribute": [HERE],
     "solve": [HERE],
     "tables": [HERE],
-    "show-prices": [],
     "calibrate fit": [HERE],
+    "calibrate show": [],
     "calibrate measure": ["--mesh", "2x2"],
 }
 SIZES = ["80XB", "-1GB", "80", "nan", ""]
@@ -78,7 +77,7 @@ OWN = {
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],
     ("check", "within"): ["-1", "nan%", "five"],
     ("export", "within"): ["-1", "nan%", "five"],
-    ("show-prices", "name"): ["tpu"],
+    ("calibrate show", "name"): ["tpu"],
 }
 
 # Runs what it reads from stdin without beginning any verb: [argv, ...] -> [[code or "began", stdout, stderr], ...] and what is imported.
@@ -128,11 +127,11 @@ def without(begin: list[str], names: list[str]) -> list[str]:
 
 
 def is_free(verb: str, name: str) -> bool:
-    return option_of(verb.split()[-1], name).kind == TEXT
+    return option_of(verb, name).kind == TEXT
 
 
 def wrong_values(verb: str, name: str) -> list[str] | None:
-    known = OWN.get((verb.split()[-1], name), None if is_free(verb, name) else WRONG.get(name))
+    known = OWN.get((verb, name), None if is_free(verb, name) else WRONG.get(name))
     if name == "settings" and MODEL not in BEGINS[verb]:  # what its function takes is not known yet
         return [value for value in WRONG[name] if value != "nosuch=2"]
     return known
@@ -201,7 +200,7 @@ def test_right_words_are_not_refused():  # else any refusal would do above
         ["export", PLAN, "--format", "tp_plan"],
         ["explain", PLAN, "w", "--why-not", "S(1),R"],
         ["redistribute", HERE, "--prices", "tensorcraft", "--planner", "naive", "--memory-limit", "1GB"],
-        ["show-prices", "h100"],
+        ["calibrate", "show", "h100"],
     ]
     assert [(argv, result) for argv, result in zip(right, run_all(right)[0], strict=True) if result[0] != "began"] == []
 

@@ -53,7 +53,7 @@ def interrupted_at(module: str, *argv: str) -> subprocess.CompletedProcess:
         ("torch", ("plan", TINY, "--mesh", "2x4")),
         ("torch", ("redistribute", __file__)),
         ("torch.nn", ("plan", TINY, "--mesh", "2x4")),
-        ("autoshard.cost.curves", ("show-prices",)),
+        ("autoshard.cost.curves", ("calibrate", "show")),
     ],
 )
 def test_ctrl_c_during_an_import_is_one_line(module, argv):
@@ -62,7 +62,7 @@ def test_ctrl_c_during_an_import_is_one_line(module, argv):
 
 
 def test_without_ctrl_c_the_same_way_in_gives_an_answer():
-    done = interrupted_at("no.such.module", "show-prices", "h100", "--json")
+    done = interrupted_at("no.such.module", "calibrate", "show", "h100", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["prices"] and done.stderr == ""
 
 

@@ -95,7 +95,7 @@ QUICK = {
     "check megatron": ("megatron.sh", "check FILE --launcher megatron --devices 64"),
     "check accelerate": ("accelerate.yaml", f"check FILE hf:{DATA}/hf/llama --launcher accelerate --seq 64 --microbatch 1"),
     "check nanotron": ("nanotron.yaml", "check FILE --launcher nanotron"),
-    "programs": ("programs", "programs FILE"),
+    "programs": ("programs", "show FILE"),
     "load curves": ("curves", ""),
     "load a cluster": ("cluster", ""),
     "load a pipeline": ("pipeline", ""),

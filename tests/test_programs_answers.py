@@ -106,7 +106,7 @@ def test_every_verb_answers_for_the_file_or_for_one_program(tmp_path, capsys):
         "from autoshard import Program\nfrom models import mlp\n\n\ndef programs():\n    module, batch = mlp.tiny()\n"
         "    return {'train': Program(module, batch, training=True), 'use': Program(module, batch)}\n"
     )
-    assert main(["programs", f"{source}:programs", "--mesh", "2", "--out", plan, "--quiet"]) == 0
+    assert main(["plan", f"{source}:programs", "--mesh", "2", "--out", plan, "--quiet"]) == 0
     capsys.readouterr()
     for words in (
         ["show", plan, "--html", page], ["show", f"{plan}#use", "--no-model", "--html", page],

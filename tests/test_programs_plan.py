@@ -79,15 +79,19 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
         "from autoshard import Program\nfrom models import mlp\n\n\ndef programs(rows=8):\n    module, batch = mlp.tiny()\n"
         "    return {'train': Program(module, batch, training=True), 'use': Program(module, batch, weight=rows)}\n"
     )
-    assert main(["programs", f"{source}:programs", "--mesh", "2", "--set", "rows=3", "--out", plan, "--json", "--quiet"]) == 0
+    assert main(["plan", f"{source}:programs", "--mesh", "2", "--set", "rows=3", "--out", plan, "--json", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["programs"]["use"]["weight"] == 3 and record["gap"] <= 0.001
-    for words in (["programs", plan], ["show", plan], ["show", f"{plan}#use"], ["show", plan, plan]):
+    for words in (["show", plan], ["show", f"{plan}#use"], ["show", plan, plan]):
         assert main([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
     assert main(["verify", f"{plan}#train", "--trust", "--json", "--quiet"]) == 0 and json.loads(capsys.readouterr().out)["ok"]
     assert main(["show", plan, f"{plan}#use"]) == 2 and "name one of them as" in capsys.readouterr().err
-    assert main(["programs", f"{source}:programs"]) == 2 and "--mesh" in capsys.readouterr().err
+    refused = (([], "--mesh"), (["--mesh", "auto", "--devices", "2"], "--mesh auto"), (["--mesh", "2", "--train"], "each program"))
+    for words, said in refused:
+        assert main(["plan", f"{source}:programs", *words]) == 2 and said in capsys.readouterr().err
+    assert main(["plan", "models/mlp.py:tiny", "--mesh", "2", "--switches", "3"]) == 2
+    assert "--switches is of several programs" in capsys.readouterr().err
 
 
 # -- what is planned -------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from tests.test_cli import check_refused, run
 NAMES_A_PLAN = {"solution", "target"}  # arguments of the verbs that take a plan
 MORE = {"explain": ("w",), "show": ("--html", "r.html"), "verify": ("--quiet",)}  # words that make it work
 AS_OPTION = ("explain", "show")  # verbs whose model is --model
-COMMANDS = {name: verb for name, verb in get_command(app).commands.items() if name != "programs"}  # whose file names no model
-VERBS = {name: verb for name, verb in COMMANDS.items() if NAMES_A_PLAN & {p.name for p in verb.params}}
+VERBS = {name: verb for name, verb in get_command(app).commands.items() if NAMES_A_PLAN & {p.name for p in verb.params}}
 WITH_MODEL = sorted(name for name, verb in VERBS.items() if "trust" in {p.name for p in verb.params})
 
 

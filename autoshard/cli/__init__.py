@@ -11,7 +11,6 @@ from . import (  # noqa: F401 (each module adds its verbs to the app)
     frontier_verb,
     pipeline_verb,
     plan_verbs,
-    programs_verb,
     redistribute_verb,
     serve_plan_verb,
     show_verb,

@@ -1,36 +1,27 @@
-"""`autoshard calibrate fit | measure` and `autoshard show-prices`: measured and published prices."""
+"""`autoshard calibrate fit | measure | show`: measured and published prices."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from rich.console import RenderableType
 
 from autoshard.cli.app import INTERRUPTED, OK, Verbs, app
 from autoshard.cli.arguments import parse_bytes
+from autoshard.cli.loading import load_report
 from autoshard.cli.output import Output
 from autoshard.mesh import parse_shape
 from autoshard.reading import text_of
 
 if TYPE_CHECKING:
     from autoshard.calibrate import Fitted
-    from autoshard.cost import Preset
 
-calibrate = Verbs(help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
-app.add_typer(calibrate, name="calibrate")
+calibrate = Verbs(name="calibrate", help="Measure a cluster, fit what was measured, show published prices.", rich_markup_mode=None)
+app.add_typer(calibrate)
 
 MANY = 24  # curves; more are shown by collective
 SAVED_EVERY = 1.0  # seconds
-
-
-def _report() -> ModuleType:
-    from autoshard.report import calibration  # here: matplotlib takes a second to import, and scipy below, which other verbs shouldn't pay
-
-    return calibration
 
 
 @calibrate.command()
@@ -67,12 +58,12 @@ def fit(
             save(out, [one.to_dict() for one in curves])
             output.note(f"wrote {out}")
         if plot is not None:
-            _report().draw(plot, [_drawn(one) for one in curves])
+            load_report().calibration.draw(plot, [_drawn(one) for one in curves])
             output.note(f"wrote {plot}")
         rows = [one.to_dict() for one in curves]
         record = {"curves": [{key: value for key, value in row.items() if key != "parameters"} for row in rows]}
         shown = [_row(one) for one in curves] if table or len(curves) <= MANY else []
-        output.answer(record, lambda: _report().errors_table(shown, _by_collective(curves)))
+        output.answer(record, lambda: load_report().calibration.errors_table(shown, _by_collective(curves)))
     return OK
 
 
@@ -160,7 +151,7 @@ def measure(
             return INTERRUPTED
         if record:
             output.note(f"wrote {out}")
-            output.answer(record, lambda: _report().cluster_table(record))
+            output.answer(record, lambda: load_report().calibration.cluster_table(record))
     return OK
 
 
@@ -185,21 +176,18 @@ def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) 
     )
 
 
-@app.command(name="show-prices")
-def show_prices(name: str | None = None, as_json: bool = False) -> int:
+@calibrate.command()
+def show(name: str | None = None, as_json: bool = False) -> int:
     """Show the prices that come with autoshard: of each device its links, where the numbers are from, and how far they are off.
 
     \b
-    autoshard show-prices
-    autoshard show-prices h100
+    autoshard calibrate show
+    autoshard calibrate show h100
     """
     from autoshard.cost import presets
 
     chosen = [presets.preset(name)] if name is not None else presets.all_presets()
     with Output(as_json=as_json) as output:
-        output.answer({"prices": [asdict(one) for one in chosen]}, lambda: _prices(chosen))
+        rows = [asdict(one) for one in chosen]
+        output.answer({"prices": rows}, lambda: load_report().calibration.prices_table(rows))
     return OK
-
-
-def _prices(chosen: Sequence[Preset]) -> RenderableType:
-    return _report().prices_table([asdict(one) for one in chosen])

@@ -103,14 +103,13 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
 LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "out")
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
-OF_PROGRAMS = ("mesh", "settings", "switches", "memory_limit", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
 OF_PAGES = ("model", "settings", "trust", "frontier", "no_model")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
 OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
-LINKED = ("plan", "frontier", "programs", "simulate", "pipeline", "degrees", "tables", "check")
+LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan", "frontier"), OF_TRAINING, without("training", "keep"), "on a forward pass", "add --train"),
@@ -148,7 +147,6 @@ RULES = (
     Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
     Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
-    Ineffective(("programs",), OF_PROGRAMS, _is_plan, "on a plan that is made", "give file.py:function to plan anew"),
     Ineffective(
         ("simulate",), OF_PHYSICAL, lambda given, values: values.get("target") == "mlp", "on mlp, the model of a published simulator"
     ),

@@ -101,17 +101,7 @@ def _model_or_plan(name: str, value: str) -> None:
         PLAN.check(name, value)
 
 
-def _programs_or_plan(name: str, value: str) -> None:
-    path, _, program = value.rpartition("#")
-    if ".py:" not in value and path and program and not Path(value).exists() and Path(path).exists():
-        raise ValueError(f"{value} is one program of a plan; expected the plan, {path}, or see the one with: autoshard show {value}")
-    if ".py:" in value:
-        _model(name, value)
-    else:
-        _readable(name, value, "file.py:function, which returns programs, or what `autoshard programs --out` wrote")
-
-
-MODEL, MODEL_OR_PLAN, PROGRAMS_OR_PLAN = ValueKind(_model), ValueKind(_model_or_plan), ValueKind(_programs_or_plan)
+MODEL, MODEL_OR_PLAN = ValueKind(_model), ValueKind(_model_or_plan)
 SETTINGS = ValueKind(lambda name, value: parse_settings(value), typed=list[str])
 
 

@@ -21,10 +21,17 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
 
     training: a Hugging Face model then gets labels and returns its loss; a function has its own --set for that.
     """
+    return _checked(load_model_or_programs(written, settings, training=training), written.partition("#")[0])
+
+
+def load_model_or_programs(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any] | Mapping[str, Any]:
+    """As `load_model`; where the function returns programs by name, those."""
     if written.startswith("hf:"):
         return _huggingface(written.removeprefix("hf:"), settings, training)
     written, _, program = written.partition("#")
     returned = _returned(written, settings)
+    if isinstance(returned, Mapping) and returned and not program:
+        return returned
     return _checked(_program(returned, program, written) if program else returned, written)
 
 
@@ -71,14 +78,6 @@ def _program(programs: object, name: str, written: str) -> tuple[Any, Any]:
     if name not in known:
         raise ValueError(f"{written} has no program {name!r}; it has {', '.join(known) or 'none'}")
     return known[name]
-
-
-def load_programs(written: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run a function that returns programs by name. ValueError as above."""
-    programs = _returned(written, settings)
-    if not isinstance(programs, Mapping) or not programs:
-        raise ValueError(f"{written} returned a {type(programs).__name__}; expected {{name: autoshard.Program}}, one or more")
-    return programs
 
 
 def _returned(written: str, settings: Mapping[str, Any]) -> object:

@@ -22,7 +22,13 @@ def _page(words: Words) -> Words:
 
 # verb: a command line as it was written, as it is written now, and the function that makes the new words of those after the verb
 OLD_VERBS: dict[str, tuple[str, str, Callable[[Words], Words]]] = {
+    "programs": (
+        "programs TARGET",
+        "plan FILE.py:FUNCTION, or show PLAN",
+        lambda words: ["plan" if any(".py:" in word for word in words) else "show", *words],
+    ),
     "report": ("report PLAN MODEL --out PAGE.html", "show PLAN --html PAGE.html --model MODEL", _page),
+    "show-prices": ("show-prices", "calibrate show", lambda words: ["calibrate", "show", *words]),
     "diff": ("diff A B", "show A B", lambda words: ["show", *words]),
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoshard.cli.app import NO, OK, app, say_no
 from autoshard.cli.arguments import bandwidths, model_settings
 from autoshard.cli.loading import DEVICE, INTER, INTRA, load_any_plan, load_api, load_plan, load_report, models_for
-from autoshard.cli.model import load_model
+from autoshard.cli.model import load_model_or_programs
 from autoshard.cli.output import Output
 from autoshard.cli.plan_inputs import AUTO, check_mesh_words, edits_note, inherited, mesh_of, one_mesh, wanted_gap
 from autoshard.mesh import DEVICES_PER_NODE, Mesh
@@ -34,16 +36,21 @@ def plan(
     devices_per_node: int | None = None,
     keep: str | None = None,
     free: list[str] = [],  # noqa: B006
+    switches: str | None = None,
     quiet: bool = False,
     **planning: Any,
 ) -> int:
     """Find the best layout of every tensor of MODEL on a mesh, with a proof.
+
+    Where the function returns {name: Program}, plan several programs on one set of weights: training and rollout, prefill and decode,
+    one shape or many. Every other verb reads one of them as FILE#NAME.
 
     \b
     autoshard plan models/gpt2.py:small --set batch=512 --mesh 2x4 --train --memory 80GB --out gpt2.json
     autoshard plan models/gpt2.py:small --set batch=512 --mesh auto --devices 16 --train --out gpt2.json
     autoshard plan models/mlp.py:mlp --mesh 8 --pin 'layers.*.up.weight=S(0)' --price-pins --json
     autoshard plan models/mlp.py:mlp --keep edited.json --free 'layers.1.*'
+    autoshard plan rl.py:programs --mesh 2x8 --memory 80GB --switches 1 --out rl.json
     """
     if free and keep is None:
         raise ValueError(f"--free {free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
@@ -61,7 +68,14 @@ def plan(
     with Output(as_json=as_json, quiet=quiet) as output:
         _note_blocks(Options(**asked), output)
         output.progress("building the model", 0.0)
-        module, example_inputs = load_model(model, keywords, training=asked.get("training", False))
+        loaded = load_model_or_programs(model, keywords, training=asked.get("training", False))
+        if isinstance(loaded, Mapping):
+            if one is None or kept is not None:
+                raise ValueError(f"{model} returns several programs, which have no --mesh auto and no --keep; leave it out")
+            return _plan_programs(loaded, one, switches, asked, options["assumptions"], output, out)
+        if switches is not None:
+            raise ValueError(f"--switches is of several programs, but {model} returns one model; leave it out")
+        module, example_inputs = loaded
         if kept is not None:
             options["keep"] = load_api().kept_layouts(kept, free)
             output.note(edits_note(options["keep"], load_api().edited_layouts(kept), keep or ""))
@@ -96,6 +110,25 @@ def _plan(
     report = load_report()
     record = report.summary(solution) | ({} if compared is None else {"meshes": compared})
     output.answer(record, lambda: report.planned_report(solution, compared))
+    return OK
+
+
+def _plan_programs(
+    programs: Mapping[str, Any], mesh: Mesh, switches: str | None, asked: dict, made_for: dict, output: Output, out: str | None
+) -> int:
+    """Plan programs together, and print what sharing costs each of them. made_for: the model and its settings."""
+    api, report = load_api(), load_report()
+    per_unit = None if switches == "none" else float(switches or 1)
+    try:
+        plan = api.plan(programs, mesh, switches=per_unit, progress=output.progress, **asked)
+    except api.Infeasible as error:
+        return say_no(output, error, error.to_dict())
+    noted = {name: one.noting(**made_for | {"model": f"{made_for['model']}#{name}"}) for name, one in plan.programs.items()}
+    plan = replace(plan, programs=noted)
+    if out is not None:
+        plan.save(out)
+        output.note(f"wrote {out}")
+    output.answer(report.programs_record(plan), lambda: report.programs_report(plan))
     return OK
 
 

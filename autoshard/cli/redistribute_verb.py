@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from types import ModuleType
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_bytes
-from autoshard.cli.loading import INTER, INTRA
+from autoshard.cli.loading import INTER, INTRA, load_report
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
 from autoshard.reading import data_of
 
 SAMPLES = 96  # columns of a drawing, per dim
-
-
-def _report() -> ModuleType:
-    from autoshard.report import redistribution  # here: torch takes seconds to import, which other verbs shouldn't
-
-    return redistribution
 
 
 @app.command()
@@ -46,7 +39,7 @@ def redistribute(
     """
     from autoshard import relayout as room  # here: it needs torch, which --help shouldn't
 
-    report = _report()
+    report = load_report().redistribution
     options = {key: value for key, value in (("max_depth", max_depth), ("top_k", top_k)) if value is not None}
     if options and planner != "memory_constrained":
         raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {planner}")

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import bandwidths, model_settings
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_cluster, load_device, load_plan, model_of
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_cluster, load_device, load_plan, load_report, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
 from autoshard.cli.simulate_records import record_of_mlp, record_of_model, record_of_plan
@@ -87,7 +86,7 @@ def simulate(
             simulated = _of_plan(target, model, keywords, trust, cluster, output, {**how, "join": not no_join})
         _write(simulated, trace, picture, output)
         critical = None if simulated.timeline is None or simulated.run is not None else simulated.timeline.critical_seconds
-        output.answer(simulated.record, lambda: _report().simulation_report(simulated.record, critical))
+        output.answer(simulated.record, lambda: load_report().timeline.simulation_report(simulated.record, critical))
     return OK
 
 
@@ -130,12 +129,6 @@ def _of_plan(
     check_sizes(module, inputs, solution, target)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
     return Simulated(record_of_plan(solution, timeline, measured=measured is not None), timeline)
-
-
-def _report() -> ModuleType:
-    from autoshard.report import timeline  # here: matplotlib and torch take seconds to import
-
-    return timeline
 
 
 def _is_model(target: str) -> bool:
@@ -181,13 +174,13 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
 def _write(simulated: Simulated, trace: str | None, picture: str | None, output: Output) -> None:
     output.progress("writing", 0.95)
     if trace is not None:
-        from autoshard.report import trace_of, trace_of_run  # here: as above
-
-        _report().save_trace(trace_of(simulated.timeline) if simulated.run is None else trace_of_run(simulated.run), trace)
+        report = load_report()
+        spans = report.trace_of(simulated.timeline) if simulated.run is None else report.trace_of_run(simulated.run)
+        report.timeline.save_trace(spans, trace)
         output.note(f"wrote {trace}; open it in ui.perfetto.dev")
     if picture is not None:
         if simulated.run is None:
-            _report().draw_timeline(simulated.timeline, picture)
+            load_report().timeline.draw_timeline(simulated.timeline, picture)
         else:
-            _report().draw_run(simulated.run, picture)
+            load_report().timeline.draw_run(simulated.run, picture)
         output.note(f"wrote {picture}")

@@ -26,7 +26,6 @@ from autoshard.cli.kinds import (
     PICTURE,
     PLAN,
     PRICED,
-    PROGRAMS_OR_PLAN,
     SETTINGS,
     SHARE,
     SITE_DEVICE,
@@ -101,7 +100,7 @@ SHARED: dict[str, Declaration] = {
     "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE),
     "devices_per_node": opt("Default: all axes but the first.", count()),
     "tf32": opt('Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.', SWITCH),
-    "prices": opt("Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", PRICED),
+    "prices": opt("Take bandwidths and device from `calibrate show`: a100, h100, b200, mi300x, ...", PRICED),
     "settings": opt("A keyword for the model's function; repeatable.", SETTINGS, "--set", metavar="KEY=VALUE"),
     "batch": opt("As --set batch=N: examples in the model's inputs.", count()),
     "seq": opt("As --set seq=N: tokens of each example.", count()),
@@ -127,6 +126,10 @@ OWN: dict[str, dict[str, Declaration]] = {
         "devices_per_node": opt("Default: all axes but the first; 8 with --mesh auto.", count()),
         "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
         "free": opt("With --keep: parameters to plan anew; repeatable.", metavar="GLOB"),
+        "switches": opt(
+            "Of several programs: how often per unit copies of parameters are made anew; 0: once; none: there are no copies. Default: 1.",
+            SWITCHES,
+        ),
     },
     "show": {
         "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
@@ -157,10 +160,6 @@ OWN: dict[str, dict[str, Declaration]] = {
         "csv": opt("Write the points here, as CSV.", OUT),
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
         "save_dir": opt("Write the plan of every point into this folder: point-00.json, ...", FOLDER),
-    },
-    "programs": {
-        "target": arg("file.py:function, which returns {name: Program}; or a plan of programs.", PROGRAMS_OR_PLAN, "TARGET"),
-        "switches": opt("How often per unit copies of parameters are made anew; 0: once; none: there are no copies.", SWITCHES),
     },
     "pipeline": {
         "devices": opt("How many devices, in equal nodes.", count()),
@@ -243,7 +242,7 @@ OWN: dict[str, dict[str, Declaration]] = {
         "max_tokens": opt("Tokens of a sequence, prompt and answer, that the cache has room for.", count(2)),
         "batch": opt("Sequences that are served at the same time.", count()),
         "prompt": opt("Tokens of a prompt. Default: half of --max-tokens.", count()),
-        "device": opt("One of `show-prices`: a100, h100, h200, b200, mi300x, ...", PRICED),
+        "device": opt("One of `calibrate show`: a100, h100, h200, b200, mi300x, ...", PRICED),
         "devices_per_node": opt("How many devices a node has.", count()),
         "memory": opt("Memory of a device: 72GB. Default: all it has.", SIZE),
         "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
@@ -303,7 +302,7 @@ OWN: dict[str, dict[str, Declaration]] = {
         "plot": opt("Write a bar plot of the load per device, PNG or SVG.", PICTURE),
         "every": opt("Print every table, not only those that take longest.", SWITCH, "--all"),
     },
-    "fit": {
+    "calibrate fit": {
         "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),
         "out": opt("Write the curves here, as JSON.", OUT),
         "method": opt("piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).", one_of(METHODS)),
@@ -314,13 +313,13 @@ OWN: dict[str, dict[str, Declaration]] = {
         "system": opt("A name for the cluster."),
         "alone": opt("Fit each curve by itself: others don't say how it runs between sizes.", SWITCH),
     },
-    "measure": {
+    "calibrate measure": {
         "out": opt("Write the cluster here, again and again while it is measured.", OUT),
         "seconds": opt("Time to measure in, without starting up.", number(1.0)),
         "largest": opt("Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", SIZE),
         "backend": opt("nccl, gloo, or auto.", one_of(("auto", "nccl", "gloo"))),
     },
-    "show-prices": {"name": arg("One of them; default all.", PRICED)},
+    "calibrate show": {"name": arg("One of them; default all.", PRICED)},
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -11,7 +10,7 @@ from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_bytes
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_device
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_device, load_report
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
 from autoshard.reading import data_of, rows_of, text_of
@@ -66,10 +65,10 @@ def tables(
             write_atomically(json.dumps(finite(record), indent=1) + "\n", out)
             output.note(f"wrote {out}")
         if plot is not None and plan.devices:
-            _report().draw(plot, record)
+            load_report().tables.draw(plot, record)
             output.note(f"wrote {plot}")
         assumed = Text(f"{mesh_line(mesh)}\n{limits_line(memory, host, reserve)}\n")
-        output.answer(record, lambda: Group(assumed, _report().table_of(record, every)))
+        output.answer(record, lambda: Group(assumed, load_report().tables.table_of(record, every)))
     return OK if plan.devices else NO
 
 
@@ -86,12 +85,6 @@ def limits_line(hbm: float, host_memory: float | None, reserve: float) -> str:
     less = [f" ({size(limit)} less {100 * reserve:g} % reserve)" if reserve and limit else "" for limit, _ in given]
     limits = ", ".join(f"{size(limit * (1 - reserve))} per {what}{how}" for (limit, what), how in zip(given, less))
     return f"limits {limits}"
-
-
-def _report() -> ModuleType:
-    from autoshard.report import tables
-
-    return tables
 
 
 def read_tables(path: str) -> list[Table]:

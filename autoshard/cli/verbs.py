@@ -36,7 +36,7 @@ class Verb(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        verb, names = str(self.name), {parameter.name: called(parameter) for parameter in self.params}
+        verb, names = ctx.obj, {parameter.name: called(parameter) for parameter in self.params}
         for name, value in ctx.params.items():
             if value is not None and not isinstance(value, bool) and value not in ([], ()):
                 option_of(verb, name).kind.check_typed(names[name], value)
@@ -51,11 +51,16 @@ class Verb(TyperCommand):
 
 
 class Verbs(typer.Typer):
-    """A Typer whose commands are Verbs."""
+    """A Typer whose commands are Verbs: each is declared in the table under all its words, `calibrate fit`."""
 
     def command(self, name: str | None = None, **more: Any) -> Any:
         register = super().command
-        return lambda function: register(name, cls=Verb, **more)(spread(name or function.__name__.replace("_", "-"), function))
+
+        def add(function: Callable[..., int]) -> Callable[..., int]:
+            words = f"{self.info.name or ''} {name or function.__name__.replace('_', '-')}".strip()
+            return register(name, cls=Verb, context_settings={"obj": words}, **more)(spread(words, function))
+
+        return add
 
 
 def spread(verb: str, function: Callable[..., int]) -> Callable[..., int]:

@@ -37,7 +37,6 @@ from autoshard.cost.kernels import elementwise_seconds as elementwise_seconds
 from autoshard.cost.kernels import matmul_rate as matmul_rate
 from autoshard.cost.kernels import matmul_seconds as matmul_seconds
 from autoshard.cost.kernels import overlapped as overlapped
-from autoshard.cost.presets import Preset as Preset
 
 from .collectives import COLLECTIVES as COLLECTIVES
 from .collectives import PricedCollective as PricedCollective

@@ -29,7 +29,6 @@ OBJECTIVES = ("serial", "overlapped")
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 SWEPT = ("plan", "frontier")  # verbs
-ALL_PROGRAMS = ("plan", "programs")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Options:
     )  # fmt: skip
     # bytes per device
     memory_limit: float | None = declared(
-        None, SIZE, "Memory of a device: 80GB. Default: no limit.", flags=("--memory",), verbs=ALL_PROGRAMS, kept=True, noted="always",
+        None, SIZE, "Memory of a device: 80GB. Default: no limit.", flags=("--memory",), kept=True, noted="always",
         of_all=True, not_in={"frontier": "the frontier is about all memory limits"},
     )  # fmt: skip
     # layout by parameter, buffer, input or op name, or by a glob of names
@@ -81,12 +80,12 @@ class Options:
     )  # fmt: skip
     # seconds, for the whole plan
     time_limit: float = declared(
-        TIME_LIMIT, number(above=True, finite=False, unit="seconds"), "Seconds for the solver.", verbs=ALL_PROGRAMS, reopened=False,
+        TIME_LIMIT, number(above=True, finite=False, unit="seconds"), "Seconds for the solver.", reopened=False,
         of_all=True, noted="never",
     )  # fmt: skip
     # relative
     gap: float = declared(
-        0.0, number(), "Stop when proven to be within this of the best. Default: 0.001, after a minute 0.01.", verbs=ALL_PROGRAMS,
+        0.0, number(), "Stop when proven to be within this of the best. Default: 0.001, after a minute 0.01.",
         in_pass=False, reopened=False, of_all=True, noted="always",
     )  # fmt: skip
     # (relative gap, seconds): after so many seconds a plan within that gap is enough

@@ -16,6 +16,7 @@ from autoshard.report.serving import serving_report as serving_report
 from autoshard.report.trace import trace_of as trace_of
 from autoshard.report.trace import trace_of_run as trace_of_run
 
+from . import calibration, frontier, launchers, pipeline, redistribution, tables, timeline  # noqa: F401 (each of one verb)
 from .exported import exported as exported
 from .exported import exported_text as exported_text
 from .planned import plan_report as plan_report

@@ -19,7 +19,7 @@ MOST_ROWS = 20  # of the table of copies, in a terminal
 
 
 def programs_record(plan: ProgramsSolution) -> dict[str, Any]:
-    """What `programs --json` prints: seconds per unit, bytes per device."""
+    """What `plan --json` and `show --json` print: seconds per unit, bytes per device."""
     layouts = {name: {key: row["layout"] for key, row in solution.parameters.items()} for name, solution in plan.programs.items()}
     return {
         "status": plan.status,

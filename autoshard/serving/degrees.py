@@ -109,7 +109,7 @@ def serve_plan(
     """Tensor and pipeline degrees for serving a Hugging Face model on so many devices, with `batch` sequences at a time.
 
     max_tokens: of a sequence, prompt and answer, for which the cache has room. prompt: its tokens (default: half of them). device: one
-    of `autoshard show-prices`. memory_limit: bytes per device (default: all it has). mesh_of: other prices, a function of
+    of `autoshard calibrate show`. memory_limit: bytes per device (default: all it has). mesh_of: other prices, a function of
     (replicas, pipeline, tensor). expert_parallel: experts are sharded over the devices of all replicas, as vLLM's --enable-expert-parallel
     and SGLang's --ep-size do it. eager: every kernel is launched from the host. The model may be on the meta device, and never runs.
     ValueError on numbers below 1, for models whose steps can't be priced, and on expert_parallel for a model without experts.
