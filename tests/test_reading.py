@@ -17,6 +17,7 @@ from referencing import Registry, Resource
 
 from autoshard.cli import main
 from autoshard.reading import DEEPEST, FORMATS, check_sound, checked, content_of, data_of, parsed, rows_of, schemas, text_of
+from autoshard.solution.plan_format import packed
 from tests.helpers_mutations import bad_json
 
 DATA = Path(__file__).parent / "data"
@@ -188,7 +189,7 @@ def test_csv_of_any_line_ends_is_read_and_a_field_without_end_refused(tmp_path):
 # -- schemas ------------------------------------------------------------------------------------------------------------------------------
 
 SAMPLES = {
-    "plan": (DATA / "solutions" / "gpt2-tiny-2x2.format1.json").read_text(),
+    "plan": json.dumps(packed(json.loads((DATA / "solutions" / "gpt2-tiny-2x2.format1.json").read_text()))),
     "problem": EXAMPLE,
     "tables": '{"tables": [{"name": "user", "rows": 10, "columns": 4, "options": [{"seconds": 1.0, "hbm_bytes": [1]}]}]}',
     "redistribution": '[{"problem": {"id": "a", "shape": [8], "mesh": [4], "src": [[0]], "src_bs": [2], "dst": [[]], "mem": null}}]',

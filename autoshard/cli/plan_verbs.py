@@ -114,16 +114,16 @@ def _plan(
 
 
 def _plan_programs(
-    programs: Mapping[str, Any], mesh: Mesh, switches: str | None, asked: dict, made_for: dict, output: Output, out: str | None
+    programs: Mapping[str, Any], mesh: Mesh, switches: str | None, asked: dict, assumptions: dict, output: Output, out: str | None
 ) -> int:
-    """Plan programs together, and print what sharing costs each of them. made_for: the model and its settings."""
+    """Plan programs together, and print what sharing costs each of them. assumptions: the model and its settings."""
     api, report = load_api(), load_report()
     per_unit = None if switches == "none" else float(switches or 1)
     try:
         plan = api.plan(programs, mesh, switches=per_unit, progress=output.progress, **asked)
     except api.Infeasible as error:
         return say_no(output, error, error.to_dict())
-    noted = {name: one.noting(**made_for | {"model": f"{made_for['model']}#{name}"}) for name, one in plan.programs.items()}
+    noted = {name: one.noting(**assumptions | {"model": f"{assumptions['model']}#{name}"}) for name, one in plan.programs.items()}
     plan = replace(plan, programs=noted)
     if out is not None:
         plan.save(out)

@@ -11,7 +11,7 @@ from autoshard.solution.files import digest, write
 from autoshard.solution.plan_format import packed
 
 
-class Part(Protocol):
+class PlanPart(Protocol):
     """What a Solution and a stage of a Pipeline have."""
 
     @property
@@ -28,7 +28,7 @@ class Plan(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> Mapping[tuple[str, int], Part]:
+    def parts(self) -> Mapping[tuple[str, int], PlanPart]:
         """By program ("" for the only one) and stage (0 where there are none): layouts and parameters of some devices."""
 
     @abstractmethod

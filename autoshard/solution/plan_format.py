@@ -19,7 +19,7 @@ from typing import Any
 
 FORMAT = 2  # raised when an older reader would misread a newer file
 CERTIFICATE = ("status", "solver", "cost", "bound", "peak_bytes")  # first in a file, as readers look for them
-LAID_OUT = ("layouts", "results", "parameters")  # of the one part of a plan of one program
+PLACED = ("layouts", "results", "parameters")  # of the one part of a plan of one program
 SHARED = ("home", "weights", "families", "switches", "best", "peaks", "keeps_state", "copies")
 SCHEDULED = (
     "schedule", "microbatches", "way", "bubble", "exposed_communication_seconds", "configurations", "speed_up", "budgets", "seconds_spent",
@@ -51,7 +51,7 @@ def packed(record: Data) -> Data:
         data = {"solver": "", **_without(renamed, "stages", "gap", *SCHEDULED), "pipeline": _of(record, SCHEDULED)}
         parts = _rows(record["stages"], _part_of_stage)
     else:
-        data, parts = _without(record, *LAID_OUT), [_of(record, LAID_OUT)]
+        data, parts = _without(record, *PLACED), [_of(record, PLACED)]
     return {"format": FORMAT, **_of(data, CERTIFICATE), **_without(data, "format", *CERTIFICATE), "parts": parts}
 
 
