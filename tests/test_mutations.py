@@ -278,7 +278,7 @@ def test_many_files_with_a_fault_are_answered_or_refused_in_one_sentence(verb, t
 def test_the_suites_have_the_size_that_they_claim_and_every_format_is_met():
     assert len(QUICK) * NUM_QUICK <= 150 and (len(QUICK) + len(SLOW)) * NUM_SLOW + len(WITH_MODEL) * NUM_WITH_MODEL >= 3000
     kinds = dict.fromkeys(("measured.csv", "nccl-tests", "PARAM", "nnscaler"), "measurements")
-    kinds |= {"tables.csv": "tables", "plan as a pickle": "plan"}
+    kinds |= {"tables.csv": "tables", "plan as a pickle": "plan", "programs": "plan", "pipeline": "plan"}
     kinds |= dict.fromkeys(("torchtitan.toml", "torchtitan.json", "megatron.sh", "accelerate.yaml", "nanotron.yaml"), "launch")
     outside = {"layouts", "model", "operators"}  # part of a plan; code; a file of torch
     assert {kinds.get(form, form) for form, _ in VERBS.values()} == set(FORMATS) - outside
