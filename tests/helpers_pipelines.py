@@ -28,7 +28,7 @@ def model_of(name, layers):
 def planned(name, layers, *, stages, schedule="1f1b", microbatches=4, **options):
     model, inputs = MODELS[name].tiny(layers=layers, vocab=VOCAB, batch=8)
     options = {"grid": False, **options}
-    return autoshard.pipeline(model, inputs, CLUSTER, microbatches=(microbatches,), schedules=(schedule,), stages=stages, **options)
+    return autoshard.plan(model, inputs, CLUSTER, microbatches=(microbatches,), schedules=(schedule,), stages=stages, **options)
 
 
 def batch_of(step, inputs):
@@ -103,4 +103,4 @@ class Drops(nn.Module):
 def dropping():
     torch.manual_seed(0)
     model, inputs = Drops(), (torch.randn(8, 8), torch.randn(8, 8))
-    return model, inputs, autoshard.pipeline(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)
+    return model, inputs, autoshard.plan(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autoshard import api
+import autoshard
+from autoshard import Cluster, Mesh, Program, api
+from models import mlp
 
 LISTED = [
     (statement.module, alias.name)
@@ -49,3 +51,22 @@ print(sorted({"numba", "scipy.optimize", "matplotlib"} & set(sys.modules)))
 """
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(api.__file__).parents[2])
     assert printed.stdout.split() == ["[]", "[]"]
+
+
+@pytest.mark.parametrize("name", sorted(autoshard._MOVED))
+def test_a_name_of_before_is_there_and_says_what_to_write(name):
+    with pytest.warns(FutureWarning, match=f"autoshard.{name} is now autoshard."):
+        assert callable(getattr(autoshard, name))
+    assert name not in autoshard.__all__
+
+
+def test_plan_takes_one_program_several_meshes_several_programs_and_a_cluster():
+    module, batch = mlp.tiny()
+    mesh, options = Mesh.from_bandwidths((2,)), {"training": True, "baselines": False}
+    one = autoshard.plan(module, batch, mesh, **options)
+    best = autoshard.plan(module, batch, [mesh, Mesh.from_bandwidths((1,))], **options)
+    assert isinstance(one, autoshard.Solution) and isinstance(best, autoshard.Solution) and best.cost <= one.cost * (1 + 1e-9)
+    both = autoshard.plan({"train": Program(module, batch, training=True), "use": Program(module, batch)}, mesh)
+    stages = autoshard.plan(module, batch, Cluster.of(2), microbatches=(1,), stages=1)
+    assert list(both) == ["train", "use"] and stages.parts.keys() == {("", 0)}
+    assert all(isinstance(plan, autoshard.Plan) for plan in (one, best, both, stages))

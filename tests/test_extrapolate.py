@@ -100,7 +100,7 @@ def test_a_plan_of_two_layers_extrapolates_to_six(name):
 def test_an_extrapolated_plan_computes_what_the_model_computes():
     few = plan(*gpt2.tiny(layers=2), MESH, training=True, baselines=False)
     deep = gpt2.tiny(layers=5)
-    assert verify(*deep, autoshard.extrapolate(few, *deep))["ok"]
+    assert verify(*deep, autoshard.api.extrapolate(few, *deep))["ok"]
 
 
 def test_what_can_not_be_extrapolated_is_one_sentence():

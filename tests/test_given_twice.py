@@ -121,8 +121,8 @@ MODES = {
     "microbatches": lambda given, model: a_plan(given, model, microbatches=2),
     "chunked loss": lambda given, model: a_plan(given, model, chunked_loss="always"),
     "recomputed": lambda given, model: a_plan(given, model, recompute="all"),
-    "pipeline": lambda given, model: autoshard.pipeline(model, given, CLUSTER, microbatches=(2,), stages=2, grid=False),
-    "programs": lambda given, model: autoshard.plan_programs(
+    "pipeline": lambda given, model: autoshard.plan(model, given, CLUSTER, microbatches=(2,), stages=2, grid=False),
+    "programs": lambda given, model: autoshard.plan(
         {"train": autoshard.Program(model, given, training=True), "score": autoshard.Program(model, given)}, fast_mesh((2,))
     ),
 }  # fmt: skip

@@ -55,7 +55,7 @@ def _refused(rank, model, inputs, plan):
 
 def test_a_pipeline_for_other_devices_is_refused_in_a_sentence():
     model, inputs = model_of("gpt2", 2)
-    plan = autoshard.pipeline(model, inputs, autoshard.Cluster.of(1, 1), microbatches=(2,), schedules=("1f1b",), grid=False)
+    plan = autoshard.plan(model, inputs, autoshard.Cluster.of(1, 1), microbatches=(2,), schedules=("1f1b",), grid=False)
     for messages in results(2, _refused, model, inputs, plan):
         assert "2 ranks run, but the pipeline is for 1 devices" in messages[0]
         assert "give example_inputs" in messages[1]

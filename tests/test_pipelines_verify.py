@@ -57,7 +57,7 @@ def test_divisions_of_all_kinds(name, options):
 @pytest.mark.slow
 def test_skip_connections_are_passed_on_by_the_stages_between():
     model, inputs = unet.tiny()
-    plan = autoshard.pipeline(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=4, grid=False)
+    plan = autoshard.plan(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=4, grid=False)
     assert autoshard.verify(model, inputs, plan)["ok"]
 
 

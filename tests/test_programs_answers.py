@@ -22,7 +22,7 @@ MESH = Mesh.from_bandwidths((4,))
 def planned(devices=None):
     module, batch = mlp.tiny()
     programs = {"train": Program(module, batch, training=True), "use": Program(module, batch, weight=2.0, devices=devices)}
-    return autoshard.plan_programs(programs, MESH, memory_limit=80e9)
+    return autoshard.plan(programs, MESH, memory_limit=80e9)
 
 
 def models(rows=None):

@@ -29,7 +29,7 @@ def batch_of(rows):
 def planned(weight=1.0, switches=1.0, devices=None):
     module, batch = mlp.tiny()
     programs = {"train": Program(module, batch, training=True), "use": Program(module, batch, weight=weight, devices=devices)}
-    return autoshard.plan_programs(programs, MESH, switches=switches)
+    return autoshard.plan(programs, MESH, switches=switches)
 
 
 # -- files and reports -----------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_a_program_with_almost_all_weight_loses_nothing():
             "train": Program(module, batch, training=True, weight=weights[0], options={"pins": {"*.bias": "R"}}),
             "use": Program(module, batch, weight=weights[1]),
         }
-        plan = autoshard.plan_programs(programs, MESH, switches=None)
+        plan = autoshard.plan(programs, MESH, switches=None)
         assert plan.loss(("train", "use")[weights.index(1e6)]) <= 1e-5 and not plan.copies
         layouts = [{name: row["layout"] for name, row in plan[one].parameters.items()} for one in plan]
         assert layouts[0] == layouts[1]
@@ -113,10 +113,10 @@ def test_a_program_with_almost_all_weight_loses_nothing():
 def test_nothing_fits_is_said_of_all_programs():
     module, batch = mlp.tiny()
     programs = {"train": Program(module, batch, training=True), "use": Program(module, batch)}
-    free = autoshard.plan_programs(programs, MESH)
+    free = autoshard.plan(programs, MESH)
     least = max(row["peak_bytes"] for row in free.best.values())
     with pytest.raises(autoshard.Infeasible, match="no plan fits in"):
-        autoshard.plan_programs(programs, MESH, memory_limit=0.2 * least)
+        autoshard.plan(programs, MESH, memory_limit=0.2 * least)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_nothing_fits_is_said_of_all_programs():
 )
 def test_what_can_not_be_planned_is_refused_in_a_sentence(programs, options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        autoshard.plan_programs(programs, MESH, **options)
+        autoshard.plan(programs, MESH, **options)
 
 
 @pytest.mark.parametrize(

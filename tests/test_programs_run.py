@@ -42,7 +42,7 @@ def planned(shape, devices=None, pinned=()):
     module, batch = llama.tiny(layers=1)
     decoder = llama.with_cache(module, BATCH, ROOM)
     generate = Program(decoder, (meta(BATCH, 1), meta(1)), weight=50, devices=devices, options={"pins": dict(pinned)})
-    return autoshard.plan_programs({"train": Program(module, batch, training=True), "generate": generate}, fast_mesh(shape))
+    return autoshard.plan({"train": Program(module, batch, training=True), "generate": generate}, fast_mesh(shape))
 
 
 def modules(plan):
@@ -141,7 +141,7 @@ def test_a_switch_moves_what_was_predicted_and_no_bit_changes(shape, devices):
         "train": Program(module, batch, training=True, options={"pins": pins}),
         "generate": Program(decoder, (meta(BATCH, 1), meta(1)), weight=50, devices=devices, options={"pins": {"*_proj.weight": "S(0)"}}),
     }
-    plan = autoshard.plan_programs(programs, fast_mesh(shape))
+    plan = autoshard.plan(programs, fast_mesh(shape))
     made = results(plan.mesh.num_devices, switched_often, plan)
     assert all(equal for equal, _, _ in made)
     sent, predicted = sum(sent for _, sent, _ in made), SWITCHES * plan.switch_bytes("generate")
@@ -174,7 +174,7 @@ LENGTHS = (4, 6, 8, 12, 16)
 def planned_lengths(lengths=LENGTHS):
     module, _ = llama.tiny(layers=1)
     shapes = [((meta(8, n), meta(8, n)), 1 + k) for k, n in enumerate(lengths)]
-    return autoshard.plan_programs({"train": Program(module, shapes=shapes, training=True)}, fast_mesh((4,)))
+    return autoshard.plan({"train": Program(module, shapes=shapes, training=True)}, fast_mesh((4,)))
 
 
 def runs_lengths(rank, plan, lengths, others, pad):

@@ -367,7 +367,7 @@ def two_programs(rank, plan):
 def test_programs_draw_one_after_the_other_or_numbers_of_their_own(devices):
     model, inputs = drawing(("randn_like", "rand")), (torch.empty(ROWS, COLUMNS),)
     other = autoshard.Program(model, inputs, training=devices is None, devices=devices)
-    plan = autoshard.plan_programs({"train": autoshard.Program(model, inputs, training=True), "other": other}, fast_mesh((4,)))
+    plan = autoshard.plan({"train": autoshard.Program(model, inputs, training=True), "other": other}, fast_mesh((4,)))
     (expected,) = results(1, two_programs, None)
     assert len(set(expected[:4])) == 4 and expected[4] == expected[0]
     for losses in results(4, two_programs, plan):

@@ -58,7 +58,7 @@ def frontier(path: Path) -> None:
 def programs(path: Path) -> None:
     module, batch = mlp.tiny()
     both = {"train": Program(module, batch, training=True), "use": Program(module, batch, weight=2, devices=(0,))}
-    autoshard.plan_programs(both, Mesh.from_bandwidths((2,))).save(path)
+    autoshard.plan(both, Mesh.from_bandwidths((2,))).save(path)
 
 
 def curves(path: Path) -> None:
@@ -92,7 +92,7 @@ def placements(path: Path) -> None:
 
 
 def pipeline(path: Path) -> None:
-    autoshard.pipeline(*mlp.tiny(layers=4, batch=16), Cluster.of(2, device=SLOW), microbatches=(2,), schedules=("1f1b",)).save(path)
+    autoshard.plan(*mlp.tiny(layers=4, batch=16), Cluster.of(2, device=SLOW), microbatches=(2,), schedules=("1f1b",)).save(path)
 
 
 MADE = {

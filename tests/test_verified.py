@@ -84,7 +84,7 @@ def test_parallelize_says_once_that_a_plan_was_never_verified():
 def test_a_program_of_several_is_marked_in_their_file(tmp_path):
     model, inputs = nn.Linear(8, 8), (torch.rand(4, 8),)
     programs = {"train": autoshard.Program(model, inputs, training=True), "serve": autoshard.Program(model, inputs)}
-    autoshard.plan_programs(programs, mesh_of(2)).save(tmp_path / "both.json")
+    autoshard.plan(programs, mesh_of(2)).save(tmp_path / "both.json")
     path = f"{tmp_path / 'both.json'}#serve"
     assert api.verify(model, inputs, autoshard.load(path), mark=path)["ok"]
     both = autoshard.load(tmp_path / "both.json")

@@ -69,11 +69,11 @@ def test_an_option_of_plan_that_can_not_be_is_refused(options):
         lambda: Program(MODEL, INPUTS, devices=3),
         lambda: Program(MODEL, INPUTS, options=["recompute"]),
         lambda: Program(MODEL, INPUTS, training="yes"),
-        lambda: autoshard.plan_programs({}, MESH),
-        lambda: autoshard.plan_programs({"a": MODEL}, MESH),
-        lambda: autoshard.plan_meshes(MODEL, INPUTS, MESH),
-        lambda: autoshard.pipeline(MODEL, INPUTS, Cluster.of(2), microbatches=4),
-        lambda: autoshard.pipeline(MODEL, INPUTS, Cluster.of(2), stages=3),
+        lambda: autoshard.plan({}, MESH),
+        lambda: autoshard.plan({"a": MODEL}, MESH),
+        lambda: autoshard.api.plan_meshes(MODEL, INPUTS, MESH),
+        lambda: autoshard.plan(MODEL, INPUTS, Cluster.of(2), microbatches=4),
+        lambda: autoshard.plan(MODEL, INPUTS, Cluster.of(2), stages=3),
         lambda: autoshard.backend((2,)),
         lambda: autoshard.backend(MESH, memory_limit="80GB"),
     ],
@@ -85,7 +85,7 @@ def test_programs_meshes_pipelines_and_backends_say_what_they_expect(made):
 
 def test_options_that_would_be_ignored_are_refused():
     with pytest.raises(ValueError, match="training is a matter of each program"):
-        autoshard.plan_programs({"a": Program(MODEL, INPUTS)}, MESH, training=True)
+        autoshard.plan({"a": Program(MODEL, INPUTS)}, MESH, training=True)
     with pytest.raises(ValueError, match="training is True, and the backend is for inference"):
         autoshard.backend(MESH, training=True)
     with pytest.raises(ValueError, match="pin on '\\[': no tensor of the model matches; it has layers.0.up.weight"):
