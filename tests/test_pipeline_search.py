@@ -125,7 +125,7 @@ def test_the_verb_prints_one_object_and_writes_files(tmp_path, capsys):
     assert code == 0
     keys = ("seconds", "peak_bytes", "stages", "schedule", "microbatches", "bubble", "exposed_communication_seconds", "configurations")
     assert all(key in printed for key in keys)
-    assert json.load(open(files["json"]))["seconds"] == printed["seconds"]
+    assert json.load(open(files["json"]))["cost"] == printed["seconds"]
     rows = list(csv.DictReader(open(files["csv"])))
     assert len(rows) == len(printed["configurations"]) and float(rows[0]["seconds"]) == printed["seconds"]
     assert open(files["png"], "rb").read(4) == b"\x89PNG"
