@@ -16,7 +16,7 @@ from autoshard.planning.plan import baseline_only
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.regret import regret
 from models import llama
-from tests.helpers_plans import asked
+from tests.helpers_models import asked
 
 ON_8 = Launch(8, 16, 16)
 ROWS = {

@@ -19,7 +19,7 @@ from autoshard.serving.step_prices import price_of
 from autoshard.serving.steps import steps_of
 from benchmarks.coverage import HF
 from tests.helpers_command import record_of, refusal, run
-from tests.helpers_plans import scheme_plan
+from tests.helpers_models import scheme_plan
 from tests.helpers_refusals import refusals
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "vocab_size": 128}

@@ -17,7 +17,7 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.tasks import program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
-from tests.helpers_plans import scheme_plan
+from tests.helpers_models import scheme_plan
 
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 MESHES = {"2x2": (2, 2), "4": (4,), "1x4": (1, 4)}

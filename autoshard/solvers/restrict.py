@@ -18,7 +18,7 @@ def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     until = incumbent.time_left() * (1 - REDUCE_SHARE)
 
     def stop() -> bool:
-        return incumbent.time_left() <= until
+        return incumbent.time_left() < until  # not at once where there is no limit
 
     homes: np.ndarray | None = None
     if incumbent.homes is not None and problem.usage_limit is None:
