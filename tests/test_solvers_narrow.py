@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.problem import Edge, Problem
+from autoshard.problem import Edge, Problem, evaluate
 from autoshard.solvers import loops, settle, solve
 from autoshard.solvers import narrow as narrow_module
 from autoshard.solvers.dual_ascent import Messages
 from autoshard.solvers.elimination import eliminate, elimination
 from autoshard.solvers.interning import eliminate_link, worst_loss
 from autoshard.solvers.narrow import Work, narrow
-from tests.helpers_problems import ascended, random_problem
+from tests.helpers_problems import ascended, incumbent_of, random_problem
 
 PLENTY = 10**9
 
@@ -168,3 +168,12 @@ def test_a_problem_that_is_far_too_wide_is_not_ordered_for_each_node_of_its_wide
     monkeypatch.setattr(narrow_module, "ORDERED", 0)  # as it was
     with pytest.raises(TooOften):
         narrow(*ascended(problem, 5), Work(settle.Settling.THOROUGH))
+
+
+def test_a_table_over_more_nodes_than_an_array_has_dims():
+    rng = np.random.default_rng(0)
+    costs = tuple(rng.random(2 if v == 0 else 1) for v in range(100))
+    problem = Problem(tuple(map(str, range(100))), costs, tuple(Edge(0, v, rng.random((2, 1))) for v in range(1, 100)))
+    way = replace(elimination(problem), order=tuple(range(100)))  # the middle of the star first: a table over all others
+    choice, bound = eliminate(problem, 10**7, incumbent_of(problem), way)
+    assert evaluate(problem, choice).cost == pytest.approx(min(evaluate(problem, (k, *[0] * 99)).cost for k in (0, 1))) == bound

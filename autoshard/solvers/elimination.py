@@ -19,6 +19,7 @@ from .answer import TOLERANCE, lowered
 from .incumbent import Incumbent, Solver
 from .reduce import reduce
 
+MOST_DIMS = 32  # numpy allows 64
 ROUNDING = TOLERANCE / 10  # relative: what sums of floats may have added to a bound
 
 
@@ -141,7 +142,10 @@ def _buckets(factors: list[Factor], sizes: list[int], most_cells: int) -> list[l
 
 
 def _minimise(v: int, bucket: list[Factor]) -> Factor:
-    nodes = tuple(sorted({n for f in bucket for n in f.nodes}))
+    sizes = {n: size for f in bucket for n, size in zip(f.nodes, f.table.shape, strict=True)}
+    nodes = tuple(sorted(sizes))
+    if len(nodes) > MOST_DIMS:  # few cells: most nodes have one choice, and need no dim of their own
+        nodes = tuple(n for n in nodes if n == v or sizes[n] > 1)
     total = sum(spread(f, nodes) for f in sorted(bucket, key=lambda f: f.table.size))  # only the last sums are as large as the result
     return Factor(tuple(n for n in nodes if n != v), np.asarray(total).min(axis=nodes.index(v)))
 
