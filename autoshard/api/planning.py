@@ -48,7 +48,7 @@ def plan(model: Any, example_inputs: Any, mesh: Any = None, **options: Any) -> P
     the full batch, which is dim 0 of the first tensor and of all others of that length. `executor`: a concurrent.futures.Executor
     (processes, Dask, Ray) in which stages are planned; the answer doesn't depend on it.
     """
-    if isinstance(model, Mapping):
+    if isinstance(model, Mapping) or isinstance(example_inputs, Mesh):
         return plan_programs(model, example_inputs if mesh is None else mesh, **options)
     if isinstance(mesh, (list, tuple)) and all(isinstance(one, Mesh) for one in mesh):
         return plan_meshes(model, example_inputs, mesh, **options).best
