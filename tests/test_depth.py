@@ -10,7 +10,7 @@ from torch import nn
 
 from autoshard.capture import capture, capture_deep
 from autoshard.capture.depth import Container, containers, shrunk
-from autoshard.capture.witness import repeats_in_one_place
+from autoshard.capture.witness import grown, repeats_in_one_place
 from models import gpt2, llama
 from tests.test_tile import mixtral, t5
 
@@ -174,6 +174,20 @@ def test_a_period_more_is_found_as_by_trying_every_place(short):
             for other in (*deep, longer, longer + "a"):
                 found = repeats_in_one_place(list(short), list(longer), list(other), times)
                 assert found == (other in deep), (short, longer, other, times)
+
+
+@pytest.mark.parametrize(
+    ("short", "longer", "deep", "reason"),
+    [
+        ("xaay", "xaaay", "xaaaaay", ""),
+        ("xaaybbz", "xaaaybbbz", "xaaaaaybbbbbz", ""),  # two places grow
+        ("xaay", "xaaay", "xaaaaa", "it ends earlier"),
+        ("xaay", "xaaay", "xaaaaaz", "z (operator 6)"),
+        ("xaay", "xaaay", "xaaaay", "2 repeating operators become 3 one period deeper, but 4 in the full model"),
+    ],
+)
+def test_a_full_model_that_is_not_few_layers_grown_is_told_apart_by_the_first_operator(short, longer, deep, reason):
+    assert grown(list(short), list(longer), list(deep), (3,))[-len(reason) or None :] == reason
 
 
 @MODES
