@@ -1,5 +1,6 @@
 """Smaller problems with incumbents of their own: a problem reduced, or with some of its choices only and then reduced."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     until = incumbent.time_left() * (1 - REDUCE_SHARE)
 
     def stop() -> bool:
-        return incumbent.time_left() < until  # not at once where there is no limit
+        return incumbent.time_left() <= until < math.inf  # inf: no limit
 
     homes: np.ndarray | None = None
     if incumbent.homes is not None and problem.usage_limit is None:
