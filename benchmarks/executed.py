@@ -8,6 +8,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,9 +23,9 @@ STORE = ROOT / "build" / "mutation"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache", ".hypothesis")
 LONGEST = 1800  # seconds for a file of tests
 MOST_BYTES = 16 << 30  # of a process: a mutant may ask for any number
-MARKS = """import mmap
+MARKS = """import builtins, mmap
 with open({path!r}, "r+b") as _file:
-    marks = mmap.mmap(_file.fileno(), 0)
+    builtins._marks = mmap.mmap(_file.fileno(), 0)  # also of a function that is called with globals of its own
 """
 
 
@@ -58,7 +59,7 @@ def marked(path: Path, first: int) -> str:
         if isinstance(block, list):  # the body of a lambda isn't
             setattr(node, field, [each for one in block for each in ([one] if comes_first(one) else [mark[id(one)], one])])
     at = next((number for number, one in enumerate(tree.body) if not comes_first(one)), len(tree.body))
-    tree.body[at:at] = ast.parse("from mutation_marks import marks as _marks").body
+    tree.body[at:at] = ast.parse("import mutation_marks").body
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -85,6 +86,11 @@ def run_tests(folder: Path, words: list[str], limit: float) -> tuple[int | None,
         return code, output.read(), time.monotonic() - began
 
 
+def failed(output: str) -> list[str]:
+    """The names of the tests that failed."""
+    return re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
+
+
 class Executed:
     """What files of tests execute, measured in a copy of the repository in `folder`."""
 
@@ -101,17 +107,17 @@ class Executed:
         self.store = STORE / digest.hexdigest()[:12]
 
     def by(self, test: Path) -> dict:
-        """{"code": of pytest, "last": lines that it printed, "seconds":, "marks": a byte per statement, in hexadecimal}."""
+        """{"code": of pytest, "failed": tests that fail with marks alone, "seconds":, "marks": a byte per statement, in hexadecimal}."""
         kept = self.store / f"{test.stem}-{hashlib.sha256((self.folder / 'tests' / test.name).read_bytes()).hexdigest()[:12]}.json"
         if not kept.exists():
             self.marks.write_bytes(bytes(self.marks.stat().st_size))
             code, output, seconds = run_tests(self.folder, [f"tests/{test.name}"], LONGEST)
-            last = output.strip().splitlines()[-5:]
-            print(f"    {test.name}: {last[-1]}", file=sys.stderr, flush=True)
+            print(f"    {test.name}: {output.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps({"code": code, "last": last, "seconds": seconds, "marks": self.marks.read_bytes().hex()}))
+            marks = self.marks.read_bytes().hex()
+            kept.write_text(json.dumps({"code": code, "failed": failed(output), "seconds": seconds, "marks": marks}))
         return json.loads(kept.read_text())
 
     def executes(self, test: Path, path: Path, statement: int) -> bool:
-        """Whether the tests pass and execute the statement of this number in a file of the package."""
-        return self.by(test)["code"] == 0 and bytes.fromhex(self.by(test)["marks"])[self.first[path] + statement] == 1
+        """Whether the tests execute the statement of this number in a file of the package."""
+        return self.by(test)["code"] in (0, 1) and bytes.fromhex(self.by(test)["marks"])[self.first[path] + statement] == 1

@@ -31,9 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.executed import LEFT_OUT, Executed, is_compiled, package_files, run_tests, statements  # noqa: E402
+from benchmarks.executed import LEFT_OUT, Executed, failed, is_compiled, package_files, run_tests, statements  # noqa: E402
 
 NEAREST, ASKED = 6, 12
+NO_TESTS = 5  # pytest's exit code
 OPERATORS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
     ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.And: ("and", "or"),
@@ -158,17 +159,19 @@ def judged(mutant: Mutant, number: int, executed: Executed, folder: Path) -> dic
     for test in ranked(mutant)[:ASKED]:
         if not by and len(tests) < NEAREST and executed.executes(test, mutant.path, mutant.statement):
             tests.append(f"tests/{test.name}")
-            by = failure(folder, tests[-1], executed.by(test)["seconds"])
+            by = failure(folder, tests[-1], executed.by(test))
     shutil.copy2(mutant.path, copy)
     verdict = "killed" if by else "survived" if tests else "not reached"
     return {"verdict": verdict, "seconds": time.monotonic() - began, "by": by, "tests": tests}
 
 
-def failure(folder: Path, test: str, usual: float) -> str:
-    """The test that failed, and how; empty where none did."""
-    code, output, _ = run_tests(folder, ["-x", test], max(60, 6 * usual))
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", output, re.MULTILINE)
-    return "" if code == 0 else f"time: {test}" if code is None else failed[0] if failed else " ".join(output.split())[-200:]
+def failure(folder: Path, test: str, unmutated: dict) -> str:
+    """The test that failed, or what else ended the run; empty where nothing did."""
+    words = [word for name in unmutated["failed"] for word in ("--deselect", name)]
+    code, output, _ = run_tests(folder, ["-x", test, *words], max(60, 6 * unmutated["seconds"]))
+    if code in (0, NO_TESTS):
+        return ""
+    return f"time: {test}" if code is None else (failed(output) or [" ".join(output.split())[-200:]])[0]
 
 
 def main() -> None:

@@ -53,21 +53,34 @@ def test_a_graph_with_a_chunked_loss_computes_what_it_did(name):
 
 
 class Head(nn.Module):
-    def __init__(self, returns_logits=False, weights=None, smoothing=0.0):
+    def __init__(self, returns_logits=False, weights=None, **options):
         super().__init__()
-        self.head, self.returns_logits, self.smoothing = nn.Linear(4, 8, bias=False), returns_logits, smoothing
+        self.body, self.head, self.returns_logits, self.options = nn.Linear(4, 4), nn.Linear(4, 8, bias=False), returns_logits, options
         self.register_buffer("weights", weights)
 
     def forward(self, x, targets):
-        logits = self.head(x)
-        loss = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing)
+        logits = self.head(self.body(x))
+        loss = F.cross_entropy(logits, targets, self.weights, **self.options)
         return (loss, logits) if self.returns_logits else loss
 
 
-@pytest.mark.parametrize("settings", [{"returns_logits": True}, {"weights": torch.ones(8)}, {"smoothing": 0.1}], ids=str)
+def head_graph(**settings):
+    return capture(Head(**settings), (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)), training=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"returns_logits": True}, {"weights": torch.ones(8)}, {"label_smoothing": 0.1}, {"reduction": "none"}],
+    ids=str,
+)
 def test_other_losses_stay_as_they_are(settings):
-    graph = capture(Head(**settings), (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)), training=True)
+    graph = head_graph(**settings)
     assert not losses_of(graph) and chunked_loss(graph) is graph
+
+
+@pytest.mark.parametrize("settings", [{}, {"reduction": "sum"}, {"ignore_index": 3}], ids=str)
+def test_means_and_sums_are_chunked(settings):
+    assert len(losses_of(head_graph(**settings))) == 1
 
 
 # -- on shards -------------------------------------------------------------------------------------------------------------------------

@@ -477,6 +477,19 @@ def test_experts_cost_memory_that_expert_parallelism_divides():
     assert (priced.seconds > alone.seconds).all() and (priced.bytes > alone.bytes).all()
 
 
+def test_matmuls_of_experts_take_as_long_for_fewer_tokens_than_an_expert_is_wide():
+    """Of 8 experts with 14336 channels each token passes 2: that many for each are 57344 in all."""
+
+    def of_experts(tokens):
+        runs = TrainingRuns.of([Launch(1, tokens, 1)])
+        dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)
+        return float((prices_of(runs, MIXTRAL, Site(), "megatron").seconds - prices_of(runs, dense, Site(), "megatron").seconds)[0])
+
+    assert of_experts(2048) == pytest.approx(of_experts(57344))
+    once, twice, three_times = (of_experts(57344 * times) for times in (1, 2, 3))
+    assert twice > once and three_times - twice == pytest.approx(twice - once)
+
+
 def first_of_each(paths):
     """The first of each launcher is quick."""
     firsts = {path.parent.name: path for path in reversed(paths)}.values()

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from autoshard.solvers import compiled, compiling
 
 ROOT = Path(__file__).resolve().parent.parent
 ANSWERS = """
@@ -54,3 +57,13 @@ def test_answers_are_equal_without_numba_which_is_said_once():
     (with_numba, said), (without, said_without) = answers("with"), answers("without")
     assert without == with_numba and (said, said_without) == ("0", "1")
     assert with_numba.count("[") > 8
+
+
+def test_a_loop_is_compiled_with_numba_and_itself_without(monkeypatch, recwarn):
+    pytest.importorskip("numba")
+    assert compiled(answers).py_func is answers
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(compiling, "numba", cache(compiling.numba.__wrapped__))  # it imports once
+    assert compiled(answers) is answers and compiled(answers) is answers
+    (said,) = recwarn
+    assert "pip install 'autoshard[fast]'" in str(said.message)
