@@ -286,7 +286,8 @@ def answer_programs(case: dict) -> dict:
     except Infeasible as error:
         return refusal(error)
     alone = {name: in_full(one) for name, one in plan.programs.items()}
-    rest = {key: value for key, value in plan.to_dict().items() if key not in ("programs", "seconds", "cpu_seconds", "wall_seconds")}
+    skipped = ("programs", "seconds", "cpu_seconds", "wall_seconds")
+    rest = {"format": 1} | {key: value for key, value in plan.to_dict().items() if key not in skipped}  # as the saved answers have it
     return {"cost": plan.cost, "bound": plan.bound, "status": plan.status, "programs": alone, "rest": hashed(exact(rest))}
 
 
