@@ -127,8 +127,9 @@ def test_tied_embeddings_count_once_on_one_stage_and_twice_on_two():
 # -- degrees ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kv_heads", "devices"), [(2, 4), (2, 8), (4, 8), (8, 6), (4, 16)])
+@pytest.mark.parametrize(
+    ("kv_heads", "devices"), [(2, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 8), (4, 8), (8, 6), (4, 16)))]
+)
 def test_legal_degrees_are_those_of_a_brute_force_check(kv_heads, devices):
     plan = serve_plan(llama(4, kv_heads), devices, **QUICK)
     degrees = range(1, devices + 1)
@@ -142,6 +143,8 @@ def test_legal_degrees_are_those_of_a_brute_force_check(kv_heads, devices):
             assert row.cache_bytes == -(-8 // row.replicas) * -(-4 // p) * 2 * max(kv_heads // t, 1) * 8 * 32 * 2
     speeds = [row.tokens_per_second for row in plan.rows if row.fits]
     assert speeds == sorted(speeds, reverse=True) and [row.fits for row in plan.rows] == sorted((r.fits for r in plan.rows), reverse=True)
+    sharded = [row.tensor for row in plan.rows if row.fits and 1 < row.tensor <= kv_heads]  # whose ranks hold different heads
+    assert plan.best is plan.rows[0] and plan.solution.mesh.shape == (sharded[0],)
 
 
 def test_more_devices_than_heads_price_the_copies():

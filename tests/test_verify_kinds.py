@@ -173,7 +173,7 @@ def test_the_gap_of_complex_tensors_is_the_largest_of_a_component():
     assert gap(a, a.clone()) == 0.0
     assert gap(a, a + 0.5j) == 0.5 and gap(a, a - 0.25) == 0.25
     assert gap(a, a.conj()) == 8.0 and gap(a.conj(), a.conj().resolve_conj()) == 0.0
-    assert largest(a) == 4.0
+    assert largest(a) == 4.0 and largest(torch.tensor([complex(0.5, nan), complex(-inf, 0.25)])) == 0.5
     assert gap(torch.tensor([complex(inf, nan)]), torch.tensor([complex(inf, nan)])) == 0.0
     assert gap(torch.tensor([complex(inf, 0.0)]), torch.tensor([complex(0.0, 0.0)])) == inf
     assert gap(torch.tensor([1]), torch.tensor([2])) == inf  # integers are equal or not
