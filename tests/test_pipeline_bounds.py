@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.capture import capture
-from autoshard.pipeline.choices import speed_ups
+from autoshard.pipeline.choices import grid_of, speed_ups
 from autoshard.pipeline.configurations import Configuration, equal_parts
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.schedule_times import run
@@ -18,7 +18,7 @@ from autoshard.pipeline.stage_planner import StagePlanner
 from autoshard.pipeline.stage_plans import JobRunner
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable
-from autoshard.pipeline.submeshes import Cluster
+from autoshard.pipeline.submeshes import Cluster, Kind
 from models import mlp
 
 SIZES = (1, 2, 4, 8)
@@ -107,6 +107,16 @@ def test_layers_of_several_blocks_consist_of_units_that_are_equal():
     inner = {stage_program(layers.units, k, k + 1).signature for k in range(1, layers.units.count - 1)}
     assert len(inner) <= 2 < layers.units.count - 2
     assert sum(layers.flops) == pytest.approx(sum(layers.units.flops))
+
+
+def test_a_grid_has_a_layer_for_every_stage_and_one_kind_of_nodes():
+    layers = layers_of(capture(*mlp.tiny(layers=4, batch=4), training=True), 2)
+
+    def grid(cluster: Cluster) -> list[tuple[int, int, int]]:
+        return grid_of(StageTable(cluster, layers, 4, optimizer="adamw", limit=None, recompute="never"))
+
+    assert sorted(grid(Cluster.of(4))) == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1)]
+    assert grid(Cluster((Kind(1, 2, "h100"), Kind(1, 2, "a100")))) == []
 
 
 SLOW_LINKS = {"intra_node_bandwidth": 2e9, "inter_node_bandwidth": 1e9}

@@ -158,14 +158,24 @@ def scaled(limit: float) -> Pipeline:
     return pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), schedules=("1f1b",), memory_limit=limit * least, grid=False)
 
 
-def said(record: Pipeline) -> str:
+def printed(record: Pipeline) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(pipeline_report(record))
-    return console.export_text().partition("Fewer devices")[2]
+    return console.export_text()
+
+
+def said(record: Pipeline) -> str:
+    return printed(record).partition("Fewer devices")[2]
 
 
 def in_a_line(text: str) -> str:
     return " ".join(text.split())
+
+
+@pytest.mark.parametrize(("count", "unlisted"), [(12, None), (13, "and 1 more: --csv writes all")])
+def test_configurations_that_are_not_shown_are_counted(count, unlisted):
+    text = printed(replace(found(), configurations=found().configurations[:count]))
+    assert len(found().configurations) >= count and (unlisted in text if unlisted else "more:" not in text)
 
 
 def test_speed_up_is_over_the_fewest_devices():
