@@ -353,6 +353,16 @@ def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor):
         assert back.sizes == padded
 
 
+@pytest.mark.parametrize(
+    ("degrees", "kind"),
+    [({}, "MULTI_GPU"), ({"zero": 3, "shard": 64}, "FSDP"), ({"data": 8, "tensor": 8}, "FSDP"), ({"data": 8, "context": 8}, "FSDP")],
+)
+def test_copies_of_a_model_alone_need_no_fsdp(degrees, kind):
+    launch = Launch(64, 4096, 256, **{"data": 64, **degrees})
+    text = configuration_text("accelerate", LaunchConfig(launch, LLAMA8))
+    assert f"distributed_type: {kind}\n" in text and ("fsdp_config" in text) == (kind == "FSDP")
+
+
 def test_accelerates_own_parser_reads_what_is_written(tmp_path, monkeypatch):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
     from accelerate.parallelism_config import ParallelismConfig
