@@ -1,8 +1,8 @@
 """A real browser for tests: headless Chromium, spoken to over a pipe in its DevTools protocol (messages of JSON that end in a zero byte).
 
-with Browser(chromium()) as browser:
-    page = browser.open(path, width=400)
-    page.evaluate("document.title"), page.errors
+    with Browser(chromium()) as browser:
+        page = browser.open(path, width=400)
+        page.evaluate("document.title"), page.errors
 """
 
 import base64

@@ -58,11 +58,7 @@ def opened(solution):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        (WEIGHT, "R,R"),
-        ("layers.1.down.bias", "S(0),R"),
-        ("input_0", "S(1),S(0)"),
-        ("gelu_1", "S(0),R"),
-        ("addmm", "P,S(0)"),
+        (WEIGHT, "R,R"), ("layers.1.down.bias", "S(0),R"), ("input_0", "S(1),S(0)"), ("gelu_1", "S(0),R"), ("addmm", "P,S(0)"),
     ],
 )
 def test_why_not_costs_what_a_cold_plan_with_that_pin_costs(solution, name, layout):

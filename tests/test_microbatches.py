@@ -123,7 +123,6 @@ def choices(formulated, reference, plans):
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
 
-
 @SEEDS
 def test_every_plan_has_the_seconds_and_bytes_of_the_reference(seed):
     formulated, reference = case(seed)

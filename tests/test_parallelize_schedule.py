@@ -45,6 +45,7 @@ def traced(function, *shapes) -> fx.GraphModule:
         return make_fx(function)(*(torch.empty(shape) for shape in shapes))
 
 
+
 def starts(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.target in STARTS]
 

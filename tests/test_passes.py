@@ -280,7 +280,9 @@ def test_a_saved_plan_annotates_alike_in_a_new_process_without_solving(file, tmp
     script = AGAIN.replace("ROOT", repr(root)).replace("FILE", repr(str(tmp_path / file)))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    here = [f"{n.name} {text(spec.placements)}" for n in graph.graph.nodes for spec in pytree.tree_leaves(n.meta.get("autoshard", ()))]
+    here = [
+        f"{n.name} {text(spec.placements)}" for n in graph.graph.nodes for spec in pytree.tree_leaves(n.meta.get("autoshard", ()))
+    ]
     assert done.stdout.splitlines() == [*here, "status optimal"]
     assert len(here) > 15 and any("S(" in line for line in here)
 

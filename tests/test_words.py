@@ -1,8 +1,8 @@
 """The field's words: identifiers, docstrings and messages hold no private word where torch, compilers or operations research have one.
 
-identifiers             names of functions, classes, parameters, variables and fields, in pieces: `is_cut_evenly` is is, cut, evenly
-docstrings, messages    string constants of the package; a format's own letters and keys that users have are exceptions
-classes                 no two public classes of one name
+    identifiers             names of functions, classes, parameters, variables and fields, in pieces: `is_cut_evenly` is is, cut, evenly
+    docstrings, messages    string constants of the package; a format's own letters and keys that users have are exceptions
+    classes                 no two public classes of one name
 """
 
 import ast

@@ -1,9 +1,9 @@
 """`backend`: planning as a backend of torch.compile, for inference.
 
-torch.compile(model, backend=backend(mesh))
-graph    what dynamo traced: parameters and buffers are inputs of it, under names like L['self']._modules['wte']._parameters['weight']
-module   the graph as an nn.Module with these tensors under the model's own names, wte.weight
-answer   parallelize(module, plan(module, inputs, mesh), device_mesh), with global tensors as results
+    torch.compile(model, backend=backend(mesh))
+    graph    what dynamo traced: parameters and buffers are inputs of it, under names like L['self']._modules['wte']._parameters['weight']
+    module   the graph as an nn.Module with these tensors under the model's own names, wte.weight
+    answer   parallelize(module, plan(module, inputs, mesh), device_mesh), with global tensors as results
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Arguments of another kind than a public function expects, refused by name: the file's name where a plan belongs, a Mesh for a DeviceMesh.
 
-checked_kinds(function)     the function, that first compares its arguments with KINDS, by the names of its parameters
+    checked_kinds(function)     the function, that first compares its arguments with KINDS, by the names of its parameters
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Expert parallelism with FSDP as pins: the batch and the experts are sharded over the same axes.
 
-tokens        the batch over all axes that divide it, as in fsdp
-experts       dim 0 over as many of these axes as divide them, the fastest first; all_to_all over these
-parameters    experts keep their shards of dim 0 and are sharded further over the other axes, gathered at each use; others as in fsdp
+    tokens        the batch over all axes that divide it, as in fsdp
+    experts       dim 0 over as many of these axes as divide them, the fastest first; all_to_all over these
+    parameters    experts keep their shards of dim 0 and are sharded further over the other axes, gathered at each use; others as in fsdp
 """
 
 from __future__ import annotations

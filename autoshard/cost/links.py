@@ -1,14 +1,14 @@
 """Seconds of point-to-point transfers over a link, the axes that use the same link, and the size of joined messages (buckets).
 
-transfer    x(B) = latency + B / bandwidth                                                             (`transfer_seconds`)
-            over a mesh axis: bandwidth = one device's share of the link while all devices of the axis send; of a measured axis
-            the seconds of an all_gather in which every device sends as much: x (n - 1) / n for an output of x
-                                                                                                       (`axis_transfer_seconds`)
-ring        r (n - 1) (latency + B / (n bandwidth)), r = 2 for all_reduce, else 1                      (`ring_seconds`)
-bucket      10 latency n bandwidth, within 64 kB and 25 MB: the latency is then less than a tenth of the seconds of the
-            collective                                                                                 (`bucket_limit`)
-host        B / bandwidth of one direction between a device and its host's memory; both can run at the same time
-                                                                                                       (`host_seconds`)
+    transfer    x(B) = latency + B / bandwidth                                                             (`transfer_seconds`)
+                over a mesh axis: bandwidth = one device's share of the link while all devices of the axis send; of a measured axis
+                the seconds of an all_gather in which every device sends as much: x (n - 1) / n for an output of x
+                                                                                                           (`axis_transfer_seconds`)
+    ring        r (n - 1) (latency + B / (n bandwidth)), r = 2 for all_reduce, else 1                      (`ring_seconds`)
+    bucket      10 latency n bandwidth, within 64 kB and 25 MB: the latency is then less than a tenth of the seconds of the
+                collective                                                                                 (`bucket_limit`)
+    host        B / bandwidth of one direction between a device and its host's memory; both can run at the same time
+                                                                                                           (`host_seconds`)
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """Questions about a saved plan: why a layout was chosen, what another one costs, how robust the plan is, whether it is still good."""
-
 from autoshard.explain.programs_staleness import check_programs as check_programs
 from autoshard.explain.robustness import robustness as robustness
 from autoshard.explain.staleness import Checked as Checked

@@ -70,7 +70,7 @@ def as_python(partition: Partition) -> str:
     """A module with `partition_fn`, for a launcher without autoshard."""
     layouts = {name: f"[{', '.join(_source(name, placement) for placement in layout)}]" for name, (layout, _) in partition.layouts.items()}
     head = f"Written by autoshard, for a device mesh of shape {partition.mesh}: distribute_module(model, device_mesh, partition_fn)."
-    return f"""{comments([head, *partition.said])}
+    return f'''{comments([head, *partition.said])}
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -86,7 +86,7 @@ def partition_fn(name, module, device_mesh):
             layout = LAYOUTS[f"{{name}}.{{attribute}}" if name else attribute]
             placed = distribute_tensor(parameter.data, device_mesh, layout)
             module.register_parameter(attribute, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-"""
+'''
 
 
 def _source(name: str, placement: Placement) -> str:

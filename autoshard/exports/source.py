@@ -1,8 +1,8 @@
 """Python source that quotes strings of a plan's file. None of them can become code: names are literals, notes are one-line comments.
 
-literal("h.0")             'h.0'
-comments(["a\\nb"])         # a\\nb
-rows({"h.0": "Shard(0)"})      'h.0': Shard(0),        a value is source that we wrote; a key is a string of the file
+    literal("h.0")             'h.0'
+    comments(["a\\nb"])         # a\\nb
+    rows({"h.0": "Shard(0)"})      'h.0': Shard(0),        a value is source that we wrote; a key is a string of the file
 """
 
 from __future__ import annotations

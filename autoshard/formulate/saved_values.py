@@ -297,3 +297,4 @@ def chosen_of(formulation: SavedValues, choice: Sequence[int], exposed: float = 
             if op.name in alternatives.copies:
                 recomputed.add(alternatives.copies[op.name])
     return Chosen(frozenset(recomputed), dict(sorted(offloaded.items())))
+

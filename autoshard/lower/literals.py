@@ -185,3 +185,4 @@ def torch_constants(literal: Any, device: str) -> Any:
     if isinstance(literal, Const):
         return torch.device(device) if literal.kind == "device" else getattr(torch, literal.text)
     return literal
+

@@ -44,7 +44,9 @@ def _run_once(program: RankProgram, values: Mapping[str, Tensor], groups: Groups
     """One run for all ranks, on LocalTensors, each of which holds the local tensors of every rank."""
     mesh = program.mesh
     with LocalTensorMode(mesh.num_devices):
-        local = {load.name: _stacked(local_tensors(global_value(load, values, mesh), load.slot.layout, mesh)) for load in program.loads}
+        local = {
+            load.name: _stacked(local_tensors(global_value(load, values, mesh), load.slot.layout, mesh)) for load in program.loads
+        }
         coordinate = tuple(_stacked([torch.tensor(c[axis]) for c in mesh.coordinates()]) for axis in range(len(mesh.axes)))
         results = run_rank(program, local, groups, coordinate)
     local_results = {key: [y._local_tensors[r] for r in range(mesh.num_devices)] for key, y in results.items()}  # type: ignore[attr-defined]

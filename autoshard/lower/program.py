@@ -230,7 +230,9 @@ class _Lowering:
         return self.at[value]
 
     def _run(self, i: int, op: Op, placed: Placed, outputs: tuple[Slot | None, ...]) -> RunOp:
-        inputs = tuple(self._move(self._hub(value), f"{op.name}.in{k}", _layout(placed.inputs[k], op)) for k, value in enumerate(op.inputs))
+        inputs = tuple(
+            self._move(self._hub(value), f"{op.name}.in{k}", _layout(placed.inputs[k], op)) for k, value in enumerate(op.inputs)
+        )
         return run_record(self.graph, i, inputs, outputs, self.mesh, self.device)
 
     def _return(self, op: Op, value: Value) -> None:
@@ -314,3 +316,4 @@ def _with_frees(records: list[Record]) -> tuple[Record, ...]:
         if i in ending:
             with_frees.append(FreeTensors(tuple(ending[i])))
     return tuple(with_frees)
+

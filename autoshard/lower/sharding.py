@@ -175,3 +175,4 @@ def _concatenate(tensors: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
             for c in sorted(outer)
         }
     return at[()]
+

@@ -130,7 +130,9 @@ def reduced(gradient: torch.Tensor, stored: torch.dtype, precision: Precision | 
     return gradient.to(getattr(torch, precision.reduce_dtype) if precision.reduce_dtype else gradient.dtype).to(stored)
 
 
-def with_errors_of(verification: Verification, results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Verification:
+def with_errors_of(
+    verification: Verification, results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> Verification:
     """The verification with the errors of a second run where those are larger; a tensor that is zero but for rounding is measured
     absolutely."""
     worst = {"output": verification.max_relative_error_outputs, "gradient": verification.max_relative_error_gradients}

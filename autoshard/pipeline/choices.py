@@ -122,22 +122,9 @@ def described(best: Configuration, table: StageTable) -> tuple[PipelineStage, ..
         kind = table.cluster.kinds[table.cluster.submeshes[part.submesh].kind]
         stages.append(
             PipelineStage(
-                part.first,
-                part.last,
-                d,
-                placed[d],
-                kind.mesh((1,)).device.name,
-                option.mesh,
-                option.forward,
-                option.backward,
-                option.once,
-                best.transfer[v] if v + 1 < len(best.parts) else 0.0,
-                best.run.peak_bytes[d],
-                held[v],
-                option.recompute,
-                parameters,
-                layouts,
-                combination.mesh,
+                part.first, part.last, d, placed[d], kind.mesh((1,)).device.name, option.mesh, option.forward, option.backward, option.once,
+                best.transfer[v] if v + 1 < len(best.parts) else 0.0, best.run.peak_bytes[d], held[v], option.recompute,
+                parameters, layouts, combination.mesh,
             )  # fmt: skip
         )
     return tuple(stages)

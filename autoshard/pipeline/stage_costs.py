@@ -100,16 +100,8 @@ def stage_costs_of(
         activations, fixed, working = bytes_of[v]
         costs.append(
             StageCost(
-                forward,
-                backward,
-                min(weight, backward),
-                with_update - backward,
-                activations + came[v],
-                fixed,
-                working,
-                sent[v],
-                sent_back[v],
-                tied[v],
+                forward, backward, min(weight, backward), with_update - backward, activations + came[v], fixed, working,
+                sent[v], sent_back[v], tied[v],
             )  # fmt: skip
         )
     return tuple(costs)

@@ -217,7 +217,9 @@ def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
 # -- runs ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _run(stage: LoweredStage, module: nn.Module, where: Where, program: CapturedPipeline, place: PipelineRank, *, halved: bool) -> StageRun:
+def _run(
+    stage: LoweredStage, module: nn.Module, where: Where, program: CapturedPipeline, place: PipelineRank, *, halved: bool
+) -> StageRun:
     graphs = stage_graphs(stage, where, SPARE, halved=halved)
     slots = graphs.of.slots
     shards = {name: where.shard(x, slots[name].layout) for name, x in program.constants.items() if name in slots}

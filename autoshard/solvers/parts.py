@@ -1,11 +1,11 @@
 """A problem divided into parts that share nodes but no edges, and which of the parts are equal.
 
-home      of a node: a number from the caller, for example its layer; nodes of one home should have few edges to others
-part      the edges whose second end has that home, with their ends: every edge is in one part
-boundary  the nodes that several parts have
-class     parts are equal if their costs and tables are equal in the order of their nodes, and if the parts on their
-          boundaries are, up to `DISTANCE` parts away: the first layers of a model differ from those in the middle
-slot      a boundary node of a class; a joint says which slots are one and the same node
+    home      of a node: a number from the caller, for example its layer; nodes of one home should have few edges to others
+    part      the edges whose second end has that home, with their ends: every edge is in one part
+    boundary  the nodes that several parts have
+    class     parts are equal if their costs and tables are equal in the order of their nodes, and if the parts on their
+              boundaries are, up to `DISTANCE` parts away: the first layers of a model differ from those in the middle
+    slot      a boundary node of a class; a joint says which slots are one and the same node
 """
 
 from __future__ import annotations

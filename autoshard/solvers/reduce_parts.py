@@ -1,8 +1,8 @@
 """The reductions of a problem of layers: each part is reduced by itself, equal parts once, then all of it.
 
-part      reduced with its boundary kept (`reduce(kept=...)`): that holds for any costs of the boundary's choices
-joined    the reduced parts side by side; a node of the boundary has the choices that all of its parts leave
-reduced   the joined problem, in a sixth of the time that the whole takes
+    part      reduced with its boundary kept (`reduce(kept=...)`): that holds for any costs of the boundary's choices
+    joined    the reduced parts side by side; a node of the boundary has the choices that all of its parts leave
+    reduced   the joined problem, in a sixth of the time that the whole takes
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of a cross entropy in chunks of tokens (`graph.chunked_loss`), what its ranks tell each other, and the logits that they hold.
 
-tokens      x and targets S(0), weight replicated       the loss and the weight's gradient are Partial
-classes     x and targets replicated, weight S(1)       the loss and x's gradient are Partial; the logsumexp is merged once
+    tokens      x and targets S(0), weight replicated       the loss and the weight's gradient are Partial
+    classes     x and targets replicated, weight S(1)       the loss and x's gradient are Partial; the logsumexp is merged once
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tables' planning problem as flat arrays of numbers, and the evaluation of a choice.
 
-seconds_d = sum of the shards on device d        slowest = max over d of seconds_d
-hbm_d, host_h: the same sums of bytes, with hbm_d <= hbm_limit_d, host_h <= host_limit_h                 (`rate`)
+    seconds_d = sum of the shards on device d        slowest = max over d of seconds_d
+    hbm_d, host_h: the same sums of bytes, with hbm_d <= hbm_limit_d, host_h <= host_limit_h                 (`rate`)
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What the rows say: how well seconds and bytes were predicted, and whether our plan is the fastest.
 
-error      |predicted / measured - 1|, of plans that spend more than half of their predicted time on the link between nodes
-simulated  the same of the simulator's time line, with overlap where the runner overlaps, over all plans
-spearman   of predicted against measured seconds, all plans of a model at all link speeds; and per cell, the mean
-ours       measured seconds of ours over the fastest plan of the cell; and over the fastest baseline
-order      of the overlapped plan, ours and FSDP in each cell: two of them whose time lines differ by more than APART have to be
-           measured in that order, or within APART of each other
+    error      |predicted / measured - 1|, of plans that spend more than half of their predicted time on the link between nodes
+    simulated  the same of the simulator's time line, with overlap where the runner overlaps, over all plans
+    spearman   of predicted against measured seconds, all plans of a model at all link speeds; and per cell, the mean
+    ours       measured seconds of ours over the fastest plan of the cell; and over the fastest baseline
+    order      of the overlapped plan, ours and FSDP in each cell: two of them whose time lines differ by more than APART have to be
+               measured in that order, or within APART of each other
 """
 
 from __future__ import annotations

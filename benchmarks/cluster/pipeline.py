@@ -43,7 +43,7 @@ STEPS, ROUNDS = 3, 5  # of each pipeline in its turn, and turns
 FEW, MANY = 4, 16  # microbatches of the tiny models; the middle ones have few
 ATTEMPTS = 3
 LAUNCH = 100e-6  # seconds: any at which the predictions are affine in it
-SIZES = [4**k * 1024 for k in range(6)]  # bytes of measured transfers: 1 KiB to 1 MiB
+SIZES = [4 ** k * 1024 for k in range(6)]  # bytes of measured transfers: 1 KiB to 1 MiB
 T = TypeVar("T")
 Job = tuple[str, Pipeline]  # a model's name, its plan
 

@@ -1,13 +1,13 @@
 """One rank: it joins the process group, then does what comes as JSON lines on stdin and answers on stdout.
 
-{"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "alone": ..., "device": ...}
-{"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
-{"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
-{"do": "pipeline", "plan": "plan.pkl", "model": "mlp", "key": "a"}    {"stages": ...}: a step of a pipeline, kept under a key
-{"do": "eager"}                                       {"seconds": ...}: of a step of a tiny model
-{"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it;
-                                                      "pipeline": of that key
-{"do": "stop"}
+    {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "alone": ..., "device": ...}
+    {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
+    {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
+    {"do": "pipeline", "plan": "plan.pkl", "model": "mlp", "key": "a"}    {"stages": ...}: a step of a pipeline, kept under a key
+    {"do": "eager"}                                       {"seconds": ...}: of a step of a tiny model
+    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it;
+                                                          "pipeline": of that key
+    {"do": "stop"}
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The curves of a curve file, in addition to those of records.py: monotone cubics, and the published sigmoid predictor.
 
-pchip      log t a monotone cubic (PCHIP) of log x between the knots, constant below the first, affine above the last
-sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (the rest: `calibrate.sigmoid`)
+    pchip      log t a monotone cubic (PCHIP) of log x between the knots, constant below the first, affine above the last
+    sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (the rest: `calibrate.sigmoid`)
 """
 
 from __future__ import annotations

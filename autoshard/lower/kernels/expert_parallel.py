@@ -59,7 +59,9 @@ def experts(dispatch: Dispatch, where: Sequence[int], tensors: Sequence[Tensor],
     return [(yield from routed.rows_back(products, products.dtype, x.dtype))]
 
 
-def experts_backward(dispatch: Dispatch, where: Sequence[int], tensors: Sequence[Tensor], activation: str) -> RankGenerator:
+def experts_backward(
+    dispatch: Dispatch, where: Sequence[int], tensors: Sequence[Tensor], activation: str
+) -> RankGenerator:
     """The gradient of y, x, ids, weights, parameters of this rank -> gradients of x, weights and parameters."""
     grad, x, ids, weights, *parameters = tensors
     routed = yield from dispatched(dispatch, where, ids)

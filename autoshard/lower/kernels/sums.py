@@ -1,7 +1,7 @@
 """Local programs of ops whose output is a sum over ranks (Partial) and that are not themselves sums of their inputs.
 
-matmul with bias, scatter_add, index_add     the bias, or the tensor that is added to, is added by the first rank only
-mean, mean losses                            the local mean times (local count / global count)
+    matmul with bias, scatter_add, index_add     the bias, or the tensor that is added to, is added by the first rank only
+    mean, mean losses                            the local mean times (local count / global count)
 """
 
 from __future__ import annotations
