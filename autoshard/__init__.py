@@ -29,19 +29,20 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 _MOVED = {  # until the next version: where they are, and what to write
-    "load_programs": ("solution", "load"), "load_pipeline": ("solution", "load"), "verify_pipeline": ("api", "verify"),
-    "plan_programs": ("planning", "plan"), "plan_meshes": ("planning", "plan"), "pipeline": ("pipeline.pipelines", "plan"),
-    "extrapolate": ("api", "Solution.extrapolate"), "ProgramsSolution": ("solution", "Plan"), "Frontier": ("api", "api.Frontier"),
-    "Option": ("tables", "tables.Option"), "dp_proposals": ("tables", "tables.dp_proposals"),
+    "load_programs": ("solution.load", "load"), "load_pipeline": ("solution.load", "load"), "verify_pipeline": ("api.verify", "verify"),
+    "plan_programs": ("planning.plan_programs", "plan"), "plan_meshes": ("planning.plan_meshes", "plan"),
+    "pipeline": ("pipeline.pipelines.pipeline", "plan"), "extrapolate": ("api.extrapolate", "Solution.extrapolate"),
+    "ProgramsSolution": ("solution.ProgramsSolution", "Plan"), "Frontier": ("api.Frontier", "api.Frontier"),
+    "Option": ("tables.Option", "tables.Option"), "dp_proposals": ("tables.dp_proposals", "tables.dp_proposals"),
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _MOVED:
-        home, new = _MOVED[name]
+        place, new = _MOVED[name]
         warnings.warn(f"autoshard.{name} is now autoshard.{new}", FutureWarning, stacklevel=2)
-        room = import_module(f"autoshard.{home}")
-        return getattr(room, name, None) or getattr(room, new)
+        room, _, inside = place.rpartition(".")
+        return getattr(import_module(f"autoshard.{room}"), inside)
     if name not in _HOMES:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     return getattr(import_module(f"autoshard.{_HOMES[name]}"), name)

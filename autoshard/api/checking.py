@@ -11,7 +11,6 @@ A plan of several programs is verified and checked program by program: `verify` 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from autoshard.capture import capture_module, constants, in_turn, input_names
-from autoshard.explain import Checked, check_program, check_programs
+from autoshard.explain import Changes, Checked, Inspection, check_program, check_programs
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
 from autoshard.lower import (
@@ -40,10 +39,10 @@ from autoshard.lower import dry_run as lower_dry_run
 from autoshard.lower import plant_fault as put_fault
 from autoshard.mesh import Mesh
 from autoshard.pipeline import microbatch, to_run
-from autoshard.planning import Progress, layouts_of, random_choice, results_of
+from autoshard.planning import Progress, Stopwatch, layouts_of, random_choice, results_of
 from autoshard.routes import Routes
 from autoshard.runtime import CapturedPipeline, constants_of, verify_stages
-from autoshard.solution import Pipeline, Placed, Plan, ProgramsSolution, Solution, replay, save_over
+from autoshard.solution import AnyPlan, Pipeline, Placed, ProgramsSolution, Solution, replay, save_over
 from autoshard.strategies import candidates
 from autoshard.torch_private import pytree
 
@@ -55,7 +54,7 @@ Layouts = tuple[int | None, dict[str, Placed], dict[str, str]]  # the seed of dr
 def verify(
     model: nn.Module | Mapping[str, nn.Module],
     example_inputs: Any,
-    solution: Plan,
+    solution: AnyPlan,
     *,
     random: int = 0,
     seed: int = 0,
@@ -83,33 +82,27 @@ def verify(
     _check_device(device, local_tensor_mode)
     if random < 0:
         raise ValueError(f"random is {random}; expected how many plans to draw, 0 or more")
+    options: dict[str, Any] = {"random": random, "seed": seed, "plant_fault": plant_fault, "device": device}
+    options |= {"local_tensor_mode": local_tensor_mode}
     if isinstance(solution, ProgramsSolution):
-        options: dict[str, Any] = {"random": random, "seed": seed, "local_tensor_mode": local_tensor_mode, "device": device}
         models = _by_program(model, example_inputs, solution)
-        answers = {name: verify(*models[name], solution[name], **options, plant_fault=plant_fault, progress=progress) for name in solution}
+        answers = {name: verify(*models[name], solution[name], progress=progress, **options) for name in solution}
         answer = {"ok": all(one["ok"] for one in answers.values()), "programs": answers}
     elif isinstance(solution, Pipeline):
         if random or local_tensor_mode or device != "cpu":
             raise ValueError("a pipeline runs on the CPU, with its own layouts; leave out random, local_tensor_mode and device")
         answer = _verify_stages(model, example_inputs, solution, seed, plant_fault)
     else:
-        answer = _verify(model, example_inputs, solution, random, seed, plant_fault, local_tensor_mode, device, report)
+        answer = _verify(model, example_inputs, solution, report, **options)
     if answer["ok"] and mark is not None:
         save_over(solution.marked(answer), mark)
     return answer
 
 
 def _verify(
-    model: Any,
-    example_inputs: Any,
-    solution: Any,
-    random: int,
-    seed: int,
-    plant_fault: bool,
+    model: Any, example_inputs: Any, solution: Solution, report: Progress, *, random: int, seed: int, plant_fault: bool, device: str,
     local_tensor_mode: bool,
-    device: str,
-    report: Progress,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     mesh = solution.mesh
     report("capturing the model", 0.0)
     captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
@@ -157,10 +150,11 @@ def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline)
     return CapturedPipeline(plan, constants_of(model, captured.graph, constants(captured.fx_graph)))
 
 
+@in_turn
 def check(
     model: nn.Module | Mapping[str, nn.Module],
     example_inputs: Any,
-    solution: Plan,
+    solution: AnyPlan,
     *,
     within: float = 0.05,
     mesh: Mesh | None = None,
@@ -179,23 +173,19 @@ def check(
     "train[0]"); costs are seconds per unit, the peak is the fullest moment of any program. Of a pipeline: whether its stages fit the model;
     it is not priced again.
     """
-    options: dict[str, Any] = {"within": within, "solve": solve, "same_graph": same_graph, "time_limit": time_limit, "progress": progress}
+    inspection = Inspection(solution, within, mesh, solve, same_graph, time_limit, Stopwatch(progress))
     if isinstance(solution, ProgramsSolution):
-        return check_programs(_by_program(model, example_inputs, solution), solution, mesh=mesh, **options)
+        return check_programs(_by_program(model, example_inputs, solution), solution, inspection)
     if isinstance(solution, Solution):
-        return check_program(model, example_inputs, solution, mesh=mesh, **options)
-    if mesh is not None or not isinstance(solution, Pipeline):
+        return check_program(model, example_inputs, solution, inspection)
+    if mesh is not None:
         raise ValueError("a pipeline is not priced again, only compared with its model; leave out the mesh")
+    misfits: tuple[str, ...] = ()
     try:
         captured_pipeline(model, example_inputs, solution)
     except ValueError as error:
-        return replace(_fits(solution, within), reasons=(str(error),))
-    return _fits(solution, within)
-
-
-def _fits(pipeline: Pipeline, within: float) -> Checked:
-    limit = pipeline.assumptions.get("memory_limit")
-    return Checked((), (), pipeline.seconds, pipeline.seconds, math.inf, 0.0, within, pipeline.peak_bytes, limit)
+        misfits = (str(error),)
+    return inspection.answer(Changes(misfits, (), True, ()), cost=solution.cost, peak=solution.peak_bytes)
 
 
 def _by_program(model: Any, example_inputs: Any, plan: ProgramsSolution) -> dict[str, tuple[nn.Module, Any]]:

@@ -10,11 +10,11 @@ import torch
 from autoshard.api.simulating import simulate
 from autoshard.planning import Progress
 from autoshard.report import html
-from autoshard.solution import Plan, ProgramsSolution, Solution
+from autoshard.solution import AnyPlan, ProgramsSolution, Solution
 
 
 def html_report(
-    solution: Plan,
+    solution: AnyPlan,
     model: torch.nn.Module | None = None,
     example_inputs: Any = None,
     *,

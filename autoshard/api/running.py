@@ -15,14 +15,14 @@ from autoshard.capture import deep_enough
 from autoshard.pipeline import SCHEDULES, with_schedule
 from autoshard.runtime import CapturedPipeline, parallel_pipeline
 from autoshard.runtime import parallelize as parallelize_plan
-from autoshard.solution import Pipeline, Plan, ProgramsSolution, Solution
+from autoshard.solution import AnyPlan, Pipeline
 
 log = logging.getLogger("autoshard")
 
 
 def parallelize(
     model: nn.Module | Mapping[str, nn.Module],
-    solution: Plan,
+    solution: AnyPlan,
     device_mesh: DeviceMesh,
     *,
     example_inputs: Any = None,
@@ -66,7 +66,6 @@ def parallelize(
     if not isinstance(solution, Pipeline):
         if schedule is not None:
             raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
-        assert isinstance(solution, Solution | ProgramsSolution)
         return parallelize_plan(model, solution, device_mesh, example_inputs=example_inputs, pad=pad, **options)
     if isinstance(model, Mapping) or pad is not None:
         raise ValueError("a pipeline is of one program; give one model, and no values to pad with")

@@ -70,9 +70,7 @@ def plan(
         output.progress("building the model", 0.0)
         loaded = load_model_or_programs(model, keywords, training=asked.get("training", False))
         if isinstance(loaded, Mapping):
-            if one is None or kept is not None:
-                raise ValueError(f"{model} returns several programs, which have no --mesh auto and no --keep; leave it out")
-            return _plan_programs(loaded, one, switches, asked, options["assumptions"], output, out)
+            return _plan_programs(loaded, None if kept else one, switches, asked, options["assumptions"], output, out)
         if switches is not None:
             raise ValueError(f"--switches is of several programs, but {model} returns one model; leave it out")
         module, example_inputs = loaded
@@ -114,9 +112,11 @@ def _plan(
 
 
 def _plan_programs(
-    programs: Mapping[str, Any], mesh: Mesh, switches: str | None, asked: dict, assumptions: dict, output: Output, out: str | None
+    programs: Mapping[str, Any], mesh: Mesh | None, switches: str | None, asked: dict, assumptions: dict, output: Output, out: str | None
 ) -> int:
     """Plan programs together, and print what sharing costs each of them. assumptions: the model and its settings."""
+    if mesh is None:
+        raise ValueError(f"{assumptions['model']} returns several programs, which have no --mesh auto and no --keep; leave it out")
     api, report = load_api(), load_report()
     per_unit = None if switches == "none" else float(switches or 1)
     try:

@@ -1,6 +1,8 @@
 """Questions about a saved plan: why a layout was chosen, what another one costs, how robust the plan is, whether it is still good."""
 from autoshard.explain.programs_staleness import check_programs as check_programs
 from autoshard.explain.robustness import robustness as robustness
+from autoshard.explain.staleness import Changes as Changes
 from autoshard.explain.staleness import Checked as Checked
+from autoshard.explain.staleness import Inspection as Inspection
 from autoshard.explain.staleness import check_program as check_program
 from autoshard.explain.why import explain as explain

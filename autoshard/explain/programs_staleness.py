@@ -15,33 +15,20 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.capture import in_turn
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.explain.staleness import Changes, Checked, Inspection, changes_since
 from autoshard.formulate import Joined, Piece, join
 from autoshard.mesh import Mesh
-from autoshard.planning import Progress, Stopwatch, sub_mesh
+from autoshard.planning import sub_mesh
 from autoshard.solution import ProgramsSolution
 from autoshard.solvers import certified
 from autoshard.solvers import solve as solved
 
 
-@in_turn
-def check_programs(
-    models: Mapping[str, tuple[nn.Module, Any]],
-    plan: ProgramsSolution,
-    *,
-    within: float = 0.05,
-    mesh: Mesh | None = None,
-    solve: bool = True,
-    same_graph: bool = True,
-    time_limit: float = 600.0,
-    progress: Progress | None = None,
-) -> Checked:
+def check_programs(models: Mapping[str, tuple[nn.Module, Any]], plan: ProgramsSolution, inspection: Inspection) -> Checked:
     """`autoshard.check` of a plan of several programs. models: model and example inputs by program."""
-    watch, memory_limit = Stopwatch(progress), options_of(plan[plan.home]).memory_limit
-    inspection = Inspection(plan, within, solve, same_graph, time_limit, memory_limit, watch)
-    cluster = mesh or plan.mesh
+    watch, solve, time_limit = inspection.watch, inspection.solve, inspection.time_limit
+    cluster = inspection.mesh or plan.mesh
     changes: dict[str, Changes] = {}
     plans: dict[str, Reopened] = {}
     for k, name in enumerate(plan):
@@ -57,7 +44,7 @@ def check_programs(
             return inspection.answer(_together(changes), f"{name}: {error}")
     with watch.phase("formulate", "joining the programs", 0.4):
         try:
-            joined = join([_piece(name, plan, one) for name, one in plans.items()], cluster, memory_limit)
+            joined = join([_piece(name, plan, one) for name, one in plans.items()], cluster, plan.memory_limit)
         except ValueError as error:
             return inspection.answer(_together(changes), str(error))
     choice = joined.joined_choice({name: one.choice for name, one in plans.items()})

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture import in_turn
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning import Infeasible, ModelGraphs, Progress, Question, Stopwatch, fingerprint, plan_captured
+from autoshard.planning import Infeasible, ModelGraphs, Question, Stopwatch, fingerprint, plan_captured
 from autoshard.problem import Problem, evaluate
-from autoshard.solution import VERSION, ProgramsSolution, Replay, Solution, differences, plain
+from autoshard.solution import VERSION, AnyPlan, Replay, Solution, differences, plain
 from autoshard.solvers import certified
 from autoshard.units import seconds, size
 
@@ -79,14 +78,14 @@ class Checked:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is asked of a plan, and how the answer follows from its problem of today."""
+    """What is asked of a plan (`autoshard.check`), and how the answer follows from its problem of today."""
 
-    plan: Solution | ProgramsSolution
+    plan: AnyPlan
     within: float
+    mesh: Mesh | None
     solve: bool
     same_graph: bool
     time_limit: float
-    memory_limit: float | None
     watch: Stopwatch
 
     def __post_init__(self) -> None:
@@ -102,7 +101,7 @@ class Inspection:
         forgiven = not self.same_graph or (changes.constants_only and same_peak)
         reasons = (*changes.misfits, *(() if forgiven else changes.graph), *more)
         notes = (*(changes.graph if forgiven else ()), *changes.around)
-        return Checked(reasons, notes, cost, self.plan.cost, best, bound, self.within, peak, self.memory_limit)
+        return Checked(reasons, notes, cost, self.plan.cost, best, bound, self.within, peak, self.plan.memory_limit)
 
     def judge(self, changes: Changes, problem: Problem, choice: Choice, best_now: Callable[[], tuple[float, float]]) -> Checked:
         """The answer where the plan fits the graph. best_now: the cost of the best plan now and a lower bound on it."""
@@ -110,7 +109,7 @@ class Inspection:
         if not math.isfinite(judged.cost):
             return self.answer(changes, "its layouts, or its own pins, are no longer possible under today's rules")
         if not judged.fits:
-            over = f"it takes {size(judged.peak)} per device, over the limit of {size(self.memory_limit)} that it was made under"
+            over = f"it takes {size(judged.peak)} per device, over the limit of {size(self.plan.memory_limit)} that it was made under"
             return self.answer(changes, over, cost=judged.cost, peak=judged.peak)
         with self.watch.phase("solve", "planning anew" if self.solve else "looking for a bound", 0.5):
             best, bound = best_now()
@@ -130,24 +129,11 @@ class Inspection:
         return f"it costs {seconds(checked.cost)}, {far}, which is not shown to be within {_percent(self.within)}: {advice}"
 
 
-@in_turn
-def check_program(
-    model: nn.Module,
-    example_inputs: Any,
-    solution: Solution,
-    *,
-    within: float = 0.05,
-    mesh: Mesh | None = None,
-    solve: bool = True,
-    same_graph: bool = True,
-    time_limit: float = 600.0,
-    progress: Progress | None = None,
-) -> Checked:
+def check_program(model: nn.Module, example_inputs: Any, solution: Solution, inspection: Inspection) -> Checked:
     """`autoshard.check` of a plan of one program."""
-    watch = Stopwatch(progress)
-    inspection = Inspection(solution, within, solve, same_graph, time_limit, options_of(solution).memory_limit, watch)
+    watch, solve, time_limit = inspection.watch, inspection.solve, inspection.time_limit
     with watch.phase("capture", "capturing the model", 0.0):
-        today = mesh or solution.mesh
+        today = inspection.mesh or solution.mesh
         now = captured(model, example_inputs, solution, today)
     changes = changes_since(now, today)
     if changes.misfits and changes.traced and solve:  # the same model, in the ops of another torch: a plan with the same pins

@@ -11,14 +11,14 @@ from rich.text import Text
 from autoshard.report.blocks import in_a_block, named
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
-from autoshard.solution import Pipeline, Plan, ProgramsSolution, Solution, changes
+from autoshard.solution import AnyPlan, Pipeline, ProgramsSolution, Solution, changes
 from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of a table; the rest is counted
 LEAST_SHARE = 0.001  # of the cost: parts that differ by less are left out
 
 
-def comparison(a: Plan, b: Plan) -> dict[str, Any]:
+def comparison(a: AnyPlan, b: AnyPlan) -> dict[str, Any]:
     """The differences of two plans, as `solution.changes`: of several programs those of each, of pipelines those of each stage.
 
     ValueError where they are of different kinds, or have other programs.

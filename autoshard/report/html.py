@@ -25,7 +25,7 @@ from autoshard import units
 from autoshard.report import page_of_plan, pipeline, plan_tables, programs, proof
 from autoshard.report.frontier import load_frontier as load_frontier
 from autoshard.report.values import Code, Number
-from autoshard.solution import VERSION, Pipeline, Plan, ProgramsSolution, Solution
+from autoshard.solution import VERSION, AnyPlan, Pipeline, ProgramsSolution, Solution
 from autoshard.writing import write_atomically
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ NO_MODEL = "it was not given"
 
 
 def html_report(
-    plan: Plan,
+    plan: AnyPlan,
     timeline: Timeline | None = None,
     frontier: Mapping | None = None,
     *,
@@ -49,7 +49,6 @@ def html_report(
         return _page("programs", programs.SECTIONS, programs.content(plan))
     if isinstance(plan, Pipeline):
         return _page("pipeline", pipeline.SECTIONS, pipeline.content(plan))
-    assert isinstance(plan, Solution)
     content = page_of_plan.content(plan, timeline, frontier)
     return _page("plan", page_of_plan.SECTIONS, {"prices_of": "listed above", "no_model": no_model.strip().rstrip("."), **content})
 

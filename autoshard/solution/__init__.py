@@ -26,6 +26,7 @@ from .compare import differences as differences
 from .compare import misfits as misfits
 from .interval import parts as parts
 from .interval import price_errors as price_errors
+from .load import AnyPlan as AnyPlan
 from .load import load as load
 from .load import load_one as load_one
 from .load import save_over as save_over

@@ -16,8 +16,10 @@ from autoshard.solution.programs import ProgramsSolution
 from autoshard.solution.record import Placed, Solution
 from autoshard.solution.stage_records import Pipeline
 
+AnyPlan = Solution | ProgramsSolution | Pipeline
 
-def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | ProgramsSolution | Pipeline:
+
+def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> AnyPlan:
     """Read a plan: of one program, of several, or of stages. ValueError in one sentence on anything that isn't one.
 
     `FILE#NAME` is one program of a plan of several. mesh: for old plans, whose files don't name their mesh. Their layouts are returned with
@@ -67,7 +69,7 @@ def _file_and_program(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[s
     return (file, program) if file and not os.path.exists(path) and os.path.exists(file) else (path, None)
 
 
-def _plan_of(data: dict, path: str | os.PathLike[str]) -> Solution | ProgramsSolution | Pipeline:
+def _plan_of(data: dict, path: str | os.PathLike[str]) -> AnyPlan:
     """The plan in a file's data, of format 2 or 1. ValueError, with the file's name, where it isn't sound."""
     if not (is_programs(data) or is_pipeline(data)):
         refuse_other(data, path, "plan")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, Self
 
 from autoshard.solution.files import digest, write
 from autoshard.solution.plan_format import packed
+from autoshard.solution.verified import Verified, marking, verified_of
 
 
 class PlanPart(Protocol):
@@ -25,6 +27,11 @@ class Plan(ABC):
 
     status: str
     peak_bytes: float  # per device
+
+    @property
+    @abstractmethod
+    def memory_limit(self) -> float | None:
+        """Bytes per device that the plan had to fit in; None without a limit."""
 
     @property
     @abstractmethod
@@ -52,3 +59,40 @@ class Plan(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path`, completely or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
         write(packed(self.to_dict()), path)
+
+
+class ModelPlan(Plan):
+    """A plan of one model: a Solution, or a Pipeline."""
+
+    assumptions: dict[str, Any]
+
+    @abstractmethod
+    def _run_layouts(self) -> list:
+        """The layouts that `verify` runs, in JSON's types."""
+
+    @property
+    def model(self) -> Any:
+        """`file.py:function` of the planned model; None where the plan was not made from a file. A file may hold anything here."""
+        return self.assumptions.get("model")
+
+    @property
+    def model_settings(self) -> Any:
+        """Keyword arguments of the function `model`; None without any. A file may hold anything here."""
+        return self.assumptions.get("set")
+
+    @property
+    def verified(self) -> Verified | None:
+        """With what and where `verify` found that the plan computes what the model does; None where it was never marked so, or has other
+        layouts now."""
+        return verified_of(self.assumptions, self._run_layouts())
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        return () if self.verified else ("",)
+
+    def noting(self, **assumptions: Any) -> Self:
+        """The same plan with more assumptions, by the keys that files have. (Both classes are dataclasses.)"""
+        return replace(self, assumptions={**self.assumptions, **assumptions})  # type: ignore[type-var]
+
+    def marked(self, report: Mapping[str, Any]) -> Self:
+        return self.noting(**marking(report, self._run_layouts()))

@@ -61,6 +61,10 @@ class ProgramsSolution(Plan):
         return {(name, 0): solution for name, solution in self.programs.items()}
 
     @property
+    def memory_limit(self) -> float | None:
+        return self[self.home].memory_limit
+
+    @property
     def unverified(self) -> tuple[str, ...]:
         return tuple(name for name, solution in self.programs.items() if not solution.verified)
 

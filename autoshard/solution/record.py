@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -21,9 +21,8 @@ from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Kernels, Mesh, TestedSteps, check_shape
 from autoshard.precision import Precision
 from autoshard.solution.interval import interval, price_errors
-from autoshard.solution.plan import Plan
+from autoshard.solution.plan import ModelPlan
 from autoshard.solution.provided import provided
-from autoshard.solution.verified import Verified, marking, verified_of
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
 ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
@@ -49,7 +48,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Solution(Plan):
+class Solution(ModelPlan):
     """A plan for one graph on one mesh, with its certificate. Costs are in seconds, sizes in bytes per device."""
 
     layouts: dict[str, Placed]  # by op name, in graph order; parameters, buffers and inputs are ops of their qualified names
@@ -133,16 +132,6 @@ class Solution(Plan):
         return {name: None for name in self.layouts if name.startswith("input_")}
 
     # Facts about the plan that files keep among its assumptions. Here they have types; nobody else reads them by key.
-
-    @property
-    def model(self) -> Any:
-        """`file.py:function` of the planned model; None where the plan was not made from a file. A file may hold anything here."""
-        return self.assumptions.get("model")
-
-    @property
-    def model_settings(self) -> Any:
-        """Keyword arguments of the function `model`; None without any. A file may hold anything here."""
-        return self.assumptions.get("set")
 
     @property
     def memory_limit(self) -> float | None:
@@ -231,30 +220,12 @@ class Solution(Plan):
         rows = self.assumptions.get("pin_prices")
         return None if rows is None else tuple(rows)
 
-    @property
-    def verified(self) -> Verified | None:
-        """With what and where `verify` found that the plan computes what the model does; None where it was never marked so, or has other
-        layouts now."""
-        return verified_of(self.assumptions, self._run_layouts())
-
-    def marked(self, report: Mapping[str, Any]) -> Solution:
-        """The same plan, marked as verified by a report of `verify`. ValueError where that says no."""
-        return self.noting(**marking(report, self._run_layouts()))
-
-    @property
-    def unverified(self) -> tuple[str, ...]:
-        return () if self.verified else ("",)
-
     def _run_layouts(self) -> list:
         return [{name: placed.to_dict() for name, placed in self.layouts.items()}, self.results]
 
     def noted(self, *keys: str) -> dict[str, Any]:
         """Those of these assumptions that the plan has, by key: options of another plan, for example."""
         return {key: value for key, value in self.assumptions.items() if key in keys}
-
-    def noting(self, **assumptions: Any) -> Solution:
-        """The same plan with more assumptions, by the keys that files have."""
-        return replace(self, assumptions={**self.assumptions, **assumptions})
 
     @property
     def interval(self) -> tuple[float, float] | None:

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from autoshard.mesh import Mesh
-from autoshard.solution.plan import Plan
+from autoshard.solution.plan import ModelPlan
 from autoshard.solution.record import Placed
-from autoshard.solution.verified import Verified, marking, verified_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class PipelineStage:
 
 
 @dataclass(frozen=True)
-class Pipeline(Plan):
+class Pipeline(ModelPlan):
     """A pipeline plan. Seconds of one step; bytes per device."""
 
     seconds: float
@@ -77,19 +76,19 @@ class Pipeline(Plan):
         return {("", k): stage for k, stage in enumerate(self.stages)}
 
     @property
-    def model(self) -> Any:
-        """`file.py:function` of the planned model; None where the plan was not made from a file."""
-        return self.assumptions.get("model")
-
-    @property
-    def model_settings(self) -> Any:
-        """Keyword arguments of the function `model`; None without any."""
-        return self.assumptions.get("set")
-
-    @property
     def training(self) -> bool:
         """Whether a step has a backward pass."""
         return bool(self.assumptions.get("training", True))
+
+    @property
+    def cost(self) -> float:
+        """Seconds of one step, by the name that other plans have for it."""
+        return self.seconds
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes of the smallest device."""
+        return min((kind["memory"] for kind in self.assumptions.get("cluster") or () if kind.get("memory")), default=None)
 
     @property
     def gap(self) -> float:
@@ -106,20 +105,7 @@ class Pipeline(Plan):
         kinds = self.assumptions.get("cluster") or [{"nodes": 1, "devices": 1 + max(max(stage.devices) for stage in self.stages)}]
         return Mesh.from_bandwidths((sum(kind["nodes"] * kind["devices"] for kind in kinds),))
 
-    @property
-    def verified(self) -> Verified | None:
-        """With what `verify` found it to be right; None where it was never marked so, or has other layouts now."""
-        return verified_of(self.assumptions, self._layouts())
-
-    def marked(self, report: Mapping[str, Any]) -> Pipeline:
-        """The same pipeline, marked as verified by a report of `verify`. ValueError where that says no."""
-        return replace(self, assumptions={**self.assumptions, **marking(report, self._layouts())})
-
-    @property
-    def unverified(self) -> tuple[str, ...]:
-        return () if self.verified else ("",)
-
-    def _layouts(self) -> list:
+    def _run_layouts(self) -> list:
         return [{name: placed.to_dict() for name, placed in stage.layouts.items()} for stage in self.stages]
 
     def to_dict(self, *, layouts: bool = True) -> dict[str, Any]:
