@@ -11,149 +11,15 @@ an emulated cluster: a ring over the shared link takes 1413 ms, this formula pre
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
-from autoshard.reading import text_of
-
-
-@dataclass(frozen=True)
-class TestedSteps:
-    """How far off prices were on published training steps that they were not fitted to: measured / predicted seconds."""
-
-    devices: str  # on which kinds of devices
-    runs: int
-    error: float  # median of |predicted / measured - 1|
-    low: float  # 80 % of the measured steps took between low and high times the predicted seconds
-    high: float
-
-
-KNOWN_FROM = ("measured", "fitted", "published")  # figures of a constant in a device file, the first that it has counts
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """What kernels reach of a device's data sheet: constants of cost/devices, by which cost/compute.py prices an op."""
-
-    source: str  # the file, and what its constants were fitted to
-    matmul: float  # share of the 16-bit peak that large matmuls reach
-    flops8: float  # FLOP/s that large float8 matmuls reach
-    small: float  # elements: the smallest dim at which a matmul reaches half of its rate
-    attention: float  # share of the 16-bit peak that fused attention reaches, at head dim 128
-    narrow: float  # exponent of head dim / 128
-    short: float  # tokens: the sequence at which attention reaches half of its rate
-    memory: float  # share of the memory bandwidth
-    host: float  # seconds in which the host launches one kernel, beside the kernels that run; 0 where a graph of kernels is replayed
-    serial: TestedSteps | None = None  # of the seconds of a plan, in which nothing overlaps
-    overlapped: TestedSteps | None = None  # of its simulated time line
-
-    @staticmethod
-    def of_file(data: Mapping[str, Any], name: str) -> Kernels:
-        """The constants of a device file (cost/devices): measured where it has them, else fitted, else published. ValueError for others."""
-        try:
-            of = constants_of(data["constants"])
-            rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
-            said = f"{name}: " + (f"fitted to {rows} published training steps" if rows else data.get("sheet", "measured"))
-            return Kernels(
-                said, of["matmul16"], data["given"]["peak8"] * of["matmul8"], of["small"], of["attention"], of["narrow"], of["short"],
-                of["memory"], of["host"] / LAUNCHES, **{kind: TestedSteps(**errors) for kind, errors in steps.items()},
-            )  # fmt: skip
-        except (KeyError, TypeError, AttributeError, StopIteration) as error:
-            lacks = str(error) or "a figure"
-            raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
-
-
-def constants_of(constants: Mapping[str, Mapping[str, Any]], known_from: Sequence[str] = KNOWN_FROM) -> dict[str, float]:
-    """The constants of a device file by name, each the first figure of `known_from` that it has."""
-    return {key: next(one[kind] for kind in known_from if kind in one) for key, one in constants.items()}
-
-
-# Launches in the forward and backward of a block, of which constants of devices hold the seconds: 250 are assumed there.
-LAUNCHES = 250
-
-
-@dataclass(frozen=True)
-class Device:
-    """What one device can do. `flops` is dense 16-bit matmul throughput; wider types run slower (`flops_for`).
-
-    TF32 rounds float32 operands of a matmul to 10 bits of mantissa and runs on tensor cores. torch uses it for convolutions, but for
-    matmuls only after `torch.set_float32_matmul_precision("high")`; `tf32=True` prices a program that does so.
-    """
-
-    name: str
-    flops: float  # FLOP/s, bfloat16, dense
-    flops32: float  # FLOP/s, float32 inputs at full precision: what torch's matmuls run at by default
-    memory_bandwidth: float  # bytes/s
-    memory: float  # bytes
-    launch: float = 4e-6  # seconds per kernel: a typical launch of CUDA; not used with `kernels`, which know the host's
-    error: float | None = None  # mean relative error of its op times, where they were measured
-    flops_tf32: float | None = None  # FLOP/s, float32 inputs as TF32, dense; None: it has no such units
-    tf32: bool = False  # float32 matmuls run as TF32, too
-    host_bandwidth: float | None = None  # bytes/s to its host's memory, one direction; None: that of its kind (cost.host_bandwidth)
-    kernels: Kernels | None = None  # without them, ops reach one assumed share of every peak (cost/compute.py)
-
-    @property
-    def memory_rate(self) -> float:
-        """Bytes/s that kernels reach."""
-        return self.memory_bandwidth * (1.0 if self.kernels is None else self.kernels.memory)
-
-    def flops_for(self, itemsize: int, *, convolution: bool = False) -> float:
-        """FLOP/s of a matmul, or of a convolution, whose first input has elements of so many bytes."""
-        if itemsize == 4 and self.flops_tf32 is not None and (self.tf32 or convolution):
-            return self.flops_tf32
-        return self.flops if itemsize <= 2 else self.flops32
-
-    def with_tf32(self) -> Device:
-        """The same device running float32 matmuls as TF32. ValueError where it has no units for it."""
-        if self.flops_tf32 is None:
-            raise ValueError(f"device {self.name} has no TF32 rate; leave tf32 out, or give a Device with flops_tf32")
-        return replace(self, tf32=True)
-
-
-DEVICE_FILES = Path(__file__).with_name("cost") / "devices"  # NAME.json of each kind of device, and stacks.json
-
-
-@cache
-def known_devices() -> tuple[str, ...]:
-    """The kinds of devices that have a file, in order of their names."""
-    return tuple(sorted(path.stem for path in DEVICE_FILES.glob("*.json") if path.stem != "stacks"))
-
-
-@cache
-def device_file(name: str) -> dict[str, Any]:
-    """What the file holds: data sheet, and the constants of kernels with their sources."""
-    return json.loads(text_of(DEVICE_FILES / f"{name}.json", "measurements"))
-
-
-class _Devices(Mapping[str, Device]):
-    """The devices by name: those that have a file, which is read when the device is asked for, and one core of a CPU."""
-
-    def __init__(self) -> None:
-        self._known = {"cpu": Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6)}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*known_devices(), "cpu"))
-
-    def __len__(self) -> int:
-        return len(known_devices()) + 1
-
-    def __getitem__(self, name: str) -> Device:
-        if name not in self._known:
-            if name not in known_devices():
-                raise KeyError(name)
-            sheet, kernels = device_file(name)["given"], Kernels.of_file(device_file(name), f"{name}.json")
-            rates = sheet["peak16"], sheet["peak32"], sheet["memory_bandwidth"], sheet["memory_bytes"]
-            self._known[name] = Device(name, *rates, flops_tf32=sheet["peak_tf32"], kernels=kernels)
-        return self._known[name]
-
-
-DEVICES = _Devices()
+from autoshard.devices import DEVICES as DEVICES
+from autoshard.devices import Device as Device
+from autoshard.devices import Kernels
 
 
 @dataclass(frozen=True)
@@ -343,8 +209,7 @@ def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
         return Device(**fields)
     if not isinstance(kernels, Mapping):
         raise TypeError(f"kernels of the device are a {type(kernels).__name__}")
-    steps = {kind: TestedSteps(**kernels[kind]) for kind in ("serial", "overlapped") if kernels.get(kind) is not None}
-    return Device(**fields, kernels=Kernels(**{**kernels, **steps}))
+    return Device(**fields, kernels=Kernels.of_dict(kernels, fields))
 
 
 def _link_curve(collective: str, sizes: Sequence[float], seconds: Sequence[float], tail: float, error: float = 0.0) -> LinkCurve:

@@ -33,8 +33,9 @@ from published_runs import percent, rows_of
 from autoshard.baselines import baseline
 from autoshard.capture import capture_deep
 from autoshard.cost.devices import DeviceConstants
+from autoshard.devices import DEVICE_FILES, DEVICES, LAUNCHES, Device, known_devices
 from autoshard.formulate import with_pins
-from autoshard.mesh import DEVICE_FILES, DEVICES, LAUNCHES, Device, Mesh, known_devices
+from autoshard.mesh import Mesh
 from autoshard.planning.baselining import masks_of
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch, checked_options
@@ -137,9 +138,7 @@ def device_of(name: str, constants: DeviceConstants, i: int) -> Device:
     of = {key: float(column[i]) for key, column in vars(constants).items()}
     kernels = DEVICES[name].kernels
     assert kernels is not None
-    plain = {key: of[key] for key in ("small", "attention", "narrow", "short", "memory")}
-    rates = {"matmul": of["matmul16"], "flops8": of["peak8"] * of["matmul8"], "host": of["host"] / LAUNCHES}
-    return replace(DEVICES[name], kernels=replace(kernels, **plain, **rates))
+    return replace(DEVICES[name], kernels=replace(kernels, training=of["training"], memory=of["memory"], host=of["host"] / LAUNCHES))
 
 
 def fitted_devices(table: Table, count: int) -> DeviceConstants:

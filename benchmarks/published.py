@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from autoshard.cost import spread_of
+from autoshard.devices import known_devices
 from autoshard.launch.peak_memory import USABLE
 from autoshard.launch.runs import PRECISIONS, TrainingRuns
 from autoshard.launch.step_time import RECOMPUTED, RunConstants, step_seconds
-from autoshard.mesh import known_devices
 
 # column of TrainingRuns: its name in a table of published runs; and the software, the kind of device and its memory in bytes
 TABLE = {
@@ -101,7 +101,7 @@ def _column(rows: list[Mapping[str, Any]], name: str, words: bool) -> np.ndarray
 
 def constants_of(runs: TrainingRuns, *, fitted: bool = True) -> RunConstants:
     """Of each run's device and software; with fitted=False from published figures of devices and kernels alone."""
-    return RunConstants.of(runs.device, runs.stack, fitted=fitted)
+    return RunConstants.of(runs.device, runs.stack, runs.precision, fitted=fitted)
 
 
 def predicted_seconds(runs: TrainingRuns, *, fitted: bool = True) -> np.ndarray:

@@ -1,20 +1,22 @@
 """Prices of ops from the constants of device files: by hand, as plans state them, and measured ones in the same format."""
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 
 import pytest
 
 from autoshard import plan
 from autoshard.calibrate.cluster import cluster, device_file
 from autoshard.calibrate.rates import OpSample, fit_roofline
-from autoshard.cost import op_seconds, optimizer_step_seconds
+from autoshard.cost import attention_seconds, matmul_seconds, op_seconds, optimizer_step_seconds
 from autoshard.cost.compute import EFFICIENCY
 from autoshard.cost.curves import load_device, save_cluster
+from autoshard.devices import DEVICE_FILES, DEVICES, LAUNCHES, Kernels, known_devices
 from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.layout import parse
-from autoshard.mesh import DEVICE_FILES, DEVICES, LAUNCHES, Kernels, Mesh, known_devices
+from autoshard.mesh import Mesh
 from autoshard.report import as_text, plan_report
 from autoshard.solution import Solution
 from autoshard.strategies.candidates import Candidate
@@ -49,18 +51,37 @@ def test_every_device_file_is_a_device_of_meshes():
         assert Mesh.from_bandwidths((2,), device=name).device.kernels.source.startswith(f"{name}.json: ")
 
 
-def test_a_matmul_reaches_its_share_of_the_peak_and_small_ones_less():
+def test_a_matmul_takes_as_long_as_measured_times_what_training_adds():
     k = H100.kernels
-    assert mm(8192, 8192, 4096) == pytest.approx(2 * 8192 * 8192 * 4096 / (H100.flops * k.matmul) * (1 + k.small / 4096))
-    assert mm(8192, 8192, 128) / mm(8192, 8192, 8192) > 1.7 / 64  # per FLOP
-    assert mm(4096, 4096, 4096, dtype="float32") == pytest.approx(2 * 4096**3 / (67e12 * EFFICIENCY) * (1 + k.small / 4096))
+    assert mm(8192, 8192, 4096) == pytest.approx(k.training * matmul_seconds(8192, 8192, 4096, k.matmul))
+    assert mm(8192, 8192, 4096, dtype="float8_e4m3fn") == pytest.approx(k.training * matmul_seconds(8192, 8192, 4096, k.matmul8))
+    assert mm(8192, 8192, 128) / mm(8192, 8192, 8192) > 1.4 / 64  # per FLOP
+    assert mm(4096, 4096, 4096, dtype="float32") == pytest.approx(2 * 4096**3 / (67e12 * EFFICIENCY))
+
+
+def test_matmuls_of_a_batch_or_by_groups_are_priced_as_so_many():
+    def priced(name, *inputs, output):
+        return op_seconds(f"aten.{name}.default", list(inputs), [output], None, FAST_HOST)
+
+    k = H100.kernels
+    bmm = priced("bmm", bf16(6, 300, 128), bf16(6, 128, 500), output=bf16(6, 300, 500))
+    assert bmm == pytest.approx(k.training * matmul_seconds(300, 128, 500, k.matmul, 6))
+    ends = ((8,), "int32")
+    grouped = priced("_grouped_mm", bf16(4096, 128), bf16(8, 128, 500), ends, output=bf16(4096, 500))
+    assert grouped == pytest.approx(k.training * matmul_seconds(512, 128, 500, k.matmul, 8))
+    half = priced("_grouped_mm", bf16(4096, 128), bf16(4, 128, 500), ends, output=bf16(4096, 500))  # a shard of the groups
+    assert half == pytest.approx(k.training * matmul_seconds(512, 128, 500, k.matmul, 4))
+    of_weights = priced("_grouped_mm", bf16(128, 4096), bf16(4096, 500), ends, output=bf16(8, 128, 500))
+    assert of_weights == pytest.approx(k.training * matmul_seconds(128, 512, 500, k.matmul, 8))
+    linear = priced("linear", bf16(2, 300, 128), bf16(500, 128), output=bf16(2, 300, 500))
+    assert linear == mm(600, 128, 500)
 
 
 def test_causal_attention_computes_half_where_queries_are_as_many_as_keys():
-    k = H100.kernels
-    flops = 4 * 2 * 8 * 4096 * 4096 * 128
-    assert attention(4096, 4096, causal=False) == pytest.approx(flops / (H100.flops * k.attention) * (1 + k.short / 4096))
-    assert attention(4096, 4096, causal=True) == pytest.approx(attention(4096, 4096, causal=False) / 2)
+    k, scores, moved = H100.kernels, 2 * 8 * 4096 * 4096, 2 * 2 * 8 * 4096 * (4 * 128 + 2)
+    for causal, share in ((False, 1.0), (True, 0.5)):
+        expected = k.training * attention_seconds(share * scores, 4096, 256, moved, k.attention)
+        assert attention(4096, 4096, causal=causal) == pytest.approx(expected)
     assert attention(1024, 4096, causal=True) == attention(1024, 4096, causal=False)  # the last shard of the queries sees all keys
 
 
@@ -92,12 +113,12 @@ def test_a_plan_says_which_constants_it_used_how_far_off_they_were_and_its_inter
     assert "data sheets, of which ops are assumed to reach one share" in " ".join(as_text(plan_report(untested)).split())
 
 
-@pytest.mark.parametrize("wrong", [3, {"matmul": 0.5}, {**vars(H100.kernels), "small": "much", "serial": None, "overlapped": None}])
+@pytest.mark.parametrize("wrong", [3, {"matmul": 0.5}, {**asdict(H100.kernels), "training": "much"}])
 def test_kernels_that_cannot_be_are_refused(wrong):
     module, inputs = mlp.tiny()
     data = plan(module, inputs, Mesh.from_bandwidths((2,)), baselines=False).to_dict()
     data["mesh"]["device"]["kernels"] = wrong
-    with pytest.raises(ValueError, match="kernels|not a mesh|small"):
+    with pytest.raises(ValueError, match="kernels|not a mesh|training"):
         Solution.from_dict(data)
 
 
@@ -122,9 +143,10 @@ def test_a_measured_device_is_written_as_the_device_files_are_and_prices_what_wa
     save_cluster(str(tmp_path / "cluster.json"), record)
     assert set(record["device_file"]["constants"]) == set(json.loads((known_file("h100")).read_text())["constants"])
     device = load_device(str(tmp_path / "cluster.json"))
-    assert mm(2048, 2048, 2048, device) == pytest.approx(2 * 2048**3 / PEAK * (1 + SMALL / 2048), rel=0.01)
+    computing, moving = 2 * 2048**3 / PEAK * (1 + SMALL / 2048), 3 * 2 * 2048**2 / MEMORY
+    assert mm(2048, 2048, 2048, device) == pytest.approx(math.hypot(computing, moving), rel=0.01)
     assert device.memory_rate == pytest.approx(MEMORY, rel=1e-3) and device.kernels.host == pytest.approx(1e-9)
-    assert Kernels.of_file(record["device_file"], "mine").matmul == 1.0 and device.kernels.serial is None
+    assert Kernels.of_file(record["device_file"], "mine").matmul.rate == pytest.approx(PEAK, rel=0.01) and device.kernels.serial is None
     assert Mesh.from_dict(record["mesh"]).device.kernels is None  # the cluster itself is priced as before
 
 
@@ -145,6 +167,16 @@ def test_without_matmuls_in_16_bits_there_is_no_device_file(tmp_path):
         Kernels.of_file({}, "x")
 
 
+def test_kernels_of_older_files_are_read_as_rates_and_what_short_ones_take():
+    old = {"source": "h100.json", "matmul": 0.67, "flops8": 1.2e15, "small": 110.0, "attention": 0.2, "narrow": 0.25, "short": 575.0}
+    data = Mesh.from_bandwidths((2,), device=BARE).to_dict()
+    data["device"]["kernels"] = {**old, "memory": 0.83, "host": 1e-5, "serial": None, "overlapped": None}
+    device = Mesh.from_dict(json.loads(json.dumps(data))).device
+    fast = replace(device, kernels=replace(device.kernels, host=0.0))
+    assert mm(8192, 4096, 8192, fast) == pytest.approx(2 * 8192 * 8192 * 4096 / (989e12 * 0.67) * (1 + 110 / 4096), rel=0.01)
+    assert device.memory_rate == pytest.approx(0.83 * 3.35e12) and device.kernels.training == 1.0
+
+
 def test_launches_of_the_host_are_those_that_the_files_assume():
     data = json.loads(known_file("h100").read_text())["constants"]["host"]
-    assert H100.kernels.host * LAUNCHES == data["fitted"] and str(LAUNCHES) in data["source"]
+    assert H100.kernels.host * LAUNCHES == data["published"] and str(LAUNCHES) in data["source"]

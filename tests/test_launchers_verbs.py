@@ -10,13 +10,13 @@ import pytest
 import autoshard
 from autoshard.api import degrees
 from autoshard.cli import kinds, table
+from autoshard.devices import known_devices
 from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
 from autoshard.launch.best_degrees import mesh_of, scheme_of
 from autoshard.launch.configurations import ENDINGS
 from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.runs import PRECISIONS
 from autoshard.launch.torchtitan import FLAVORS
-from autoshard.mesh import known_devices
 from autoshard.planning.regret import regret
 from autoshard.report import as_text
 from autoshard.report.launchers import launches_table

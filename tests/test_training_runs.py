@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from autoshard.cost.devices import DEVICE_CONSTANTS, MEMORY_CONSTANTS, STACK_CONSTANTS, device_constants, known_stacks
 from autoshard.cost.kernels import Ring, overlapped
+from autoshard.devices import DEVICE_FILES, known_devices
 from autoshard.launch import peak_memory
 from autoshard.launch.blocks_of_stages import stages
 from autoshard.launch.runs import TrainingRuns
 from autoshard.launch.step_time import EFFECTS, step_seconds
-from autoshard.mesh import DEVICE_FILES, known_devices
 from benchmarks.published import chance_to_fit, constants_of, fits, interval, predicted_seconds, runs_of, tokens_per_second
 from tests.helpers_refusals import refusals
 
 HERE = Path(__file__).parent
 RUNS = HERE / "data" / "runs" / "runs.csv"
 SCRIPT = HERE.parent / "benchmarks" / "published_runs.py"
-RATES = ("peak16", "peak8", "peak4", "memory_bandwidth", "link_bandwidth", "matmul16", "attention", "memory", "link", "network")
+RATES = ("peak16", "peak8", "peak4", "memory_bandwidth", "link_bandwidth", "memory", "link", "network")
 
 
 def rows() -> list[dict[str, str]]:
@@ -116,6 +116,14 @@ def test_a_faster_device_is_never_slower(name):
     constants = constants_of(runs)
     faster = replace(constants, device=replace(constants.device, **{name: getattr(constants.device, name) * 1.5}))
     assert (step_seconds(runs, faster) <= step_seconds(runs, constants) * (1 + 1e-12)).all()
+
+
+def test_slower_kernels_and_more_of_training_take_longer():
+    runs = runs_of(rows())
+    constants = constants_of(runs)
+    device, slow = constants.device, replace(constants.matmul, rate=constants.matmul.rate / 1.5)
+    for other in (replace(constants, matmul=slow), replace(constants, device=replace(device, training=1.1 * device.training))):
+        assert (step_seconds(runs, other) > step_seconds(runs, constants)).all()
 
 
 @pytest.mark.parametrize("effect", EFFECTS)

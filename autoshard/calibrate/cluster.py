@@ -22,7 +22,8 @@ from autoshard.calibrate.errors import Errors, held_out, pooled, summary
 from autoshard.calibrate.fit import fit
 from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
 from autoshard.cost import CLUSTER_FORMAT, COLLECTIVES, EFFICIENCY, PiecewiseCurve, PNorm
-from autoshard.mesh import DEVICES, LAUNCHES, Axis, Device, LinkCurve, Mesh, default_axis_names
+from autoshard.devices import LAUNCHES, Device, plain_forms, relative
+from autoshard.mesh import Axis, LinkCurve, Mesh, default_axis_names
 
 Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
 Alone = Mapping[int, Mapping[float, float]]  # axis -> size in bytes -> seconds of an all_gather in one group, the others idle
@@ -86,21 +87,24 @@ def device_file(name: str, samples: Sequence[OpSample], roofline: Roofline, mesh
         return None
     peak, attention = roofline.flops["matmul", dtype], roofline.flops.get(("attention", dtype))
     inside = mesh.axes[-1]
-    given = {"peak16": peak, "peak8": peak, "peak4": peak, "memory_bandwidth": roofline.memory, "link_bandwidth": inside.device_bandwidth}
-    rates = {
-        "matmul16": 1.0, "matmul8": 1.0, "matmul4": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0, "link_latency": inside.latency,
-        "small": _half_rate([s for s in samples if (s.op, s.dtype) == ("matmul", dtype)], peak, lambda flops: (flops / 2) ** (1 / 3)),
-        "narrow": 0.0, "host": roofline.launch * LAUNCHES,
+    given = {
+        "peak16": peak, "peak8": peak, "peak4": peak, "memory_bandwidth": roofline.memory, "link_bandwidth": inside.device_bandwidth,
+        "memory_bytes": mesh.device.memory,
     }  # fmt: skip
+    small = _half_rate([s for s in samples if (s.op, s.dtype) == ("matmul", dtype)], peak, lambda flops: (flops / 2) ** (1 / 3))
+    short, share = 512.0, 0.28  # as on an H100, where no attention was measured
     if attention is not None:
         of = [s for s in samples if (s.op, s.dtype) == ("attention", dtype)]
-        rates |= {"attention": attention / peak, "short": _half_rate(of, attention, lambda flops: (flops / (4 * 8 * 64)) ** 0.5)}
-    published = DEVICES["h100"].kernels
-    assert published is not None
-    usual = {"attention": published.attention, "short": published.short, "fusion": 0.5}
-    constants = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in rates.items()}
-    constants |= {key: {"published": value, "source": "as an H100"} for key, value in usual.items() if key not in rates}
-    return {"device": name, "given": given, "sheet": "the largest rates measured", "constants": constants}
+        short, share = _half_rate(of, attention, lambda flops: (flops / (4 * 8 * 64)) ** 0.5), attention / peak
+    matmul, _, attended = plain_forms({"matmul": peak, "matmul8": peak, "attention": share * peak}, small, short, roofline.memory)
+    forms = {"matmul": matmul, "attention": attended}
+    kernels = {kind: {"bfloat16": relative(form, peak, roofline.memory)} for kind, form in forms.items()}
+    rates = dict.fromkeys(("training", "memory", "link", "network"), 1.0)
+    rates |= {"link_latency": inside.latency, "host": roofline.launch * LAUNCHES}
+    constants: dict = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in rates.items()}
+    constants["fusion"] = {"published": 0.5, "source": "as an H100"}
+    measured = {"source": "measured here", **kernels}
+    return {"device": name, "given": given, "sheet": "the largest rates measured", "kernels": measured, "constants": constants}
 
 
 def _half_rate(samples: Sequence[OpSample], rate: float, size_of: Callable[[float], float]) -> float:

@@ -6,6 +6,7 @@ from autoshard.cost.block_prices import IdealPrices as IdealPrices
 from autoshard.cost.block_prices import MeshPrices as MeshPrices
 from autoshard.cost.block_prices import Prices as Prices
 from autoshard.cost.block_prices import Seconds as Seconds
+from autoshard.cost.compute import ATTENTION_BACK as ATTENTION_BACK
 from autoshard.cost.compute import EFFICIENCY as EFFICIENCY
 from autoshard.cost.curves import load_cluster as load_cluster
 from autoshard.cost.curves import load_device as load_device
@@ -28,15 +29,16 @@ from autoshard.cost.devices import DeviceConstants as DeviceConstants
 from autoshard.cost.devices import MemoryConstants as MemoryConstants
 from autoshard.cost.devices import StackConstants as StackConstants
 from autoshard.cost.devices import device_constants as device_constants
+from autoshard.cost.devices import kernel_columns as kernel_columns
 from autoshard.cost.devices import memory_constants as memory_constants
 from autoshard.cost.devices import spread_of as spread_of
 from autoshard.cost.devices import stack_constants as stack_constants
 from autoshard.cost.kernels import Ring as Ring
-from autoshard.cost.kernels import attention_seconds as attention_seconds
 from autoshard.cost.kernels import elementwise_seconds as elementwise_seconds
-from autoshard.cost.kernels import matmul_rate as matmul_rate
-from autoshard.cost.kernels import matmul_seconds as matmul_seconds
 from autoshard.cost.kernels import overlapped as overlapped
+from autoshard.cost.measured_kernels import attention_seconds as attention_seconds
+from autoshard.cost.measured_kernels import experts_seconds as experts_seconds
+from autoshard.cost.measured_kernels import matmul_seconds as matmul_seconds
 
 from .collectives import COLLECTIVES as COLLECTIVES
 from .collectives import PricedCollective as PricedCollective

@@ -1,11 +1,10 @@
 """Seconds of one op on one device, from its local shapes: a roofline.
 
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`) of a device without constants of kernels
-    t = ( max( F / rate,  M / (memory_bandwidth * memory) )^3 + host^3 )^(1/3)     of one with them (mesh.Kernels): the host launches an
-                                                                                   op beside earlier ones, so the longer one counts
-    rate       matmuls     peak * matmul / (1 + small / smallest dim)
-               attention   peak * attention * (head dim / 128)^narrow / (1 + short / keys), in 16 bits
-               others      peak * EFFICIENCY                                       (`_rate`)
+    t = ( busy^3 + host^3 )^(1/3)                 of one with them (devices.Kernels): the host launches an op beside earlier ones, so the
+                                                  longer one counts
+    busy       matmuls and attention of 16 bits, matmuls of 8: training * as measured (cost/measured_kernels.py)
+               others: max( F / (peak * EFFICIENCY),  M / (memory_bandwidth * memory) )
 
 F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
 peak = device.flops_for(itemsize of the first input), which for float32 is a matter of settings: torch runs convolutions as TF32, matmuls
@@ -22,17 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
-from autoshard.cost.kernels import attention_rate, half_rate_at, p_norm
+from autoshard.cost.kernels import p_norm
+from autoshard.cost.measured_kernels import attention_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
+from autoshard.devices import AttentionKernel, Device, MatmulKernel
 from autoshard.graph import ITEMSIZE
-from autoshard.mesh import Device, Kernels
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
 EFFICIENCY = 0.7
 HOST_NORM = 3.0  # as in launch.step_time: of kernels beside their launches
 ATTENTION = ("attention", "attention_backward")
+# Seconds of attention's backward relative to its forward: 2.5 times the FLOPs, at 250 in place of 320 TFLOP/s (FlashAttention-2 on H100).
+ATTENTION_BACK = 2.5 * 320 / 250
 
 
 def op_seconds(
@@ -52,8 +55,8 @@ def op_seconds(
     if name == "getitem" or alias is not None:
         return 0.0
     if name in SEVERAL:
-        kernels = SEVERAL[name](inputs, backward="backward" in name)
-        return sum(op_seconds(kernel, ins, outs, None, device) for kernel, ins, outs in kernels)
+        several = SEVERAL[name](inputs, backward="backward" in name)
+        return sum(op_seconds(kernel, ins, outs, None, device) for kernel, ins, outs in several)
     computed = [o for o in outputs if o is not None]
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
@@ -62,22 +65,29 @@ def op_seconds(
     traffic = _bytes_moved(name, inputs, computed) / device.memory_rate
     if device.kernels is None:
         return max(flops / (peak * EFFICIENCY), traffic) + device.launch
-    rate = _rate(_kind(name), [shape for shape, _ in inputs], itemsize, peak, device.kernels)
-    busy, host = max(flops / rate, traffic), device.kernels.host
-    longest = max(busy, host)
-    return p_norm(busy, host, longest, HOST_NORM) if longest else 0.0
+    kernels, kind, i = device.kernels, _kind(name), [shape for shape, _ in inputs]
+    if kind in MATMULS and itemsize <= 2:
+        form = kernels.matmul if itemsize == 2 else kernels.matmul8
+        busy = kernels.training * _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
+    elif kind in ATTENTION and itemsize == 2:
+        q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
+        scores, moved = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed)
+        forward = _attention_seconds(scores, max(k[-2], 1), q[-1] + v[-1], moved, kernels.attention)
+        busy = kernels.training * forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
+    else:
+        busy = max(flops / (peak * EFFICIENCY), traffic)
+    longest = max(busy, kernels.host)
+    return p_norm(busy, kernels.host, longest, HOST_NORM) if longest else 0.0
 
 
-def _rate(kind: str, inputs: list[Shape], itemsize: int, peak: float, kernels: Kernels) -> float:
-    """FLOP/s that an op with inputs of these shapes reaches."""
-    if kind in ATTENTION and itemsize == 2:
-        queries, keys = (inputs[1], inputs[2]) if kind == "attention_backward" else (inputs[0], inputs[1])
-        return attention_rate(peak, queries[-1], kernels) / half_rate_at(kernels.short, max(keys[-2], 1))
-    if kind not in MATMULS:
-        return peak * EFFICIENCY
-    large = {1: kernels.flops8, 2: peak * kernels.matmul}.get(itemsize, peak * EFFICIENCY)
-    a, b = MATMULS[kind](inputs)
-    return large / half_rate_at(kernels.small, max(min(a[-2] if len(a) > 1 else a[-1], a[-1], b[-1]), 1))
+@cache
+def _matmul_seconds(batch: float, m: float, k: float, n: float, form: MatmulKernel) -> float:
+    return float(matmul_seconds(m, k, n, form, batch)) if batch * m * k * n else 0.0
+
+
+@cache
+def _attention_seconds(scores: float, keys: int, dims: int, moved: int, form: AttentionKernel) -> float:
+    return float(attention_seconds(scores, keys, dims, moved, form)) if scores else 0.0
 
 
 def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
@@ -164,11 +174,30 @@ SEVERAL: dict[str, Callable[..., list[Kernel]]] = {
     **dict.fromkeys(("chunked_loss", "chunked_loss_backward"), loss_kernels),
 }
 
-# The matrices (.., m, k) and (.., k, n) that a matmul multiplies, of its inputs i.
-MATMULS: dict[str, Callable[[list[Shape]], tuple[Shape, Shape]]] = {
-    **dict.fromkeys(("mm", "bmm", "_grouped_mm", "grouped_mm_fallback", "_scaled_mm"), lambda i: (i[0], i[1])),
-    **dict.fromkeys(("addmm", "baddbmm"), lambda i: (i[1], i[2])),
-    "linear": lambda i: (i[0], i[1][::-1]),
+
+def _matrices(a: Shape, b: Shape) -> Matrices:
+    """(.., m, k) @ (.., k, n); a vector is a matrix of one row."""
+    m, k = (a[-2] if len(a) > 1 else 1), a[-1]
+    return (math.prod(a[:-2]) if len(a) == len(b) else 1), m, k, b[-1]
+
+
+def _grouped_matrices(i: list[Shape], o: list) -> Matrices:
+    """As `_grouped_mm`: a group has its share of the rows."""
+    if len(i) < 3 or len(i[0]) != 2:
+        return _matrices(i[0], i[1])
+    groups = max(i[2][0], 1)
+    if len(i[1]) == 2:
+        return o[0][0], i[0][0], i[0][1] / groups, i[1][1]
+    return i[1][0], i[0][0] / groups, i[0][1], i[1][-1]
+
+
+Matrices = tuple[float, float, float, float]  # how many, and m, k, n of each
+# The matrices that a matmul multiplies, of its inputs i and outputs o.
+MATMULS: dict[str, Callable[[list[Shape], list], Matrices]] = {
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), lambda i, o: _matrices(i[0], i[1])),
+    **dict.fromkeys(("addmm", "baddbmm"), lambda i, o: _matrices(i[1], i[2])),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_matrices),
+    "linear": lambda i, o: (1, math.prod(i[0][:-1]), i[0][-1], i[1][0]),
 }
 
 # The elements of input 0 that an op reads, for ops that read only the elements that their indices select.

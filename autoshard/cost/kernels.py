@@ -1,7 +1,6 @@
 """Seconds of the kernels and collectives of a training step, from constants of a kind of device and of a software stack.
 
-    matmul      2 M K N / (peak * share) * (1 + small / min(M, K, N))                                   (`matmul_seconds`)
-    attention   F / (peak16 * attention * (d / 128)^narrow) * (1 + short / seq)                          (`attention_seconds`)
+    matmuls and attention                                                                                (measured_kernels.py)
     elementwise bytes * (fusion where compiled) * traffic / (memory_bandwidth * memory)                  (`elementwise_seconds`)
     ring        V (n-1)/n B / bandwidth + latency (n-1); bandwidth and latency of the slowest link of the ring   (`Ring`)
     overlap     (a^p + b^p)^(1/p): p = 1 is one after the other, p = inf is the longer of the two        (`overlapped`)
@@ -13,49 +12,21 @@ and decrease with rates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from autoshard.mesh import Kernels
+from autoshard.devices import Amount
 
 from .devices import DeviceConstants, StackConstants
 
 # Bus bandwidth of all_reduce relative to all_gather and reduce_scatter over 4 to 16 nodes: 1.35, 1.44, 1.54 (nanotron ultrascale playbook).
 TREE = 1.45
 Numbers = np.ndarray  # one entry per run
-Amount = Any  # a number, or an array of them: the formulas that plans, which price one op at a time, share with runs
-
-
-def half_rate_at(half: Amount, size: Amount) -> Amount:
-    """How much longer work of this size takes than at the full rate, of which half is reached at size `half`."""
-    return 1 + half / size
-
-
-def attention_rate(peak16: Amount, head_dim: Amount, device: DeviceConstants | Kernels) -> Amount:
-    """FLOP/s of fused attention in 16 bits over long sequences."""
-    return peak16 * device.attention * (head_dim / 128) ** device.narrow
 
 
 def p_norm(a: Amount, b: Amount, largest: Amount, p: float) -> Amount:
     """(a^p + b^p)^(1/p) of numbers or arrays. largest: of a and b, above 0; in front, so that nothing overflows."""
     return largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
-
-
-def matmul_seconds(m: Numbers, k: Numbers, n: Numbers, rate: Numbers, small: Numbers) -> Numbers:
-    """rate: FLOP/s of a large matmul; small: the smallest dim at which half of it is reached."""
-    return 2 * m * k * n / rate * half_rate_at(small, np.minimum(np.minimum(m, k), n))
-
-
-def matmul_rate(itemsize: np.ndarray, device: DeviceConstants) -> np.ndarray:
-    """FLOP/s of large matmuls whose inputs have elements of so many bytes."""
-    narrow = np.where(itemsize < 1, device.peak4 * device.matmul4, device.peak8 * device.matmul8)
-    return np.where(itemsize > 1, device.peak16 * device.matmul16, narrow)
-
-
-def attention_seconds(flops: Numbers, head_dim: Numbers, seq: Numbers, device: DeviceConstants) -> Numbers:
-    """Fused (flash) attention in 16 bits, forward; flops without the masked half."""
-    return flops / attention_rate(device.peak16, head_dim, device) * half_rate_at(device.short, seq)
 
 
 def elementwise_seconds(bytes: Numbers, compiled: Numbers | float, device: DeviceConstants, stack: StackConstants) -> Numbers:

@@ -20,8 +20,9 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.cost.collectives import collective_seconds
+from autoshard.devices import Device, device_file, known_devices
 from autoshard.layout import Layout
-from autoshard.mesh import Axis, Device, Mesh, device_file, known_devices
+from autoshard.mesh import Axis, Mesh
 
 Amount = TypeVar("Amount", float, np.ndarray)
 SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes

@@ -72,7 +72,7 @@ def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: s
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
-    constants = RunConstants.of([site.device], [STACKS[launcher]])
+    constants = RunConstants.of([site.device], [STACKS[launcher]], launches.precision)
     if site.inside is not None:
         constants = replace(constants, device=replace(constants.device, link_bandwidth=np.array([site.inside])))
     split = stages(runs, constants.stack.balanced > 0)
@@ -95,7 +95,7 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     per_expert = np.maximum(tokens * runs.expert * sizes.active / sizes.experts, 1.0)
     expert_ffn = sizes.expert_ffn / runs.expert_tensor
     flops = 3 * sizes.matrices * 2 * tokens * sizes.active * sizes.width * expert_ffn
-    few = flops / (device.peak16 * device.matmul16) * device.small / np.minimum(per_expert, expert_ffn)
+    few = flops / constants.matmul16.rate * constants.matmul16.deep / np.minimum(per_expert, expert_ffn)
     unused = sizes.expert_parameters * (1 - sizes.active / sizes.experts) / max(sizes.expert_layers, 1)  # of a block
     local = unused / ranks
     copies = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts

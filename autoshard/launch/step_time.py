@@ -12,11 +12,12 @@ m microbatches, p stages, v virtual stages per device. Each of EFFECTS can be le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.cost import (
+    ATTENTION_BACK,
     DeviceConstants,
     MemoryConstants,
     Ring,
@@ -24,19 +25,20 @@ from autoshard.cost import (
     attention_seconds,
     device_constants,
     elementwise_seconds,
-    matmul_rate,
+    kernel_columns,
     matmul_seconds,
     memory_constants,
     overlapped,
     stack_constants,
 )
+from autoshard.devices import NEWEST, OF_HOPPER, AttentionKernel, MatmulKernel, slower
 
 from .blocks_of_stages import Stages, stages
 from .runs import TrainingRuns
 
 Names = Sequence[str] | np.ndarray
 EFFECTS = (
-    "attention", "elementwise", "accumulation", "small matmuls", "head", "tensor parallel", "context parallel", "recompute", "host",
+    "attention", "elementwise", "accumulation", "head", "tensor parallel", "context parallel", "recompute", "host",
     "bubble", "imbalance", "transfers", "fsdp", "gradients", "parameter gather", "optimizer", "fixed",
 )  # fmt: skip
 
@@ -58,7 +60,7 @@ COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
 TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 SCORE_BYTES = 10.0  # per score of unfused attention, forward: scale and mask, softmax, dropout
-OF_HOPPER = 500e12  # FLOP/s: devices with more have attention kernels that differ by generation
+FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
 LOGIT_BYTES = 30.0  # per logit, forward and backward in float32
 
 
@@ -69,13 +71,19 @@ class RunConstants:
     device: DeviceConstants
     stack: StackConstants
     memory: MemoryConstants
+    matmul: MatmulKernel  # of the blocks' dtypes
+    matmul16: MatmulKernel
+    attention: AttentionKernel
     without: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(devices: Names, stacks: Names, *, fitted: bool = True) -> RunConstants:
-        """By the names of the runs' devices and stacks; fitted=False: published figures of devices and kernels alone."""
+    def of(devices: Names, stacks: Names, precisions: Names, *, fitted: bool = True) -> RunConstants:
+        """By the names of the runs' devices, stacks and precisions; fitted=False: published figures of devices and kernels alone."""
         device, stack = device_constants(devices, fitted=fitted), stack_constants(stacks, fitted=fitted)
-        return RunConstants(device, stack, memory_constants(stacks, fitted=fitted))
+        matmul = kernel_columns(MatmulKernel, devices, precisions)
+        matmul = replace(matmul, cast=np.minimum(matmul.cast, FUSED_CAST), launch=np.minimum(matmul.launch, 3e-6))
+        kernels = (matmul, *(kernel_columns(form, devices, "bf16") for form in (MatmulKernel, AttentionKernel)))
+        return RunConstants(device, stack, memory_constants(stacks, fitted=fitted), *kernels)
 
     def has(self, effect: str) -> float:
         return 0.0 if effect in self.without else 1.0
@@ -126,8 +134,10 @@ def matmul_shapes(runs: TrainingRuns) -> list[tuple[np.ndarray, np.ndarray, np.n
 
 def block(runs: TrainingRuns, constants: RunConstants) -> Block:
     device, has = constants.device, constants.has
-    rate = matmul_rate(runs.itemsize(), device) * np.where(runs.microscaling > 0, MICROSCALED, 1.0)
-    matmuls = sum(matmul_seconds(m, k, n, rate, device.small * has("small matmuls")) for m, k, n in matmul_shapes(runs))
+    scaled = np.where(runs.microscaling > 0, 1 / MICROSCALED, 1.0) * device.training
+    shapes, of = matmul_shapes(runs), constants.matmul
+    matmuls = scaled * sum(matmul_seconds(m, k, n, of) for m, k, n in shapes)
+    matmuls_back = scaled * sum(matmul_seconds(m, n, k, of) + matmul_seconds(k, m, n, of) for m, k, n in shapes)
     forward, backward = _attention(runs, constants)
     moved = elementwise_bytes(runs, constants.stack.eager_norms)
     elementwise = elementwise_seconds(moved, runs.compiled, device, constants.stack) * has("elementwise")
@@ -136,20 +146,21 @@ def block(runs: TrainingRuns, constants: RunConstants) -> Block:
     again = np.array([RECOMPUTED[kind] for kind in runs.recompute.tolist()]).reshape(-1, 4).T * has("recompute")
     repeated = again[0] * matmuls + again[1] * forward + again[2] * elementwise + again[3] * sent
     launches = 1 + again[:3].sum(0) / 9
-    return Block(matmuls + forward + elementwise + sent, 2 * matmuls + backward + 2 * elementwise + summed + sent_back + repeated, launches)
+    back = matmuls_back + backward + 2 * elementwise + summed + sent_back + repeated
+    return Block(matmuls + forward + elementwise + sent, back, launches)
 
 
 def _attention(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of the attention core, beside the transfers of keys and values where the context is sharded."""
     device, stack, t, tp = constants.device, constants.stack, runs.tokens, runs.tensor
-    flops = 2 * t * runs.seq * runs.queries / tp  # the masked half left out
-    relative = np.where(device.peak16 > OF_HOPPER, np.maximum(stack.flash, 1e-9), 1.0)
-    fused = attention_seconds(flops, runs.head_dim, runs.seq, device) / relative
     scores = t * runs.seq * runs.heads / tp
-    products = 2 * matmul_seconds(scores / runs.seq, runs.head_dim, runs.seq, device.peak16 * device.matmul16, device.small)
+    moved = 4 * t * (runs.queries + runs.keys) / tp
+    of = slower(constants.attention, np.where(device.peak16 > OF_HOPPER, NEWEST / np.maximum(stack.flash, 1e-9), 1.0))
+    fused = device.training * attention_seconds(scores / 2, runs.seq, 2 * runs.head_dim, moved, of)
+    products = 2 * device.training * matmul_seconds(runs.seq, runs.head_dim, runs.seq, constants.matmul16, t / runs.seq * runs.heads / tp)
     written = products + elementwise_seconds(SCORE_BYTES * scores, 0.0, device, stack)
     forward = np.where(stack.flash > 0, fused, written) * constants.has("attention")
-    backward = np.where(stack.flash > 0, 2.5, 2.0) * forward
+    backward = np.where(stack.flash > 0, ATTENTION_BACK, 2.0) * forward
     ring = constants.ring(runs, runs.context, tp)
     keys_and_values = 4 * t * runs.context * np.maximum(runs.keys / tp, runs.head_dim)
     sent = ring.gather(keys_and_values) * constants.has("context parallel")
@@ -167,8 +178,7 @@ def elementwise_bytes(runs: TrainingRuns, eager_norms: np.ndarray | float = 0.0)
     residual = np.where(chains, 40, 10) * runs.width / np.where(runs.sequence_parallel > 0, tp, 1.0)
     inner = (3 + 3 * runs.gated) * runs.ffn / tp
     projected = np.where(chains, 10, 3) * (runs.queries + 2 * runs.keys) / tp
-    cast = np.where(runs.itemsize() <= 1, 2 * runs.width + (runs.queries + runs.ffn) / tp, 0.0) * (1 + runs.rowwise)
-    return 2 * t * (residual + inner + projected) + 4 * t * cast
+    return 2 * t * (residual + inner + projected)
 
 
 def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
@@ -202,7 +212,7 @@ def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> Block
 def head_seconds(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Forward and backward of the vocabulary's matmul (16 bits) and of the loss of its logits (float32), per microbatch."""
     device, t, v = constants.device, runs.tokens, runs.vocab / runs.tensor
-    matmuls = 3 * matmul_seconds(t, runs.width, v, device.peak16 * device.matmul16, device.small * constants.has("small matmuls"))
+    matmuls = 3 * device.training * matmul_seconds(t, runs.width, v, constants.matmul16)
     loss = elementwise_seconds(LOGIT_BYTES * t * v, runs.compiled, device, constants.stack)
     summed = accumulation_seconds(runs.vocab / runs.tensor * runs.width, runs, constants)
     return (matmuls + loss) * constants.has("head") + summed

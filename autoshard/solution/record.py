@@ -18,7 +18,7 @@ from typing import Any
 
 from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
-from autoshard.mesh import Axis, Device, Kernels, Mesh, TestedSteps, check_shape
+from autoshard.mesh import Mesh, check_shape
 from autoshard.precision import Precision
 from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.plan import ModelPlan
@@ -305,15 +305,15 @@ def _check_keys(data: dict) -> None:
             raise ValueError(f"its {key!r} is of type {type(data[key]).__name__}, expected {expected.__name__}")
 
 
-NESTED = ("kernels", "serial", "overlapped")  # records of their own
+NESTED = ("kernels", "matmul", "matmul8", "attention", "by_dims", "serial", "overlapped")  # records of their own
 
 
 def _mesh(data: dict) -> Mesh:
     mesh = Mesh.from_dict(data)
     check_shape(mesh.shape)
     kernels = mesh.device.kernels
-    steps = () if kernels is None else (kernels, kernels.serial, kernels.overlapped)
-    records: tuple[Axis | Device | Kernels | TestedSteps, ...] = (*mesh.axes, mesh.device, *(one for one in steps if one is not None))
+    inside = () if kernels is None else (kernels, *(getattr(kernels, name) for name in NESTED[1:] if hasattr(kernels, name)))
+    records: tuple[Any, ...] = (*mesh.axes, mesh.device, *(one for one in inside if one is not None))
     for record in records:
         for f in (f for f in fields(record) if f.name not in ("curves", *NESTED)):  # Mesh.from_dict has checked the curves
             value = getattr(record, f.name)

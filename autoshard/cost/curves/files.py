@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from autoshard.cost.curves.kinds import curve_of
 from autoshard.cost.curves.records import Curve
-from autoshard.mesh import Device, Kernels, Mesh
+from autoshard.devices import Device, Kernels
+from autoshard.mesh import Mesh
 from autoshard.reading import data_of
 from autoshard.writing import write_atomically
 

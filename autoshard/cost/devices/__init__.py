@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from autoshard.mesh import constants_of, device_file, known_devices
+from autoshard.devices import constants_of, device_file, kernels_of_file, known_devices
 
 Numbers = np.ndarray  # one entry per run
 Names = Sequence[str] | np.ndarray
@@ -27,13 +28,7 @@ class DeviceConstants:
     peak4: Numbers
     memory_bandwidth: Numbers  # bytes/s
     link_bandwidth: Numbers  # bytes/s of one device to the others of its node, one direction
-    matmul16: Numbers  # share of the peak that large matmuls reach
-    matmul8: Numbers
-    matmul4: Numbers
-    small: Numbers  # elements: the smallest dim at which a matmul reaches half of that
-    attention: Numbers  # share of the 16-bit peak that fused attention reaches forward, at head dim 128
-    narrow: Numbers  # exponent of head dim / 128
-    short: Numbers  # tokens: the sequence at which attention reaches half of its rate
+    training: Numbers  # how much longer kernels take in training than alone on a warm device
     memory: Numbers  # share of the memory bandwidth that elementwise kernels reach
     fusion: Numbers  # bytes of fused elementwise kernels, as a share of those of separate ones
     link: Numbers  # share of link_bandwidth that collectives reach
@@ -88,6 +83,26 @@ def known_stacks() -> tuple[str, ...]:
 def device_constants(names: Names, *, fitted: bool = True) -> DeviceConstants:
     """Columns, one entry per name; ValueError for an unknown device."""
     return DeviceConstants(**_columns(names, lambda name: _row(_device(name), fitted), DeviceConstants))
+
+
+def kernel_columns(form: type, devices: Names, dtypes: Names) -> Any:
+    """The form of each device's kernels of a dtype; its fields have an entry per name, or are numbers where all names are alike.
+
+    A dtype without kernels of its own runs as the next wider one. ValueError for an unknown device.
+    """
+    pairs = list(zip(*(values.tolist() for values in np.broadcast_arrays(np.asarray(devices), np.asarray(dtypes)))))
+    forms = {pair: _kernels_of(form, *pair) for pair in dict.fromkeys(pairs)}
+    if len(forms) == 1:
+        return next(iter(forms.values()))
+    entries = np.unique(np.array([" ".join(pair) for pair in pairs]), return_inverse=True)[1].ravel()
+    ordered = [forms[pair] for pair in sorted(forms, key=" ".join)]
+    names = [field.name for field in fields(form) if field.name != "by_dims"]
+    return form(**{name: np.array([getattr(one, name) for one in ordered])[entries] for name in names})
+
+
+@cache
+def _kernels_of(form: type, device: str, dtype: str) -> Any:
+    return kernels_of_file(_device(device), form, dtype)
 
 
 def stack_constants(names: Names, *, fitted: bool = True) -> StackConstants:

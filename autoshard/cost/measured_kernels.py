@@ -1,0 +1,75 @@
+"""Seconds of kernels, from constants that were fitted to measured ones of a kind of device and a dtype (benchmarks/kernels.py).
+
+A matmul (b of [m, k] by [k, n]) is computed in tiles of A elements of its result, by all multiprocessors at once, so in waves; k may be
+split in s parts, which more multiprocessors can share. M bytes of both matrices and of the result are moved:
+
+    counted   ( waves(A, s) * multiprocessors * A / s )^w  ( b m n )^(1 - w)      w = waves: how much of an unfilled wave counts
+    c         min over (A, s) of  2 counted (1 + small log2(128 * 256 / A)) (k + s deep) / rate  + split where s > 1
+    c'        c (1 + heat c / (c + 1 ms)): a long kernel meets the device's power limit
+    moving    max( M / bandwidth, (M - cache) / memory_bandwidth )
+    t         sqrt( c'^2 + moving^2 ) + cast m k / bandwidth + launch                                               (`matmul_seconds`)
+
+Attention (heads h and pairs of keys and values g, head dims d of scores and e of values) has S scores, of which the longest tile of
+queries of one head, on a multiprocessor of its own, has 128 K beside K keys:
+
+    each      (1 + short / K) sqrt( (2 (d + e) / rate)^2 + (1 / exponentials)^2 )
+    t         launch + (S + tail * 128 K multiprocessors) each + M / bandwidth                                      (`attention_seconds`)
+
+Experts (E with rows, R rows in all, W matrices of [h, i] each, P pairs of a token and an expert before the ranks divided them):
+
+    t         launch + sqrt( (2 W (R + dense (P - R) + 32 E) h (i + narrow) / rate)^2 + (W E h i itemsize / bandwidth)^2 )
+              + 2 R (3 h + 4 i) / bandwidth + others 2 P (2 h + 5 i) / memory_bandwidth                             (`experts_seconds`)
+
+Letters that are words are fields of the form's record. Every t increases with the sizes and decreases with the rates. Arguments and
+fields are numbers or arrays: of one op of a plan, or of thousands of launches at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.devices import Amount, AttentionKernel, ExpertsKernel, MatmulKernel
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # rows and columns
+SPLITS = (1, 2, 4, 8)
+ROWS, COLUMNS, PARTS = np.array([(*tile, parts) for tile in TILES for parts in SPLITS], float).T
+AREA = ROWS * COLUMNS
+HALVINGS = np.log2(128 * 256 / AREA)
+SOON = 1e-3  # seconds after which a device is warm
+QUERIES = 128  # of a tile of attention
+EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
+
+
+def matmul_seconds(m: Amount, k: Amount, n: Amount, of: MatmulKernel, batch: Amount = 1) -> Amount:
+    along = (-1, *(1,) * np.ndim(m * n * k * batch * of.rate))  # the choices of tiles and parts, before the dims of the arguments
+    rows, columns, parts, area, halvings = (choice.reshape(along) for choice in (ROWS, COLUMNS, PARTS, AREA, HALVINGS))
+    tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+    computed = np.ceil(tiles * parts / of.multiprocessors) * of.multiprocessors * area / parts
+    counted = computed**of.waves * (batch * m * n) ** (1 - of.waves)
+    seconds = 2 / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep) + of.split * (parts > 1)
+    least = seconds.min(0)
+    computing = least * (1 + of.heat * least / (least + SOON))
+    moved = batch * (of.itemsize * (m * k + k * n) + 2 * m * n)
+    moving = np.maximum(moved / of.bandwidth, (moved - of.cache) / of.memory_bandwidth)
+    return np.sqrt(computing**2 + moving**2) + of.cast * batch * m * k / of.bandwidth + of.launch
+
+
+def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:
+    """scores: that are computed, of all heads; keys: of each query; dims: of a head's query and of its value, added; moved: bytes."""
+    rate = of.rate
+    if of.by_dims:
+        known, rates = np.array(of.by_dims).T
+        rate = rate * np.interp(np.log2(dims), np.log2(2 * known), rates)
+    each = np.hypot(2 * dims / rate, 1 / of.exponentials) * (1 + of.short / keys)
+    return of.launch + (scores + of.tail * QUERIES * keys * of.multiprocessors) * each + moved / of.bandwidth
+
+
+def experts_seconds(
+    rows: Amount, experts: Amount, pairs: Amount, hidden: Amount, inner: Amount, matrices: Amount, of: ExpertsKernel
+) -> Amount:  # fmt: skip
+    """rows: of all experts of the device; experts: that have rows; pairs: of a token and an expert, before ranks divide them."""
+    computed = rows + of.dense * (pairs - rows)
+    computing = 2 * matrices * (computed + EXPERT_ROWS / 2 * experts) * hidden * (inner + of.narrow) / of.rate
+    reading = matrices * experts * hidden * inner * of.itemsize / of.bandwidth
+    around = 2 * rows * (3 * hidden + 4 * inner) / of.bandwidth + of.others * 2 * pairs * (2 * hidden + 5 * inner) / of.memory_bandwidth
+    return of.launch + np.hypot(computing, reading) + around

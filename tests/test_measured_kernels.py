@@ -1,0 +1,117 @@
+"""Formulas of measured kernels: against a sample of the measurements, increasing in every size, one number or many at once."""
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.cost import attention_seconds, experts_seconds, kernel_columns, matmul_seconds
+from autoshard.devices import DTYPES, AttentionKernel, ExpertsKernel, MatmulKernel, device_file, kernel_form, known_devices
+
+ROOT = Path(__file__).parent.parent
+SAMPLE = Path(__file__).parent / "data" / "kernels"
+BARS = {"bfloat16": 0.12, "fp8": 0.2, "fp8_block": 0.25, "nvfp4": 0.2}  # of few rows; the benchmark's are of all
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, str(ROOT / "benchmarks" / "kernels.py"), *arguments], capture_output=True, text=True, cwd=ROOT,
+                          env={"PYTHONPATH": str(ROOT), "PATH": ""})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows():
+    ran = run(str(SAMPLE), "--json")
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_measured_kernels_are_predicted(rows):
+    assert {row["kind"] for row in rows} == {"matmul", "attention", "mla", "experts"} and len(rows) > 60
+    for kind, bar in (("matmul", 0.12), ("attention", 0.2), ("mla", 0.3), ("experts", 0.3)):
+        medians = [row["median"] for row in rows if row["kind"] == kind]
+        assert np.median(medians) < bar, (kind, medians)
+    assert np.median([row["median"] for row in rows if row["kind"] == "matmul" and row["dtype"] == "bfloat16"]) < 0.07
+
+
+def test_the_benchmark_sees_wrong_times(tmp_path):
+    with (SAMPLE / "gemm.csv").open(newline="") as file:
+        lines = list(csv.reader(file))
+    slower = [lines[0], *([*line[:-1], str(1.5 * float(line[-1]))] for line in lines[1:])]
+    (tmp_path / "gemm.csv").write_text("\n".join(",".join(line) for line in slower) + "\n")
+    wrong = json.loads(run(str(tmp_path), "--json").stdout)
+    assert all(row["kind"] == "matmul" for row in wrong) and np.median([row["median"] for row in wrong]) > 0.25
+    (tmp_path / "gemm.csv").write_text("gpu,m,n\n")
+    assert "lacks dtype, k, ms" in run(str(tmp_path)).stderr
+
+
+SIZE = st.integers(1, 2**17)
+FORMS = [(name, dtype) for name in known_devices() for dtype in DTYPES]
+
+
+@given(st.sampled_from(FORMS), st.tuples(SIZE, SIZE, SIZE, st.integers(1, 64)), st.integers(0, 3), st.integers(1, 300))
+def test_a_larger_matmul_takes_no_less(which, sizes, dim, more):
+    form = kernel_columns(MatmulKernel, [which[0]], which[1])
+    m, k, n, batch = sizes
+    larger = [size + more * (i == dim) for i, size in enumerate(sizes)]
+    assert matmul_seconds(m, k, n, form, batch) <= matmul_seconds(*larger[:3], form, larger[3]) * (1 + 1e-12)
+
+
+@given(st.sampled_from(known_devices()), st.integers(1, 10**12), SIZE, st.integers(16, 512), st.integers(0, 2), st.floats(1.0, 4.0))
+def test_more_attention_takes_no_less(name, scores, keys, dims, which, times):
+    form = kernel_columns(AttentionKernel, [name], "bf16")
+    sizes = [scores, dims, 1e6]
+    larger = [size * (times if i == which else 1) for i, size in enumerate(sizes)]
+    assert attention_seconds(sizes[0], keys, *sizes[1:], form) <= attention_seconds(larger[0], keys, *larger[1:], form) * (1 + 1e-12)
+
+
+@given(st.sampled_from(FORMS), st.tuples(*[st.integers(1, 10**5)] * 2), st.integers(0, 4), st.integers(1, 1000))
+def test_more_experts_take_no_less(which, rows_and_inner, index, more):
+    form = kernel_columns(ExpertsKernel, [which[0]], which[1])
+    rows, inner = rows_and_inner
+    sizes = [rows, 8, 10 * rows, 4096, inner]
+    larger = [size + more * (i == index) for i, size in enumerate(sizes)]
+    larger[2] = max(larger[2], larger[0])  # pairs are rows at least
+    assert experts_seconds(*sizes, 3, form) <= experts_seconds(*larger, 3, form) * (1 + 1e-12)
+
+
+def test_many_runs_at_once_are_priced_as_each_alone():
+    devices, dtypes = ["h100", "a100", "gb300", "mi300x"], ["fp8", "bf16", "nvfp4", "fp8"]
+    together = kernel_columns(MatmulKernel, devices, dtypes)
+    m, k, n = np.array([512.0, 8192, 100, 4096]), np.array([4096.0, 512, 70000, 14336]), np.array([1.0, 1024, 4096, 28672])
+    for i, (device, dtype) in enumerate(zip(devices, dtypes)):
+        alone = kernel_columns(MatmulKernel, [device], dtype)
+        assert matmul_seconds(m[i], k[i], n[i], alone) == pytest.approx(matmul_seconds(m, k, n, together)[i])
+        assert all(getattr(together, f.name)[i] == getattr(alone, f.name) for f in fields(MatmulKernel))
+
+
+def test_a_matmul_of_one_full_wave_takes_its_flops_at_the_rate():
+    form = replace(kernel_columns(MatmulKernel, ["h100"], "bf16"), heat=0.0, launch=0.0, bandwidth=1e30, memory_bandwidth=1e30)
+    seconds = matmul_seconds(128 * 12, 1e6, 256 * 11, form)  # 132 tiles, deep
+    assert seconds == pytest.approx(2 * 128 * 12 * 256 * 11 * 1e6 / form.rate, rel=1e-3)
+    assert matmul_seconds(128 * 12 + 1, 1e6, 256 * 11, replace(form, waves=1.0, split=1.0)) > 1.05 * seconds  # one row more: a new wave
+
+
+def test_a_dtype_without_measurements_runs_as_the_next_wider_one():
+    forms = {(name, dtype): kernel_columns(MatmulKernel, [name], dtype) for name in ("a100", "h100") for dtype in ("bf16", "fp8", "nvfp4")}
+    assert forms["a100", "nvfp4"] == forms["a100", "fp8"] == forms["a100", "bf16"]
+    assert forms["h100", "nvfp4"] == forms["h100", "fp8"] != forms["h100", "bf16"]
+    with pytest.raises(ValueError, match="no constants of device 'h101'"):
+        kernel_columns(MatmulKernel, ["h101"], "bf16")
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_device_file_says_where_its_kernels_were_measured(name):
+    file = device_file(name)
+    assert file["kernels"]["source"] and file["constants"]["training"]["source"]
+    assert {"multiprocessors", "cache", "peak16", "memory_bandwidth"} <= set(file["given"])
+    base = device_file(file["kernels"]["as"]) if "as" in file["kernels"] else file
+    form = kernel_form(MatmulKernel, file["given"], "bfloat16", base["kernels"]["matmul"]["bfloat16"])
+    large = 2 * 8192 * 8192 * 28672 / matmul_seconds(8192, 8192, 28672, form)
+    assert 0.4 * file["given"]["peak16"] < large < 0.95 * file["given"]["peak16"]
