@@ -100,13 +100,10 @@ def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), e
         constants = start.of(x).constants(published, devices, stacks)
         return step_seconds(table.runs, constants, split) / table.seconds - 1
 
-    common = _common(start)
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([_robust(errors(x)) * weight, PENALTY * x])
 
-    def residuals(y: np.ndarray) -> np.ndarray:
-        return np.concatenate([_robust(errors(common @ y)) * weight, PENALTY * y])
-
-    def jacobian(y: np.ndarray) -> np.ndarray:
-        x = common @ y
+    def jacobian(x: np.ndarray) -> np.ndarray:
         base, rows = _robust(errors(x)) * weight, np.arange(len(table))
         jac = np.zeros((len(table), len(x)))
         for of, offset, count in ((devices, 0, len(OF_DEVICE)), (stacks, start.device.size, len(OF_STACK))):
@@ -114,19 +111,9 @@ def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), e
                 moved = x.copy()
                 moved[offset + j : start.device.size if offset == 0 else None : count] += STEP
                 jac[rows, offset + of * count + j] = (_robust(errors(moved)) * weight - base) / STEP
-        return np.concatenate([jac @ common, PENALTY * np.eye(len(y))])
+        return np.concatenate([jac, PENALTY * np.eye(len(x))])
 
-    y = least_squares(residuals, np.zeros(common.shape[1]), jac=jacobian, max_nfev=evaluations).x
-    return start.of(common @ y)
-
-
-def _common(fit: Fit) -> np.ndarray:
-    """x = this matrix @ y: y begins with x itself; its other entries move a constant of all devices, or of all stacks, together."""
-    shared = [np.tile(np.eye(part.shape[1]), (part.shape[0], 1)) for part in (fit.device, fit.stack)]
-    together = np.zeros((len(fit.x), sum(part.shape[1] for part in shared)))
-    together[: fit.device.size, : shared[0].shape[1]] = shared[0]
-    together[fit.device.size :, shared[0].shape[1] :] = shared[1]
-    return np.concatenate([np.eye(len(fit.x)), together], axis=1)
+    return start.of(least_squares(residuals, start.x, jac=jacobian, max_nfev=evaluations).x)
 
 
 def _robust(error: np.ndarray) -> np.ndarray:
@@ -157,20 +144,20 @@ def fitted_memory(table: Table) -> dict[str, np.ndarray]:
     return changes
 
 
-def held_out_memory(table: Table, count: int) -> np.ndarray:
+def held_out_memory(table: Table, count: int | None) -> np.ndarray:
     """Predicted bytes of every row, crashed ones too, by the fit to the folds that it is not in."""
     fold, bytes = folds(table, count), np.full(len(table), np.nan)
-    for k in range(count):
+    for k in sorted(set(fold)):
         part = table[fold == k]
         bytes[fold == k] = peak_bytes(part.runs, memory_of(part, fitted_memory(table[fold != k])))
     return bytes
 
 
-def held_out(table: Table, count: int, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> np.ndarray:
+def held_out(table: Table, count: int | None, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> np.ndarray:
     """Predicted seconds of every row by the fit to the folds that it is not in."""
     fold, start = folds(table, count), Fit.none(table)
     seconds = np.full(len(table), np.nan)
-    for k in range(count):
+    for k in sorted(set(fold)):
         fit = fitted(table[fold != k], start, without=without, evaluations=evaluations)
         seconds[fold == k] = predict(table[fold == k], fit, without)
     return seconds

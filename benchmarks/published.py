@@ -175,8 +175,11 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def folds(table: Table, count: int) -> np.ndarray:
-    """A fold per row: whole cells of a source are dealt out in turn, in an order that depends on the cells' names alone."""
+def folds(table: Table, count: int | None) -> np.ndarray:
+    """A fold per row: whole cells of a source are dealt out in turn, in an order that depends on the cells' names alone; a fold per source
+    with None."""
+    if count is None:
+        return np.unique(table.source, return_inverse=True)[1]
     fold = np.zeros(len(table), dtype=int)
     for name in sorted(set(table.source)):
         cells = sorted(set(table.cell[table.source == name]), key=lambda cell: (zlib.crc32(cell.encode()), cell))

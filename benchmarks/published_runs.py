@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv [--json] [--source NAME] [--limit N]
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --folds 5          fitted again, whole cells held out; intervals too
+    PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --by-source        fitted again, whole sources held out; intervals too
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --ablation         each effect left out and the rest fitted again, in folds
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --choose           nanotron: the best configuration of each cell, in folds
 
@@ -171,17 +172,19 @@ def main() -> None:
     parser.add_argument("--source")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--folds", type=int, default=0)
+    parser.add_argument("--by-source", action="store_true")
     parser.add_argument("--ablation", action="store_true")
     parser.add_argument("--choose", action="store_true")
     arguments = parser.parse_args()
     table = read(arguments.runs, source=arguments.source, limit=arguments.limit)
-    folds = arguments.folds or (5 if arguments.ablation or arguments.choose else 0)
-    seconds = held_out(table, folds) if folds else predicted_seconds(table.runs)
-    bytes = held_out_memory(table, folds) if folds else peak_bytes(table.runs, constants_of(table.runs))
+    folds = None if arguments.by_source else arguments.folds or (5 if arguments.ablation or arguments.choose else 0)
+    again = folds != 0  # fitted again, without what is predicted
+    seconds = held_out(table, folds) if again else predicted_seconds(table.runs)
+    bytes = held_out_memory(table, folds) if again else peak_bytes(table.runs, constants_of(table.runs))
     record = compared(table, seconds, predicted_seconds(table.runs, fitted=False), bytes)
-    record["coverage_of_80_percent"] = coverage(table, seconds, cells_folds(table, folds) if folds else None)
+    record["coverage_of_80_percent"] = coverage(table, seconds, cells_folds(table, folds) if again else None)
     if arguments.ablation:
-        record["ablation"] = ablation(table, folds)
+        record["ablation"] = ablation(table, folds or 5)
     if arguments.choose:
         record["choice"] = chosen(table, seconds, bytes)
     if arguments.json:
