@@ -151,6 +151,18 @@ def files(tmp_path_factory) -> tuple[str, str]:
     return f"{source}:programs", plan
 
 
+def test_options_of_training_are_of_the_programs_that_train(files, capsys):
+    asked = ["--mesh", "1x2", "--optimizer", "sgd", "--json", "--quiet"]
+    assert main(["plan", files[0], *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "optimal"
+    refused = ((files[0], "--train", "training is a matter of each program"), (f"{files[0]}#use", "--tf32", "add --train, or leave it out"))
+    for model, more, sentence in refused:
+        assert main(["plan", model, *asked, more]) == 2 and sentence in capsys.readouterr().err
+    module, batch = mlp.tiny()
+    with pytest.raises(ValueError, match="optimizer has no effect on forward passes; add training=True to the Program that trains"):
+        autoshard.plan({"use": Program(module, batch)}, MESH, optimizer="sgd")
+
+
 def test_every_verb_answers_for_the_file_or_for_one_program(files, tmp_path, capsys):
     (model, plan), page = files, str(tmp_path / "r.html")
     for words in (

@@ -163,17 +163,9 @@ def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) 
         return {}
     samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in measured.device]
     known = {key: times for key, times in measured.collectives.items() if len(times) >= 2}
-    return cluster(
-        shape,
-        known,
-        samples,
-        backend=about["backend"],
-        device=about["device"],
-        memory=about["memory"],
-        complete=measured.complete,
-        assumptions={**about, "seconds": elapsed},
-        alone={axis: times for axis, times in measured.alone.items() if (axis, "all_gather") in known},
-    )
+    about_it = {key: about[key] for key in ("backend", "device", "memory")} | {"assumptions": {**about, "seconds": elapsed}}
+    alone = {axis: times for axis, times in measured.alone.items() if (axis, "all_gather") in known}
+    return cluster(shape, known, samples, complete=measured.complete, alone=alone, **about_it)
 
 
 @calibrate.command()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cli.arguments import model_settings
-from autoshard.cli.model_source import settings_of
+from autoshard.cli.model_source import may_be_programs, settings_of
 from autoshard.cli.table import CONSTANTS, LAUNCHERS, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, parse_shape
 from autoshard.options import Options, having, parse_forbidden, parse_pins
@@ -53,6 +53,10 @@ def without(*options: str) -> Callable[[Given, Mapping[str, Any]], bool]:
 def beside(*options: str) -> Callable[[Given, Mapping[str, Any]], bool]:
     """True where one of the options is given."""
     return lambda given, values: bool(given & set(options))
+
+
+def _forward(given: Given, values: Mapping[str, Any]) -> bool:
+    return not given & {"training", "keep"} and not may_be_programs(values["model"])
 
 
 def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
@@ -112,7 +116,7 @@ OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in o
 LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
-    Ineffective(("plan", "frontier"), OF_TRAINING, without("training", "keep"), "on a forward pass", "add --train"),
+    Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
     Ineffective(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
     Ineffective(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),

@@ -163,16 +163,8 @@ def verify(
         keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
         module, example_inputs = models_for(output, loaded, solution, model, keywords, trust)
         record = load_api().verify(
-            module,
-            example_inputs,
-            loaded,
-            random=random,
-            seed=seed,
-            plant_fault=plant_fault,
-            local_tensor_mode=local_tensor_mode,
-            device=device,
-            mark=solution if mark else None,
-            progress=output.progress,
-        )
+            module, example_inputs, loaded, random=random, seed=seed, plant_fault=plant_fault, local_tensor_mode=local_tensor_mode,
+            device=device, mark=solution if mark else None, progress=output.progress,
+        )  # fmt: skip
         output.answer(record, lambda: load_report().verify_report(record))
     return OK if record["ok"] else NO

@@ -132,10 +132,9 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
         raise ValueError(f"programs is {said}; expected Programs by name, for example {{'train': Program(model, inputs)}}")
     if wrong := [name for name in programs if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(f"a program is called {wrong[0]!r}; expected a name of letters, digits and underscores")
-    for one in (options, *(p.options for p in programs.values())):
-        for key, option in options_of(Options).items():
-            if key in one and (why := option.not_in.get("plan_programs")):
-                raise ValueError(f"{key} is no option of several programs: {why}")
+    given = set(options).union(*(program.options for program in programs.values()))
+    if alone := [(key, why) for key, option in options_of(Options).items() if key in given and (why := option.not_in.get("plan_programs"))]:
+        raise ValueError("{} is no option of several programs: {}".format(*alone[0]))
     if "training" in options:
         raise ValueError("training is a matter of each program: give it to Program(training=True)")
     for name, program in programs.items():
@@ -143,6 +142,8 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
             raise ValueError(f"{wrong[0]} is among the options of program {name!r}; give it to plan_programs, or Program(training=True)")
         if {**options, **program.options}.get("recompute") == "auto":
             raise ValueError(f"recompute is 'auto' for program {name!r}; expected a number of blocks or 'all': plan it alone to see which")
+    if (idle := [key for key in having(Options, "of_training") if key in options]) and not any(p.training for p in programs.values()):
+        raise ValueError(f"{idle[0]} has no effect on forward passes; add training=True to the Program that trains, or leave it out")
     return checked_options(Options, options)
 
 
@@ -206,8 +207,7 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
 
 def _starts(joined: Joined, pieces: Mapping[str, Piece], alone: Mapping[str, Answered]) -> list[tuple[int, ...]]:
     """The best plans of the programs side by side; and for each program that with its parameters' layouts in all of them."""
-    best = joined.joined_choice({name: one.choice for name, one in alone.items()})
-    starts = [best]
+    starts = [best := joined.joined_choice({name: one.choice for name, one in alone.items()})]
     for name, piece in pieces.items():
         start, owned = list(best), piece.owned()
         for other in pieces.values():
