@@ -57,9 +57,13 @@ def _forward(given: Given, values: Mapping[str, Any]) -> bool:
     return not given & {"training", "keep"} and not may_be_programs(values["model"])
 
 
-def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
+def _is_model(given: Given, values: Mapping[str, Any]) -> bool:
     target = str(values.get("target"))
-    return not target.startswith("hf:") and ".py:" not in target and target != "mlp"
+    return target.startswith("hf:") or ".py:" in target or target == "mlp"
+
+
+def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
+    return not _is_model(given, values)
 
 
 def _one_stage(given: Given, values: Mapping[str, Any]) -> bool:
@@ -104,24 +108,30 @@ LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", 
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
 OF_PAGES = ("model", "settings", "trust", "frontier", "no_model")
-OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
+OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", "tf32", *LINKS)
 
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
-OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", *LINKS)
+OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", "tf32", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
 LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
-    Ineffective(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
-    Ineffective(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(
+        ("plan", "frontier"), ("device", "devices_per_node", "prices", *LINKS), beside("cluster"), "beside --cluster, where it was measured"
+    ),
+    Ineffective(("simulate",), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(
+        ("plan", "frontier", "simulate"), ("tf32",), beside("cluster"), "beside --cluster, which was measured with what torch was set to"
+    ),
     Ineffective(
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
     Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
-    Ineffective(("simulate",), ("trust",), lambda given, values: not _is_plan(given, values), "on a model, which is run anyway"),
+    Ineffective(("simulate",), ("trust",), _is_model, "on a model, which is run anyway"),
+    Ineffective(("simulate",), ("no_join",), _is_model, "on a model, whose reductions are not joined"),
     Ineffective(("check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
     Ineffective(
         ("export",), ("within",), lambda given, values: values.get("kind") in UNPRICED, "on a format whose reader decides what a step takes"
@@ -149,6 +159,10 @@ RULES = (
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
     Ineffective(
         ("simulate",), OF_PHYSICAL, lambda given, values: values.get("target") == "mlp", "on mlp, the model of a published simulator"
+    ),
+    Ineffective(
+        ("simulate",), ("trace", "picture", "cluster"), lambda given, values: values.get("constants") != "physical",
+        "under a published simulator's rules, which give seconds alone",
     ),
     Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
     Ineffective(

@@ -21,7 +21,7 @@ def frontier(asked: Asked, output: Output) -> int:
     autoshard frontier models/llama.py:llama3_8b --mesh 8x8 --train --plot frontier.png --csv frontier.csv
     autoshard frontier models/mlp.py:mlp --mesh 8 --points 6 --save-dir plans --json
     """
-    check_mesh_words(asked.mesh, asked.cluster, None, None, asked.prices)
+    check_mesh_words(asked.mesh, asked.cluster)
     devices = mesh_of(asked, asked.mesh, asked.devices_per_node)
     options = {name: getattr(asked, name) for name in ("points", "gap", "time_limit", "recompute")} | asked.planning
     options["assumptions"] = {"model": asked.model, "set": asked.settings}

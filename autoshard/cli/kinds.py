@@ -121,13 +121,22 @@ def _nodes(name: str, typed: str) -> tuple[int, int, str | None]:
     if match is None or not int(match[1]) or not int(match[2]):
         raise ValueError(f"{name} is {typed!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
     if match[3] is not None:
-        _device(name, match[3])
+        DEVICE.check(name, match[3])
     return int(match[1]), int(match[2]), match[3]
 
 
-def _device(name: str, value: str) -> None:
-    if value not in DEVICES:
-        raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
+def _known(words: Sequence[str], what: str, more: str = "") -> ValueKind:
+    """One of these words, in the sentences of the rooms that have them."""
+
+    def check(name: str, value: str) -> None:
+        if value not in words:
+            raise ValueError(f"{what} {value!r}; known are {', '.join(words)}{more}")
+
+    return ValueKind(check)
+
+
+DEVICE = _known(sorted(DEVICES), "unknown device")
+PRICED = _known(PRICES, "no prices are known for", ", or measure: autoshard calibrate measure")
 
 
 def _site_device(name: str, value: str) -> None:
@@ -136,26 +145,25 @@ def _site_device(name: str, value: str) -> None:
         raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}{count}")
 
 
-def _prices(name: str, value: str) -> None:
-    if value not in PRICES:
-        raise ValueError(f"no prices are known for {value!r}; known are {', '.join(PRICES)}, or measure: autoshard calibrate measure")
-
-
-NODES, DEVICE, SITE_DEVICE, PRICED = reading(_nodes), ValueKind(_device), ValueKind(_site_device), ValueKind(_prices)
+NODES, SITE_DEVICE = reading(_nodes), ValueKind(_site_device)
 DEVICE_OR_FILE = ValueKind(lambda name, value: (CLUSTER if value.endswith(".json") else DEVICE).check(name, value))
 
 
 # -- numbers and words ---------------------------------------------------------------------------------------------------------------
 
 
-def _workers(name: str, value: int) -> None:
-    if not 1 <= value <= MOST_WORKERS:
-        raise ValueError(f"{name} is {value}; expected a number of processes, 1 to {MOST_WORKERS}")
+def such(holds: Callable[[Any], bool], expected: str, typed: Any = str) -> ValueKind:
+    """What is typed, where this holds of it."""
 
+    def check(name: str, value: Any) -> None:
+        try:
+            known = holds(value)
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(f"{name} is {value!r}; expected {expected}")
 
-def _share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}; expected a number from 0 to 1: 0.01 is one percent")
+    return ValueKind(check, typed=typed)
 
 
 def _percent(name: str, typed: str) -> float:
@@ -169,16 +177,9 @@ def _percent(name: str, typed: str) -> float:
     return share
 
 
-def _switches(name: str, value: str) -> None:
-    try:
-        known = value == "none" or 0 <= float(value) < math.inf
-    except ValueError:
-        known = False
-    if not known:
-        raise ValueError(f"{name} is {value!r}; expected how often per unit, 0 or more, or none")
-
-
-SHARE, PERCENT, SWITCHES = ValueKind(_share, typed=float), reading(_percent), ValueKind(_switches)
-WORKERS = ValueKind(_workers, typed=int)
+PERCENT = reading(_percent)
+SHARE = such(lambda value: 0 <= value < 1, "a number from 0 to 1: 0.01 is one percent", float)
+SWITCHES = such(lambda value: value == "none" or 0 <= float(value) < math.inf, "how often per unit, 0 or more, or none")
+WORKERS = such(lambda value: 1 <= value <= MOST_WORKERS, f"a number of processes, 1 to {MOST_WORKERS}", int)
 LAYOUT = ValueKind(lambda name, value: check_layout(name, value, any_placement=False))
 SIZE_OR_NONE = reading(lambda name, typed: 0.0 if typed.strip() in ("0", "0GB") else SIZE.read(name, typed))

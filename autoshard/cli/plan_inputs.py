@@ -21,12 +21,10 @@ def wanted_gap(planning: Mapping[str, Any]) -> dict[str, Any]:
     return {"gap": WANTED_GAP, "accepted": ACCEPTED, **planning} if "gap" not in planning else dict(planning)
 
 
-def check_mesh_words(mesh: Shape | str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:
+def check_mesh_words(mesh: Shape | str | None, cluster: str | None, keep: str | None = None, devices: int | None = None) -> None:
     """ValueError on options that contradict each other about the mesh, or that name none."""
     if mesh is None and cluster is None and keep is None:
         raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
-    if prices is not None and cluster is not None:
-        raise ValueError(f"--prices {prices} and --cluster {cluster} both say what links cost; leave one out")
     if mesh == AUTO and devices is None:
         raise ValueError("--mesh auto compares the meshes of how many devices? Add for example --devices 16")
     if devices is not None and devices > MOST_DEVICES:
@@ -41,9 +39,6 @@ def mesh_of(asked: Asked, shape: Shape | None, devices_per_node: int | None) -> 
     """The mesh of one shape: with published prices, as measured, or with the bandwidths that are passed."""
     if asked.cluster is not None:
         measured = load_cluster(asked.cluster)
-        if asked.tf32:
-            was = f"{asked.cluster} was measured, with what torch was set to"
-            raise ValueError(f"--tf32 is for prices of data sheets, but {was}; leave one out")
         if shape is not None and shape != measured.shape:
             raise ValueError(f"--mesh is {_by(shape)}, but {asked.cluster} was measured as {_by(measured.shape)}; leave --mesh out")
         return measured

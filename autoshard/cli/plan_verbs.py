@@ -32,7 +32,7 @@ def plan(asked: Asked, output: Output) -> int:
     """
     if asked.free and asked.keep is None:
         raise ValueError(f"--free {asked.free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
-    check_mesh_words(asked.mesh, asked.cluster, asked.keep, asked.devices, asked.prices)
+    check_mesh_words(asked.mesh, asked.cluster, asked.keep, asked.devices)
     kept = None if asked.keep is None else load_plan(asked.keep, None)
     mesh = None if asked.mesh == AUTO else one_mesh(asked, kept)
     planning = wanted_gap(inherited(asked.planning, kept))

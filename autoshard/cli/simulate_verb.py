@@ -32,15 +32,13 @@ def simulate(asked: Asked, output: Output) -> int:
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
     autoshard simulate mlp --constants distir_3386edc --set layers=64 --set width=8192 --set batch=8192 --data 4 --tensor 4
     """
-    if asked.tf32 and (asked.cluster is not None or not _is_model(asked.target)):
-        raise ValueError("--tf32 is for a model at prices of data sheets; a plan and a --cluster bring their own, so leave it out")
     grid = list(product(asked.data, asked.tensor, asked.pipeline, asked.microbatches))
     how: dict[str, Any] = {"overlap": not asked.no_overlap, "prefetch": asked.prefetch}
     if asked.constants != "physical":
-        unused = {f"--{name.replace('_', '-')}": getattr(asked, name) for name in ("trace", "picture", "cluster", "no_join")}
-        simulated = Simulated(record_of_mlp(asked.target, asked.constants, asked.settings, grid, unused))
+        simulated = Simulated(record_of_mlp(asked.target, asked.constants, asked.settings, grid))
     elif _is_model(asked.target):
-        _check_model_words(asked)
+        if asked.model is not None:
+            raise ValueError(f"{asked.target} is a model, and {asked.model} too; give one of them, or a plan and its model")
         grid, mesh_of = _measured(asked.cluster, grid, output) if asked.cluster is not None else (grid, _nodes(asked))
         how |= {"schedule": asked.schedule, "chunks": asked.chunks, "scheme": asked.scheme, "training": not asked.inference}
         simulated = _of_model(asked, grid, mesh_of, output, how)
@@ -60,17 +58,6 @@ class Simulated(NamedTuple):
     record: dict
     timeline: Any = None
     run: Any = None
-
-
-def _check_model_words(asked: Asked) -> None:
-    """ValueError on options that contradict each other, or have no meaning for a model."""
-    if asked.model is not None:
-        raise ValueError(f"{asked.target} is a model, and {asked.model} too; give one of them, or a plan and its model")
-    if asked.no_join:
-        raise ValueError(f"--no-join is for a plan, but {asked.target} is a model, whose reductions are never joined; leave it out")
-    if asked.cluster is not None and asked.devices_per_node is not None:
-        given = f"--devices-per-node {asked.devices_per_node} and --cluster {asked.cluster}"
-        raise ValueError(f"{given} both say what a node is; leave one out")
 
 
 def _of_model(asked: Asked, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Simulated:
