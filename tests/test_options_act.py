@@ -31,6 +31,7 @@ UNSEEN = {
     ("calibrate fit", "table"): "few curves are shown anyway",
     ("calibrate fit", "devices"): "the file says it",
     ("tables", "every"): "few tables are shown anyway",
+    ("plan", "master_weights"): "parameters of float32 need no copy; a plan of one program has another fingerprint",
     ("plan", "sequence_order"): "the natural order is what a short sequence has anyway",
 }
 NOT_RUN = {  # verb: why

@@ -29,7 +29,7 @@ from autoshard.planning.describe import described
 from autoshard.planning.few_layers import Correspondence, FewLayers
 from autoshard.planning.instance import Instance
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
-from autoshard.planning.question import ask, part_of, with_number_of_microbatches
+from autoshard.planning.question import ask, check_effects, part_of, with_number_of_microbatches
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.refusal import reworded
 from autoshard.planning.search import best_choice
@@ -167,8 +167,9 @@ def _alone(
     mesh, devices = _part(name, program, cluster)
     options: Options = checked_options(Options, {**vars(shared), **program.options, "training": program.training, "baselines": False})
     for shape, inputs, weight in program.variants(name):
-        question = with_number_of_microbatches(ask(program.model, inputs, mesh, options, clock))
-        solved = best_choice(with_recomputed_blocks(question), share=SHARE)
+        question = ask(program.model, inputs, mesh, options, clock)
+        check_effects(question.with_options(training=True))  # options of training may be of the other programs
+        solved = best_choice(with_recomputed_blocks(with_number_of_microbatches(question)), share=SHARE)
         one = solved.instance
         yield Piece(shape, one.formulated, one.problem, weight, name, switches, devices, program.keeps_state, one.layers), solved
 
@@ -198,8 +199,7 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
     if block.shape != where.shape or (block != where).any():
         raise ValueError(f"devices {list(devices)[:9]} are no block of the mesh {mesh.shape} in order; give the program a mesh of its own")
     axes = [replace(axis, size=n) for axis, n in zip(mesh.axes, sizes, strict=True) if n > 1]
-    one = [replace(mesh.axes[-1], name="axis0", size=1)]
-    return Mesh(tuple(axes or one), mesh.device)
+    return Mesh(tuple(axes or [replace(mesh.axes[-1], name="axis0", size=1)]), mesh.device)
 
 
 # -- all together ---------------------------------------------------------------------------------------------------------------------
