@@ -220,7 +220,7 @@ BAD = [
     (dict(memory_limit="80GB"), "memory_limit is '80GB';"),
     (dict(time_limit=0), "time_limit is 0; expected a number above 0"),
     (dict(gap=-0.1), "gap is -0.1; expected a number of 0 or more"),
-    (dict(optimizer="adam"), "unknown optimizer 'adam'; known are adamw"),
+    (dict(optimizer="adam"), "unknown optimizer 'adam'; expected adamw"),
     (dict(solver="simplex"), "there is no solver 'simplex'; expected one of"),
 ]
 

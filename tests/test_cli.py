@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from autoshard.cli import main, solve_verb
 from autoshard.cli.app import app
-from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_settings
+from autoshard.cli.arguments import check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.table import option_of
 from autoshard.options import parse_bytes, parse_pins
@@ -70,9 +70,10 @@ def test_pins_have_names_and_layouts():
 
 
 def test_bandwidths_are_read_in_bytes_per_second():
-    assert bandwidths("300GB/s", "1e9") == {"intra_node_bandwidth": 3e11, "inter_node_bandwidth": 1e9}
+    kind = option_of("plan", "inter_node_bandwidth").kind
+    assert [kind.read("--inter-node-bandwidth", written) for written in ("300GB/s", "1e9")] == [3e11, 1e9]
     with pytest.raises(ValueError, match="^--inter-node-bandwidth is 'fast'; expected a positive number with a unit, for example 300GB/s$"):
-        bandwidths("300GB/s", "fast")
+        kind.read("--inter-node-bandwidth", "fast")
 
 
 def test_blocks_to_recompute_are_a_number_or_a_word():

@@ -11,7 +11,7 @@ from tests.test_cli_words import HERE, MODEL, PLAN, ROOT, run_all, verbs
 
 RIGHT = {
     "time_limit": "60", "batch": "4", "seq": "64", "dtype": "float32", "within": "0.01", "alternatives": "3", "devices": "8",
-    "out": "new", "html": "new", "frontier": HERE,
+    "out": "new", "html": "new", "trace": "new", "picture": "new.svg", "frontier": HERE,
     "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
     "memory_limit": "80GB", "microbatches": "4",
@@ -35,8 +35,10 @@ LINES = {
     "beside --no-model": (["show", PLAN, "--html", "new", "--no-model"], ["show", PLAN, "--html", "new"]),
     "on a format": (["export", PLAN], ["export", PLAN, "--format", "tp_plan"]),
     "on mlp": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
+    "under a published": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
     "on one stage": (["simulate", MODEL], ["simulate", MODEL, "--pipeline", "2"]),
     "on a model, which": (["simulate", MODEL], ["simulate", PLAN]),
+    "on a model, whose": (["simulate", MODEL], ["simulate", PLAN]),
     "without NAME or": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without --robust": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without the NAME": (["explain", PLAN], ["explain", PLAN, "w"]),

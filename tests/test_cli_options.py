@@ -9,7 +9,7 @@ from typer.main import get_command
 from autoshard.cli import main
 from autoshard.cli.app import app
 from autoshard.cli.verbs import Verb, Verbs
-from tests.test_cli import check_refused, run
+from tests.test_cli import EXAMPLE, check_refused, run
 
 
 def verbs(group, path=()):
@@ -83,24 +83,23 @@ def test_a_number_in_text_is_refused_before_a_file_is_read(capsys, case):
 
 def test_the_declaration_is_what_refuses():
     """The control: without it, typer hands a negative number on."""
-    seen = []
-    for kind in (typer.Typer, Verbs):
-        tiny = kind()
+    seen, plain, ours = [], typer.Typer(), Verbs()
 
-        @tiny.command()
-        def solve(gap: float = 0.5, time_limit: float = 3.0) -> None:
-            seen.append((gap, time_limit))
+    @plain.command()
+    def degrees(time_limit: float = 3.0) -> None:
+        seen.append(time_limit)
 
-        @tiny.command()
-        def other() -> None: ...
+    @ours.command()
+    def solve(asked, output) -> None:
+        seen.append(asked.time_limit)
 
-        get_command(tiny)(["solve", "--gap=3"], standalone_mode=False)
-        if kind is Verbs:
-            with pytest.raises(ValueError, match="--gap is -1.0; expected a number of 0 or more"):
-                get_command(tiny)(["solve", "--gap=-1"], standalone_mode=False)
-        else:
-            get_command(tiny)(["solve", "--gap=-1"], standalone_mode=False)
-    assert seen == [(3.0, 3.0), (-1.0, 3.0), (3.0, 3.0)]
+    for tiny in (plain, ours):
+        tiny.command("demo")(lambda *_: None)  # typer runs the only verb of a program without its name
+    get_command(plain)(["degrees", "--time-limit=-1"], standalone_mode=False)
+    get_command(ours)(["solve", EXAMPLE, "--time-limit=2"], standalone_mode=False)
+    with pytest.raises(ValueError, match="--time-limit is -1.0; expected a number above 0"):
+        get_command(ours)(["solve", EXAMPLE, "--time-limit=-1"], standalone_mode=False)
+    assert seen == [-1.0, 2.0]
 
 
 @pytest.mark.parametrize("argv", [[], ["calibrate"]])

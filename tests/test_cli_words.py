@@ -11,7 +11,7 @@ import pytest
 from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.table import CONSTANTS, EXPORTS, METHODS, PLANNERS, SCHEMES, option_of
+from autoshard.cli.table import CONSTANTS, EXPORTS, METHODS, PLANNERS, SCHEMES, TEXTS, option_of
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
 
@@ -127,7 +127,7 @@ def without(begin: list[str], names: list[str]) -> list[str]:
 
 
 def is_free(verb: str, name: str) -> bool:
-    return option_of(verb, name).kind == TEXT
+    return option_of(verb, name).kind in (TEXT, TEXTS)
 
 
 def wrong_values(verb: str, name: str) -> list[str] | None:

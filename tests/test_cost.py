@@ -254,7 +254,7 @@ def test_optimizer_step_moves_parameter_gradient_and_states(optimizer, bytes_per
 
 
 def test_an_unknown_optimizer_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown optimizer 'adam'; known are adamw, sgd, momentum"):
+    with pytest.raises(ValueError, match="unknown optimizer 'adam'; expected adamw, sgd, momentum"):
         cost.optimizer_step_seconds(1, 4, "adam", DEVICE)
 
 

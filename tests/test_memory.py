@@ -117,7 +117,7 @@ def test_master_weights_are_four_bytes_of_narrow_parameters_only():
 
 @pytest.mark.parametrize("optimizer", ["adam", -1, True, float("inf"), float("nan"), None])
 def test_no_optimizer_is_one_sentence(optimizer):
-    with pytest.raises(ValueError, match="unknown optimizer .*; known are adamw, sgd, momentum, or give its bytes of state per parameter"):
+    with pytest.raises(ValueError, match="unknown optimizer .*; expected adamw, sgd, momentum, or its bytes of state per parameter"):
         bytes_per_parameter(optimizer)
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_pipelines import CLUSTER, MODELS, dropping, planned
+from helpers_command import record_of, refusal, run
+from helpers_pipelines import CLUSTER, MODELS, SMALL, dropping, planned
 
 import autoshard
 from autoshard.layout import R, S
@@ -42,6 +43,68 @@ def test_a_pipeline_of_another_model_is_refused():
     old = replace(plan, stages=tuple(replace(stage, prices=None) for stage in plan.stages))
     with pytest.raises(ValueError, match="has no layouts to run"):
         autoshard.verify(*MODELS["gpt2"].tiny(layers=2, vocab=64, batch=8), old)
+
+
+# -- check, and the verbs on a file ---------------------------------------------------------------------------------------------------
+
+
+def gpt2(layers=2):
+    return MODELS["gpt2"].tiny(layers=layers, vocab=64, batch=8)
+
+
+def test_check_says_whether_a_pipeline_fits_the_model():
+    plan = planned("gpt2", 2, stages=2, microbatches=2)
+    checked = autoshard.check(*gpt2(), plan)
+    assert checked.ok and (checked.cost, checked.peak_bytes, checked.memory_limit) == (plan.cost, plan.peak_bytes, SMALL.memory)
+    assert "fits the model" in checked.sentence() and "not priced again" in checked.sentence()
+    other = autoshard.check(*gpt2(layers=3), plan)  # of two blocks a pipeline makes ten layers, of three one each
+    assert other.reasons == ("the pipeline is of another model: it has 10 layers, this model 3",)
+    assert other.sentence().endswith("this model 3; plan again")
+    old = replace(plan, stages=tuple(replace(stage, prices=None) for stage in plan.stages))
+    assert autoshard.check(*gpt2(), old).reasons == ("this pipeline has no layouts to run",)
+    with pytest.raises(ValueError, match="not priced again, only compared with its model; leave out the mesh"):
+        autoshard.check(*gpt2(), plan, mesh=Mesh.from_bandwidths((4,)))
+
+
+def test_check_names_the_memory_that_a_pipeline_was_planned_for():
+    limited = planned("gpt2", 2, stages=2, microbatches=2, memory_limit=2e9)
+    assert limited.memory_limit == 2e9 == autoshard.check(*gpt2(), limited).memory_limit
+
+
+MODEL = ("models/gpt2.py:tiny", "--set", "layers=2", "--set", "vocab=64", "--batch", "8")
+
+
+@pytest.fixture
+def file(tmp_path) -> str:
+    plan = planned("gpt2", 2, stages=2, microbatches=2)
+    plan.noting(model=MODEL[0], set={"layers": 2, "vocab": 64, "batch": 8}).save(tmp_path / "pipeline.json")
+    return str(tmp_path / "pipeline.json")
+
+
+def test_the_verb_verify_runs_a_pipeline_and_marks_its_file(file):
+    assert "to run it name it yourself: models/gpt2.py:tiny" in refusal("verify", file)
+    wrong = record_of("verify", file, *MODEL, "--plant-fault", "--mark", code=1)
+    assert not wrong["ok"] and autoshard.load(file).verified is None
+    right = record_of("verify", file, "--trust", "--mark")
+    assert right["ok"] and right["ranks"] == 4 == autoshard.load(file).verified.ranks
+    code, out, _ = run("verify", file, *MODEL, "--quiet")
+    assert code == 0 and "ok, on 4 simulated ranks" in out
+    assert "leave out random" in refusal("verify", file, "--trust", "--random", "1", "--quiet")
+
+
+def test_the_verb_check_answers_for_a_pipeline_by_its_exit_code(file):
+    assert "or add --trust" in refusal("check", file)
+    good = record_of("check", file, "--trust")
+    assert good["ok"] and good["best_seconds"] is None and "not priced again" in good["message"]
+    other = (MODEL[0], "--set", "layers=3", "--set", "vocab=64", "--set", "batch=8")
+    bad = record_of("check", file, *other, code=1)
+    assert bad["reasons"] == ["the pipeline is of another model: it has 10 layers, this model 3"]
+    code, out, _ = run("check", file, *other, "--quiet")
+    assert code == 1 and "is not good any more" in " ".join(out.split()) and "not known" in out
+    assert "says itself for which devices it was planned" in refusal("check", file, "--trust", "--mesh", "4", "--quiet")
+
+
+# -- more divisions -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

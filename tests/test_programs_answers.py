@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,43 @@ def test_a_plan_that_is_good_no_more_says_which_program_and_why():
         check_all({"train": models()["train"]}, plan)
 
 
+# -- verify ---------------------------------------------------------------------------------------------------------------------------
+
+
+def verify_all(plan, **options):
+    module_of, inputs_of = ({name: pair[k] for name, pair in models().items()} for k in (0, 1))
+    return autoshard.verify(module_of, inputs_of, plan, **options)
+
+
+@pytest.mark.parametrize("devices", [None, (0, 1)])
+def test_every_program_is_verified_and_a_planted_fault_is_seen_in_each(devices):
+    plan = planned(devices)
+    answer = verify_all(plan)
+    assert answer["ok"] and {name: one["ranks"] for name, one in answer["programs"].items()} == {
+        name: plan[name].mesh.num_devices for name in plan
+    }  # fmt: skip
+    wrong = verify_all(plan, plant_fault=True)
+    assert not wrong["ok"] and not any(one["ok"] for one in wrong["programs"].values())
+    drawn = verify_all(plan, random=1)
+    assert drawn["ok"] and all(len(one["plans"]) == 2 for one in drawn["programs"].values())
+
+
+def test_one_module_and_the_inputs_of_a_family_serve_all_its_programs():
+    module, batch = mlp.tiny()
+    assert autoshard.verify(module, {"train": batch, "use": batch}, planned())["ok"]
+    with pytest.raises(ValueError, match="no example inputs for program 'use'; expected one for each of train, use"):
+        autoshard.verify(module, {"train": batch}, planned())
+
+
+def test_all_programs_are_marked_in_their_file(tmp_path):
+    plan, path = planned(), tmp_path / "both.json"
+    plan.save(path)
+    verify_all(plan, plant_fault=True, mark=path)
+    assert autoshard.load(path).unverified == ("train", "use") == plan.unverified
+    verify_all(plan, mark=path)
+    assert autoshard.load(path).unverified == () and autoshard.load(path)["use"].verified.ranks == 4
+
+
 # -- the page -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -100,23 +138,65 @@ def test_a_time_line_is_of_one_program():
 # -- words ----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_verb_answers_for_the_file_or_for_one_program(tmp_path, capsys):
-    source, plan, page = tmp_path / "rl.py", str(tmp_path / "rl.json"), str(tmp_path / "r.html")
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[str, str]:
+    """The model, which returns two programs, and the file of their plan."""
+    folder = tmp_path_factory.mktemp("programs")
+    source, plan = folder / "rl.py", str(folder / "rl.json")
     source.write_text(
         "from autoshard import Program\nfrom models import mlp\n\n\ndef programs():\n    module, batch = mlp.tiny()\n"
         "    return {'train': Program(module, batch, training=True), 'use': Program(module, batch)}\n"
     )
     assert main(["plan", f"{source}:programs", "--mesh", "2", "--out", plan, "--quiet"]) == 0
-    capsys.readouterr()
+    return f"{source}:programs", plan
+
+
+def test_options_of_training_are_of_the_programs_that_train(files, capsys):
+    asked = ["--mesh", "1x2", "--optimizer", "sgd", "--json", "--quiet"]
+    assert main(["plan", files[0], *asked]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "optimal"
+    refused = ((files[0], "--train", "training is a matter of each program"), (f"{files[0]}#use", "--tf32", "add --train, or leave it out"))
+    for model, more, sentence in refused:
+        assert main(["plan", model, *asked, more]) == 2 and sentence in capsys.readouterr().err
+    module, batch = mlp.tiny()
+    with pytest.raises(ValueError, match="optimizer has no effect on forward passes; add training=True to the Program that trains"):
+        autoshard.plan({"use": Program(module, batch)}, MESH, optimizer="sgd")
+
+
+def test_every_verb_answers_for_the_file_or_for_one_program(files, tmp_path, capsys):
+    (model, plan), page = files, str(tmp_path / "r.html")
     for words in (
         ["show", plan, "--html", page], ["show", f"{plan}#use", "--no-model", "--html", page],
         ["explain", plan], ["explain", f"{plan}#use"],
-        ["check", plan, "--trust"], ["check", plan, f"{source}:programs"], ["check", f"{plan}#use", "--trust"],
+        ["check", plan, "--trust"], ["check", plan, model], ["check", f"{plan}#use", "--trust"],
+        ["verify", plan, "--trust"], ["verify", plan, model], ["verify", f"{plan}#use", "--trust"],
         ["export", f"{plan}#use", "--format", "tp_plan"], ["export", f"{plan}#train", "--format", "vllm"],
     ):  # fmt: skip
         assert main([*words, "--json", "--quiet"]) == 0, words
         assert json.loads(capsys.readouterr().out)
-    named = ["show", plan, "--html", page, "--model", f"{source}:programs"]
-    for words in (named, ["explain", plan, "0.weight"], ["export", plan], ["check", plan]):
+    named = ["show", plan, "--html", page, "--model", model]
+    for words in (named, ["explain", plan, "0.weight"], ["export", plan], ["check", plan], ["verify", plan]):
         assert main(words) == 2
         assert f"{plan}#train" in capsys.readouterr().err
+
+
+def test_the_verb_verify_says_no_for_any_program_and_marks_all_or_one(files, tmp_path, capsys):
+    model, plan = files[0], str(tmp_path / "marked.json")
+    autoshard.load(files[1]).save(plan)
+    assert main(["verify", plan, model, "--plant-fault", "--mark", "--quiet"]) == 1
+    out = capsys.readouterr().out
+    assert "program train" in out and "program use" in out and out.count("NOT OK, on 2 simulated ranks") == 2
+    assert autoshard.load(plan).unverified == ("train", "use")
+    assert main(["verify", f"{plan}#use", "--trust", "--mark", "--quiet"]) == 0 and autoshard.load(plan).unverified == ("train",)
+    assert main(["verify", plan, model, "--mark", "--quiet"]) == 0 and autoshard.load(plan).unverified == ()
+    capsys.readouterr()
+    assert main(["verify", plan, "models/mlp.py:tiny"]) == 2 and "has no program 'train'; it has none" in capsys.readouterr().err
+
+
+def test_the_verb_check_says_which_program_is_good_no_more(files, tmp_path, capsys):
+    source = tmp_path / "rl.py"
+    planned_source = Path(files[0].rpartition(":")[0]).read_text()
+    source.write_text(planned_source.replace("'use': Program(module", "'use': Program(mlp.tiny(layers=3)[0]"))
+    assert main(["check", files[1], f"{source}:programs", "--json"]) == 1
+    reasons = json.loads(capsys.readouterr().out)["reasons"]
+    assert reasons and all(line.startswith("use: ") for line in reasons)

@@ -132,6 +132,8 @@ def test_nothing_fits_is_said_of_all_programs():
         ({"a": Program(*mlp.tiny(), devices=(0, 9))}, {}, "expected different numbers from 0 to 3"),
         ({"a": Program(*mlp.tiny(), devices=(0, 2))}, {}, "no block of the mesh"),
         ({"a": Program(*mlp.tiny())}, {"recompute": "auto"}, "plan it alone"),
+        ({"a": Program(*mlp.tiny())}, {"objective": "overlapped"}, "objective is no option of several programs"),
+        ({"a": Program(*mlp.tiny())}, {"expert_imbalance": 3.0}, "the model has no experts"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_in_a_sentence(programs, options, sentence):

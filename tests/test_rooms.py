@@ -71,10 +71,10 @@ TABLE = {
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
     "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 617, "reading": 312,
-    "devices": 270, "mesh": 262, "layout": 175, "graph": 2125, "capture": 3300, "strategies": 2250, "cost": 1733, "routes": 652,
+    "devices": 276, "mesh": 262, "layout": 175, "graph": 2125, "capture": 3300, "strategies": 2250, "cost": 1733, "routes": 652,
     "problem": 336, "solvers": 4883, "formulate": 1526, "baselines": 1235, "solution": 1660, "simulate": 1234, "planning": 4299,
     "pipeline": 3395, "explain": 1289, "lower": 5952, "runtime": 4591, "calibrate": 1264, "launch": 2296, "exports": 1090, "relayout": 1909,
-    "tables": 2344, "serving": 702, "report": 3113, "api": 1131, "cli": 3780, "pytest_plugin": 36,
+    "tables": 2344, "serving": 702, "report": 3113, "api": 1131, "cli": 3413, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

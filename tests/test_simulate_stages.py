@@ -250,12 +250,12 @@ FILLED = ["--cluster", "FILE"]
 NO_USE = [
     ([MODEL, *FILLED, "--data", "4"], "measured as 2x3; expected --pipeline, --data and --tensor of these sizes, in this order"),
     ([MODEL, *FILLED, "--data", "3", "--tensor", "2"], "was measured as 2x3; expected"),
-    ([MODEL, *FILLED, "--devices-per-node", "2"], "both say what a node is; leave one out"),
+    ([MODEL, *FILLED, "--devices-per-node", "2"], "--devices-per-node has no effect beside --cluster, where it was measured; leave it out"),
     ([MODEL, "--cluster", "nothing.json"], "there is no file nothing.json"),
-    ([MODEL, "--no-join"], "--no-join is for a plan, but models/mlp.py:tiny is a model"),
-    ([*RULES, "--no-join"], "leave out --no-join"),
-    ([*RULES, *FILLED], "leave out --cluster"),
-    ([*RULES, "--picture", "p.png"], "leave out --picture"),
+    ([MODEL, "--no-join"], "--no-join has no effect on a model"),
+    ([*RULES, "--no-join"], "--no-join has no effect on a model"),
+    ([*RULES, *FILLED], "--cluster has no effect under a published simulator's rules"),
+    ([*RULES, "--picture", "p.png"], "--picture has no effect under a published simulator's rules"),
 ]
 BAD = [
     (["nothing.json"], "there is no file nothing.json"),

@@ -1,41 +1,15 @@
-"""Arguments of the command line parsed to values: 80GB, 300GB/s, layers=2, h.0.attn.weight=S(0),R. ValueError on anything else."""
+"""Arguments of the command line that are settings or files: layers=2, a result's name, a model's file. ValueError on anything else."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
-from autoshard.options import parse_bytes
 from autoshard.writing import destination
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
-
-
-class Bandwidths(TypedDict):
-    """Keywords of `Mesh.from_bandwidths`, in bytes per second."""
-
-    intra_node_bandwidth: float
-    inter_node_bandwidth: float
-
-
-def bandwidths(intra_node_bandwidth: str, inter_node_bandwidth: str) -> Bandwidths:
-    """The two options, parsed."""
-    return {
-        "intra_node_bandwidth": parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
-        "inter_node_bandwidth": parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
-    }
-
-
-def model_settings(written: Sequence[str], **options: int | str | None) -> dict[str, int | float | bool | str | None]:
-    """The --set keywords and the options of the model that have a name of their own (--batch, --seq, --dtype), where they are given."""
-    settings = parse_settings(written)
-    for key, value in options.items():
-        if value is not None and key in settings:
-            raise ValueError(f"--{key} {value} and --set {key}={settings[key]} are the same; leave one out")
-    return settings | {key: value for key, value in options.items() if value is not None}
 
 
 def parse_settings(written: Sequence[str]) -> dict[str, int | float | bool | str | None]:
@@ -96,9 +70,3 @@ def model_file(path: str) -> Path:
         if place.is_file():
             return place
     raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
-
-
-def parse_share(written: str) -> float:
-    """`5%` or `0.05` -> 0.05."""
-    number = written.strip()
-    return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cli.app import INTERRUPTED, OK, Verbs, app
-from autoshard.cli.arguments import parse_bytes
+from autoshard.cli.app import INTERRUPTED, OK, app
 from autoshard.cli.loading import load_report
 from autoshard.cli.output import Output
-from autoshard.mesh import parse_shape
+from autoshard.cli.verbs import Asked, Verbs
 from autoshard.reading import text_of
 
 if TYPE_CHECKING:
@@ -25,19 +24,7 @@ SAVED_EVERY = 1.0  # seconds
 
 
 @calibrate.command()
-def fit(
-    files: list[str],
-    out: str | None = None,
-    method: str = "piecewise",
-    plot: str | None = None,
-    table: bool = False,
-    collective: str | None = None,
-    devices: int | None = None,
-    system: str | None = None,
-    alone: bool = False,
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def fit(asked: Asked, output: Output) -> int:
     """Fit a curve to each collective measured, and say how far each is from sizes that it has not seen.
 
     \b
@@ -47,23 +34,18 @@ def fit(
     from autoshard.calibrate import fitted, parse
     from autoshard.cost import save
 
-    with Output(as_json=as_json, quiet=quiet) as output:
-        said = {"collective": collective, "devices": devices, "system": system}
-        series = [one for path in files for one in parse(text_of(path, "measurements"), path, **said)]  # type: ignore[arg-type]
-        curves = []
-        for k, one in enumerate(series):
-            output.progress(f"fitting: {one.name}", k / len(series))
-            curves.append(fitted(one, method, () if alone or method != "piecewise" else series))
-        if out is not None:
-            save(out, [one.to_dict() for one in curves])
-            output.note(f"wrote {out}")
-        if plot is not None:
-            load_report().calibration.draw(plot, [_drawn(one) for one in curves])
-            output.note(f"wrote {plot}")
-        rows = [one.to_dict() for one in curves]
-        record = {"curves": [{key: value for key, value in row.items() if key != "parameters"} for row in rows]}
-        shown = [_row(one) for one in curves] if table or len(curves) <= MANY else []
-        output.answer(record, lambda: load_report().calibration.errors_table(shown, _by_collective(curves)))
+    said = {"collective": asked.collective, "devices": asked.devices, "system": asked.system}
+    series = [one for path in asked.files for one in parse(text_of(path, "measurements"), path, **said)]  # type: ignore[arg-type]
+    curves = []
+    for k, one in enumerate(series):
+        output.progress(f"fitting: {one.name}", k / len(series))
+        curves.append(fitted(one, asked.method, () if asked.alone or asked.method != "piecewise" else series))
+    output.write(asked.out, lambda path: save(path, [one.to_dict() for one in curves]))
+    output.write(asked.plot, lambda path: load_report().calibration.draw(path, [_drawn(one) for one in curves]))
+    rows = [one.to_dict() for one in curves]
+    record = {"curves": [{key: value for key, value in row.items() if key != "parameters"} for row in rows]}
+    shown = [_row(one) for one in curves] if asked.table or len(curves) <= MANY else []
+    output.answer(record, lambda: load_report().calibration.errors_table(shown, _by_collective(curves)))
     return OK
 
 
@@ -79,14 +61,10 @@ def _by_collective(curves: Sequence[Fitted]) -> list[dict]:
     groups = [(name, [one for one in curves if one.series.collective == name]) for name in names]
     groups += [("all", list(curves))] if len(names) > 1 else []
     return [
-        {
-            "collective": name,
-            "curves": len(members),
-            **pooled([one.errors for one in members])._asdict(),
-            "held_out": pooled([one.unseen for one in members])._asdict(),
-        }
+        {"collective": name, "curves": len(members), **pooled([one.errors for one in members])._asdict(),
+         "held_out": pooled([one.unseen for one in members])._asdict()}
         for name, members in groups
-    ]
+    ]  # fmt: skip
 
 
 def _drawn(one: Fitted) -> dict:
@@ -110,15 +88,7 @@ def _drawn(one: Fitted) -> dict:
 
 
 @calibrate.command()
-def measure(
-    mesh: str,
-    out: str = "cluster.json",
-    seconds: float = 40.0,
-    largest: str | None = None,
-    backend: str = "auto",
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def measure(asked: Asked, output: Output) -> int:
     """Measure this cluster: every collective on every axis of a mesh, and its devices. Start it with torchrun, a process per device.
 
     \b
@@ -128,30 +98,28 @@ def measure(
     from autoshard import api  # here: torch takes seconds to import
     from autoshard.cost import save_cluster
 
-    shape = parse_shape(mesh)
-    limit = None if largest is None else parse_bytes(largest, "--largest")
+    shape, out = asked.mesh, asked.out
     record: dict = {}
     saved, began = -SAVED_EVERY, time.perf_counter()
-    with Output(as_json=as_json, quiet=quiet) as output:
-        steps = api.measure_this_cluster(shape, clock=time.perf_counter, seconds=seconds, backend=backend, largest=limit)
-        try:
-            for rank, about, what, fraction, measured in steps:
-                if rank != 0:
-                    output.progress_shown.stop()
-                    continue
-                output.progress(f"measuring: {what}", fraction)
-                now = time.perf_counter()
-                if measured.complete or now - saved > SAVED_EVERY:
-                    record = _record(shape, about, measured, now - began) or record
-                    saved = now
-                    if record:
-                        save_cluster(out, record)
-        except KeyboardInterrupt:
-            output.note(f"interrupted; {out} holds what was measured so far" if record else "interrupted before anything was known")
-            return INTERRUPTED
-        if record:
-            output.note(f"wrote {out}")
-            output.answer(record, lambda: load_report().calibration.cluster_table(record))
+    steps = api.measure_this_cluster(shape, clock=time.perf_counter, seconds=asked.seconds, backend=asked.backend, largest=asked.largest)
+    try:
+        for rank, about, what, fraction, measured in steps:
+            if rank != 0:
+                output.progress_shown.stop()
+                continue
+            output.progress(f"measuring: {what}", fraction)
+            now = time.perf_counter()
+            if measured.complete or now - saved > SAVED_EVERY:
+                record = _record(shape, about, measured, now - began) or record
+                saved = now
+                if record:
+                    save_cluster(out, record)
+    except KeyboardInterrupt:
+        output.note(f"interrupted; {out} holds what was measured so far" if record else "interrupted before anything was known")
+        return INTERRUPTED
+    if record:
+        output.note(f"wrote {out}")
+        output.answer(record, lambda: load_report().calibration.cluster_table(record))
     return OK
 
 
@@ -163,21 +131,13 @@ def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) 
         return {}
     samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in measured.device]
     known = {key: times for key, times in measured.collectives.items() if len(times) >= 2}
-    return cluster(
-        shape,
-        known,
-        samples,
-        backend=about["backend"],
-        device=about["device"],
-        memory=about["memory"],
-        complete=measured.complete,
-        assumptions={**about, "seconds": elapsed},
-        alone={axis: times for axis, times in measured.alone.items() if (axis, "all_gather") in known},
-    )
+    about_it = {key: about[key] for key in ("backend", "device", "memory")} | {"assumptions": {**about, "seconds": elapsed}}
+    alone = {axis: times for axis, times in measured.alone.items() if (axis, "all_gather") in known}
+    return cluster(shape, known, samples, complete=measured.complete, alone=alone, **about_it)
 
 
 @calibrate.command()
-def show(name: str | None = None, as_json: bool = False) -> int:
+def show(asked: Asked, output: Output) -> int:
     """Show the prices that come with autoshard: of each device its links, where the numbers are from, and how far they are off.
 
     \b
@@ -186,8 +146,7 @@ def show(name: str | None = None, as_json: bool = False) -> int:
     """
     from autoshard.cost import presets
 
-    chosen = [presets.preset(name)] if name is not None else presets.all_presets()
-    with Output(as_json=as_json) as output:
-        rows = [asdict(one) for one in chosen]
-        output.answer({"prices": rows}, lambda: load_report().calibration.prices_table(rows))
+    chosen = [presets.preset(asked.name)] if asked.name is not None else presets.all_presets()
+    rows = [asdict(one) for one in chosen]
+    output.answer({"prices": rows}, lambda: load_report().calibration.prices_table(rows))
     return OK

@@ -19,16 +19,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.arguments import model_settings
-from autoshard.cli.model_source import settings_of
-from autoshard.cli.table import CONSTANTS, LAUNCHERS, options_of_verb
-from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, parse_shape
-from autoshard.options import Options, having, parse_forbidden, parse_pins
+from autoshard.cli.model_source import may_be_programs, settings_of
+from autoshard.cli.table import CONSTANTS, LAUNCHERS, LINKS, NAMED, OWN, SHARED, options_of_verb
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
+from autoshard.options import Options, having
 
 Given = frozenset[str]
 # devices of which no matmul runs at a precision faster than in 16 bits
 NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
-LINKS = ("intra_node_bandwidth", "inter_node_bandwidth")
 RESULTS = ("out", "html", "csv", "plot", "trace", "picture", "draw")
 READ = ("model", "target", "solution", "other", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
 REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
@@ -55,13 +53,21 @@ def beside(*options: str) -> Callable[[Given, Mapping[str, Any]], bool]:
     return lambda given, values: bool(given & set(options))
 
 
-def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
+def _forward(given: Given, values: Mapping[str, Any]) -> bool:
+    return not given & {"training", "keep"} and not may_be_programs(values["model"])
+
+
+def _is_model(given: Given, values: Mapping[str, Any]) -> bool:
     target = str(values.get("target"))
-    return not target.startswith("hf:") and ".py:" not in target and target != "mlp"
+    return target.startswith("hf:") or ".py:" in target or target == "mlp"
+
+
+def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
+    return not _is_model(given, values)
 
 
 def _one_stage(given: Given, values: Mapping[str, Any]) -> bool:
-    return {values.get("pipeline"), values.get("microbatches")} == {"1"}
+    return {values.get("pipeline"), values.get("microbatches")} == {(1,)}
 
 
 def _has_no(link: str) -> Callable[[Given, Mapping[str, Any]], bool]:
@@ -88,15 +94,13 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
     if mesh == "auto":
         return [((devices,), values.get("devices_per_node") or DEVICES_PER_NODE)] if devices else []
     if mesh is not None:
-        return [(parse_shape(mesh), values.get("devices_per_node"))]
-    if isinstance(devices, str):  # of tables
-        return [(parse_shape(devices), None)]
+        return [(mesh, values.get("devices_per_node"))]
+    if isinstance(devices, tuple):  # of tables
+        return [(devices, None)]
     if isinstance(devices, int):
         return [((devices,), min(values.get("per_node") or values.get("devices_per_node") or DEVICES_PER_NODE, devices))]
     degrees = [values.get(name) for name in ("pipeline", "data", "tensor")]
-    if not all(isinstance(one, str) for one in degrees):
-        return []
-    grid = product(*(map(int, one.split(",")) for one in degrees))  # type: ignore[union-attr]
+    grid = product(*degrees) if None not in degrees else ()  # type: ignore[arg-type]
     return [(shape, values.get("devices_per_node") or math.prod(shape[1:])) for shape in grid]
 
 
@@ -104,24 +108,30 @@ LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", 
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
 OF_PAGES = ("model", "settings", "trust", "frontier", "no_model")
-OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
+OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", "tf32", *LINKS)
 
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
-OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", *LINKS)
+OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", "tf32", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
 LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
-    Ineffective(("plan", "frontier"), OF_TRAINING, without("training", "keep"), "on a forward pass", "add --train"),
+    Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
-    Ineffective(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
-    Ineffective(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(
+        ("plan", "frontier"), ("device", "devices_per_node", "prices", *LINKS), beside("cluster"), "beside --cluster, where it was measured"
+    ),
+    Ineffective(("simulate",), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(
+        ("plan", "frontier", "simulate"), ("tf32",), beside("cluster"), "beside --cluster, which was measured with what torch was set to"
+    ),
     Ineffective(
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
     Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
-    Ineffective(("simulate",), ("trust",), lambda given, values: not _is_plan(given, values), "on a model, which is run anyway"),
+    Ineffective(("simulate",), ("trust",), _is_model, "on a model, which is run anyway"),
+    Ineffective(("simulate",), ("no_join",), _is_model, "on a model, whose reductions are not joined"),
     Ineffective(("check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
     Ineffective(
         ("export",), ("within",), lambda given, values: values.get("kind") in UNPRICED, "on a format whose reader decides what a step takes"
@@ -150,9 +160,13 @@ RULES = (
     Ineffective(
         ("simulate",), OF_PHYSICAL, lambda given, values: values.get("target") == "mlp", "on mlp, the model of a published simulator"
     ),
+    Ineffective(
+        ("simulate",), ("trace", "picture", "cluster"), lambda given, values: values.get("constants") != "physical",
+        "under a published simulator's rules, which give seconds alone",
+    ),
     Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
     Ineffective(
-        ("redistribute",), LINKS, lambda given, values: values.get("prices") == "tensorcraft",
+        ("redistribute",), tuple(LINKS), lambda given, values: values.get("prices") == "tensorcraft",
         "beside --prices tensorcraft, which has no links",
     ),
     Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
@@ -171,10 +185,12 @@ def check_combinations(verb: str, names: Mapping[str, str], given: Given, values
 
 def check_together(verb: str, values: Mapping[str, Any]) -> None:
     """ValueError on values, right one by one, that no run of the verb could use together."""
+    settings, own = values.get("settings") or {}, named_settings(verb, values)
+    if twice := [key for key in own if key in settings]:
+        key = twice[0]
+        raise ValueError(f"--{key} {own[key]} and --set {key}={settings[key]} are the same; leave one out")
     if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
-        own = {key: values[key] for key in ("batch", "seq", "dtype") if key in values and "settings" in values and values[key] is not None}
-        own = own if verb not in ("serve-plan", "degrees", "check") else {}  # of the sequences that are served or trained on
-        settings_of(written, model_settings(values.get("settings") or [], **own))
+        settings_of(written, settings | own)
     if verb == "pipeline":
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
     if verb in ("degrees", "check"):
@@ -183,10 +199,17 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
         published = " or ".join(CONSTANTS[1:])
         raise ValueError(f"mlp is the model of a published simulator; add --constants {published}, or give a plan or a model")
     if (shape := values.get("mesh")) is not None and shape != "auto":
-        pairs = [(name, layout) for name, several in parse_forbidden(values.get("forbid") or []).items() for layout in several]
-        for name, layout in [*parse_pins(values.get("pins") or []).items(), *pairs]:
-            if (count := layout.count(",") + 1) != (axes := len(parse_shape(shape))):
-                raise ValueError(f"on {name!r}: layout {layout} has {count} placements, the mesh {shape} has {axes} axes")
+        pairs = [(name, layout) for name, several in (values.get("forbid") or {}).items() for layout in several]
+        for name, layout in [*(values.get("pins") or {}).items(), *pairs]:
+            if (count := layout.count(",") + 1) != (axes := len(shape)):
+                written = "x".join(map(str, shape))
+                raise ValueError(f"on {name!r}: layout {layout} has {count} placements, the mesh {written} has {axes} axes")
+
+
+def named_settings(verb: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the verb's model that have an option of their own, where they are given."""
+    named = [key for key in NAMED if OWN[verb].get(key) is SHARED[key]]  # `seq` of a launch is no setting
+    return {key: values[key] for key in named if values[key] is not None}
 
 
 def _launch(verb: str, values: Mapping[str, Any]) -> None:
@@ -200,11 +223,10 @@ def _launch(verb: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
 
 
-def _cluster(devices: int | None, kinds: list[str], per_node: int, stages: int) -> None:
+def _cluster(devices: int | None, kinds: list[tuple[int, int, str | None]], per_node: int, stages: int) -> None:
     if (devices is None) == (not kinds):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
-    sizes = [written.partition(":")[0].split("x") for written in kinds]
-    count = sum(int(nodes) * int(of_one) for nodes, of_one in sizes) if devices is None else devices
+    count = sum(nodes * of_one for nodes, of_one, _ in kinds) if devices is None else devices
     if count > MOST_DEVICES:
         raise ValueError(f"the cluster has {count} devices; expected {MOST_DEVICES} at most: make it smaller")
     if stages > count:

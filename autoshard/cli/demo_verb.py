@@ -7,19 +7,20 @@ from pathlib import Path
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.output import complain
+from autoshard.cli.verbs import Asked
 
 MODEL = ["models/gpt2.py:small", "--set", "vocab=50304"]
 
 
 @app.command()
-def demo(out: str | None = None) -> int:
+def demo(asked: Asked, _: None) -> int:
     """Plan GPT-2 small on 2x4 devices, show the plan beside the usual ones, and verify it; no GPU and no download.
 
     \b
     autoshard demo
     """
     with tempfile.TemporaryDirectory() as folder:
-        plan = out or str(Path(folder) / "gpt2-small-2x4.json")
+        plan = asked.out or str(Path(folder) / "gpt2-small-2x4.json")
         return _verb("plan", *MODEL, "--set", "batch=512", "--mesh", "2x4", "--train", "--out", plan) or _verb(
             "verify", plan, *MODEL, "--set", "batch=8", "--set", "seq=16"
         )

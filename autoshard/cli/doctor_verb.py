@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import model_settings
 from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
+from autoshard.cli.verbs import Asked
 
 NEEDED = ("torch", "numpy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
 OPTIONAL = {  # what each is for
@@ -25,16 +25,7 @@ NEIGHBOURS = ("torchtitan", "vllm", "sglang", "deepspeed", "peft", "megatron-cor
 
 
 @app.command()
-def doctor(
-    model: str | None = None,
-    device: str | None = None,
-    training: bool = False,
-    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
-    batch: int | None = None,
-    seq: int | None = None,
-    dtype: str | None = None,
-    as_json: bool = False,
-) -> int:
+def doctor(asked: Asked, output: Output) -> int:
     """Print versions of what autoshard depends on, what is missing, which features that leaves, and whether solvers answer a problem of
     known optimum.
 
@@ -44,34 +35,33 @@ def doctor(
     autoshard doctor --json
     autoshard doctor models/gpt2.py:tiny --device cuda --train
     """
-    if (model is None) != (device is None):
+    if (asked.model is None) != (asked.device is None):
         raise ValueError("a model and --device go together: autoshard doctor models/gpt2.py:tiny --device cuda")
-    with Output(as_json=as_json) as output:
-        if model is not None:
-            output.progress("building the model", 0.0)
-            module, example_inputs = load_model(model, model_settings(settings, batch=batch, seq=seq, dtype=dtype), training=training)
-            output.progress("looking up its ops", 0.3)
-            answer = load_api().dry_run(module, example_inputs, training=training, device=device)
-            output.answer(answer, lambda: _device_table(answer))
-            return OK if answer["ok"] else NO
-        output.progress("trying the solvers", 0.0)
-        versions = {name: _version(name) for name in ("autoshard", *NEEDED, *OPTIONAL)}
-        missing = [name for name in NEEDED if versions[name] is None]
-        solvers = {} if {"numpy", "highspy"} & set(missing) else _selftest()
-        here = _torch_here() if versions["torch"] else TorchHere(None, 0, "", ("torch is not installed",))
-        ok = not missing and not here.moved and all(state == "ok" for state in solvers.values())
-        record = {
-            "ok": ok,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "versions": versions,
-            "missing": missing,
-            "solvers": solvers,
-            "torch": {"cuda": here.cuda, "gpus": here.gpus, "untested": here.untested or None, "moved": list(here.moved)},
-            "neighbours": {name: version for name in NEIGHBOURS if (version := _version(name))},
-            "features": _features(versions, missing, here),
-        }
-        output.answer(record, lambda: _table(record))
+    if asked.model is not None:
+        output.progress("building the model", 0.0)
+        module, example_inputs = load_model(asked.model, asked.settings, training=asked.training)
+        output.progress("looking up its ops", 0.3)
+        answer = load_api().dry_run(module, example_inputs, training=asked.training, device=asked.device)
+        output.answer(answer, lambda: _device_table(answer))
+        return OK if answer["ok"] else NO
+    output.progress("trying the solvers", 0.0)
+    versions = {name: _version(name) for name in ("autoshard", *NEEDED, *OPTIONAL)}
+    missing = [name for name in NEEDED if versions[name] is None]
+    solvers = {} if {"numpy", "highspy"} & set(missing) else _selftest()
+    here = _torch_here() if versions["torch"] else TorchHere(None, 0, "", ("torch is not installed",))
+    ok = not missing and not here.moved and all(state == "ok" for state in solvers.values())
+    record = {
+        "ok": ok,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "missing": missing,
+        "solvers": solvers,
+        "torch": {"cuda": here.cuda, "gpus": here.gpus, "untested": here.untested or None, "moved": list(here.moved)},
+        "neighbours": {name: version for name in NEIGHBOURS if (version := _version(name))},
+        "features": _features(versions, missing, here),
+    }
+    output.answer(record, lambda: _table(record))
     return OK if ok else NO
 
 

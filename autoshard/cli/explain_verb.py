@@ -13,28 +13,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import parse_settings
 from autoshard.cli.loading import load_any_plan, load_api, load_report, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
+from autoshard.cli.verbs import Asked
 
 
 @app.command()
-def explain(
-    solution: str,
-    name: str | None = None,
-    why_not: str | None = None,
-    alternatives: int = 5,
-    model: str | None = None,
-    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
-    trust: bool = False,
-    robust: bool = False,
-    within: float = 0.0,
-    time_limit: float = 60.0,
-    mesh: str | None = None,
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def explain(asked: Asked, output: Output) -> int:
     """Say what a plan's seconds are made of and how far each price may be off; or why NAME has its layout, and what others would cost.
 
     \b
@@ -44,34 +30,32 @@ def explain(
     autoshard explain gpt2.json --trust --robust
     autoshard explain rl.json
     """
-    _check_words(name, why_not)
-    with Output(as_json=as_json, quiet=quiet) as output:
-        loaded = load_any_plan(solution, mesh)
-        if hasattr(loaded, "programs"):
-            if name is not None or robust:
-                raise ValueError(f"{solution} is a plan of several programs; ask about one of them: {solution}#{loaded.home}")
-            return _programs(output, loaded)
-        if hasattr(loaded, "stages"):
-            raise ValueError(f"{solution} is a pipeline, whose parts `autoshard show` lists; explain needs a plan without stages")
-        record: dict[str, Any] = {"cost_seconds": loaded.cost}
-        shown: list[Callable[[], RenderableType]] = []
-        if name is None:
-            _prices(loaded, record, shown)
-        if name is not None or robust:
-            written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust, option="--model")
-            output.progress("building the model", 0.0)
-            module, example_inputs = load_model(written, keywords, training=loaded.training)
-            check_sizes(module, example_inputs, loaded, solution)
-            options: dict[str, Any] = {"time_limit": time_limit, "progress": output.progress}
-        if name is not None:
-            explained = load_api().explain(module, example_inputs, loaded, name, why_not=why_not, most=alternatives, **options).to_dict()
-            record["explained"] = explained
-            shown.append(lambda: load_report().explained(explained))
-        if robust:
-            ranges = load_api().robustness(module, example_inputs, loaded, slack=within, **options)
-            record["robust"] = ranges
-            shown.append(lambda: load_report().robustness_table(ranges))
-        output.answer(record, lambda: Group(*(part() for part in shown)))
+    _check_words(asked.name, asked.why_not)
+    loaded = load_any_plan(asked.solution, asked.mesh)
+    if hasattr(loaded, "programs"):
+        if asked.name is not None or asked.robust:
+            raise ValueError(f"{asked.solution} is a plan of several programs; ask about one of them: {asked.solution}#{loaded.home}")
+        return _programs(output, loaded)
+    if hasattr(loaded, "stages"):
+        raise ValueError(f"{asked.solution} is a pipeline, whose parts `autoshard show` lists; explain needs a plan without stages")
+    record: dict[str, Any] = {"cost_seconds": loaded.cost}
+    shown: list[Callable[[], RenderableType]] = []
+    if asked.name is None:
+        _prices(loaded, record, shown)
+    if asked.name is not None or asked.robust:
+        written, keywords = model_of(loaded, asked.model, asked.settings, asked.solution, asked.trust, option="--model")
+        output.progress("building the model", 0.0)
+        module, example_inputs = load_model(written, keywords, training=loaded.training)
+        check_sizes(module, example_inputs, loaded, asked.solution)
+        options: dict[str, Any] = {"time_limit": asked.time_limit, "progress": output.progress}
+    if asked.name is not None:
+        options_of_name = {"why_not": asked.why_not, "most": asked.alternatives}
+        record["explained"] = load_api().explain(module, example_inputs, loaded, asked.name, **options_of_name, **options).to_dict()
+        shown.append(lambda: load_report().explained(record["explained"]))
+    if asked.robust:
+        record["robust"] = load_api().robustness(module, example_inputs, loaded, slack=asked.within, **options)
+        shown.append(lambda: load_report().robustness_table(record["robust"]))
+    output.answer(record, lambda: Group(*(part() for part in shown)))
     return OK
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,19 @@ SITE_DEVICES = tuple(sorted(set(DEVICES) - {"cpu"}))  # of autoshard/cost/device
 PRICES = ("a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu")
 
 
+def reading(read: Callable[[str, Any], Any], typed: Any = str) -> ValueKind:
+    """A kind of which all that can be read is a value."""
+    return ValueKind(lambda name, value: None, read, typed)
+
+
 def each(kind: ValueKind) -> ValueKind:
     """Several of a kind: the option is repeated."""
 
     def check(name: str, values: Sequence[Any]) -> None:
         for value in values:
-            kind.check_typed(name, value)
+            kind.check(name, value)
 
-    return ValueKind(check, typed=list[str])
+    return ValueKind(check, lambda name, typed: [kind.read(name, one) for one in typed], list[str])
 
 
 # -- files ---------------------------------------------------------------------------------------------------------------------------
@@ -102,26 +107,36 @@ def _model_or_plan(name: str, value: str) -> None:
 
 
 MODEL, MODEL_OR_PLAN = ValueKind(_model), ValueKind(_model_or_plan)
-SETTINGS = ValueKind(lambda name, value: parse_settings(value), typed=list[str])
+SETTINGS = reading(lambda name, typed: parse_settings(typed), list[str])
 
 
 # -- meshes and devices --------------------------------------------------------------------------------------------------------------
 
-MESH = ValueKind(lambda name, value: parse_shape(value))
-MESH_OR_AUTO = ValueKind(lambda name, value: None if value == "auto" else parse_shape(value))
+MESH = reading(lambda name, typed: parse_shape(typed))
+MESH_OR_AUTO = reading(lambda name, typed: typed if typed == "auto" else parse_shape(typed))
 
 
-def _nodes(name: str, value: str) -> None:
-    match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", value.strip())
+def _nodes(name: str, typed: str) -> tuple[int, int, str | None]:
+    match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", typed.strip())
     if match is None or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"{name} is {value!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
+        raise ValueError(f"{name} is {typed!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
     if match[3] is not None:
-        _device(name, match[3])
+        DEVICE.check(name, match[3])
+    return int(match[1]), int(match[2]), match[3]
 
 
-def _device(name: str, value: str) -> None:
-    if value not in DEVICES:
-        raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
+def _known(words: Sequence[str], what: str, more: str = "") -> ValueKind:
+    """One of these words, in the sentences of the rooms that have them."""
+
+    def check(name: str, value: str) -> None:
+        if value not in words:
+            raise ValueError(f"{what} {value!r}; known are {', '.join(words)}{more}")
+
+    return ValueKind(check)
+
+
+DEVICE = _known(sorted(DEVICES), "unknown device")
+PRICED = _known(PRICES, "no prices are known for", ", or measure: autoshard calibrate measure")
 
 
 def _site_device(name: str, value: str) -> None:
@@ -130,47 +145,41 @@ def _site_device(name: str, value: str) -> None:
         raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}{count}")
 
 
-def _prices(name: str, value: str) -> None:
-    if value not in PRICES:
-        raise ValueError(f"no prices are known for {value!r}; known are {', '.join(PRICES)}, or measure: autoshard calibrate measure")
-
-
-NODES, DEVICE, SITE_DEVICE, PRICED = ValueKind(_nodes), ValueKind(_device), ValueKind(_site_device), ValueKind(_prices)
+NODES, SITE_DEVICE = reading(_nodes), ValueKind(_site_device)
 DEVICE_OR_FILE = ValueKind(lambda name, value: (CLUSTER if value.endswith(".json") else DEVICE).check(name, value))
 
 
 # -- numbers and words ---------------------------------------------------------------------------------------------------------------
 
 
-def _workers(name: str, value: int) -> None:
-    if not 1 <= value <= MOST_WORKERS:
-        raise ValueError(f"{name} is {value}; expected a number of processes, 1 to {MOST_WORKERS}")
+def such(holds: Callable[[Any], bool], expected: str, typed: Any = str) -> ValueKind:
+    """What is typed, where this holds of it."""
+
+    def check(name: str, value: Any) -> None:
+        try:
+            known = holds(value)
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(f"{name} is {value!r}; expected {expected}")
+
+    return ValueKind(check, typed=typed)
 
 
-def _share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} is {value}; expected a number from 0 to 1: 0.01 is one percent")
-
-
-def _percent(name: str, value: str) -> None:
+def _percent(name: str, typed: str) -> float:
+    """`5%` or `0.05` -> 0.05."""
     try:
-        known = 0 <= float(value.strip().removesuffix("%")) < math.inf
+        share = float(typed.strip().removesuffix("%")) / (100 if typed.strip().endswith("%") else 1)
     except ValueError:
-        known = False
-    if not known:
-        raise ValueError(f"{name} is {value!r}; expected a share of 0 or more, for example 5% or 0.05")
+        share = math.nan
+    if not 0 <= share < math.inf:
+        raise ValueError(f"{name} is {typed!r}; expected a share of 0 or more, for example 5% or 0.05")
+    return share
 
 
-def _switches(name: str, value: str) -> None:
-    try:
-        known = value == "none" or 0 <= float(value) < math.inf
-    except ValueError:
-        known = False
-    if not known:
-        raise ValueError(f"{name} is {value!r}; expected how often per unit, 0 or more, or none")
-
-
-SHARE, PERCENT, SWITCHES = ValueKind(_share), ValueKind(_percent), ValueKind(_switches)
-WORKERS = ValueKind(_workers, typed=int)
+PERCENT = reading(_percent)
+SHARE = such(lambda value: 0 <= value < 1, "a number from 0 to 1: 0.01 is one percent", float)
+SWITCHES = such(lambda value: value == "none" or 0 <= float(value) < math.inf, "how often per unit, 0 or more, or none")
+WORKERS = such(lambda value: 1 <= value <= MOST_WORKERS, f"a number of processes, 1 to {MOST_WORKERS}", int)
 LAYOUT = ValueKind(lambda name, value: check_layout(name, value, any_placement=False))
-SIZE_OR_NONE = ValueKind(lambda name, value: value.strip() in ("0", "0GB") or SIZE.read(name, value))
+SIZE_OR_NONE = reading(lambda name, typed: 0.0 if typed.strip() in ("0", "0GB") else SIZE.read(name, typed))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.arguments import parse_bytes
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
+from autoshard.cli.verbs import Asked
 from autoshard.mesh import DEVICES
 from autoshard.reading import data_of
 
@@ -19,11 +19,11 @@ def load_launchers() -> ModuleType:
     return launch
 
 
-def site_of(device: str, per_node: int, memory: str | None, inter_node_bandwidth: str, intra_node_bandwidth: str | None = None) -> Any:
+def site_of(asked: Asked) -> Any:
     """The site; a node's link to the others is shared by its devices."""
-    inside = None if intra_node_bandwidth is None else parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth")
-    limit = parse_bytes(memory) if memory is not None else DEVICES[device].memory
-    return load_launchers().Site(device, per_node, limit, parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth") / per_node, inside)
+    memory = asked.memory or DEVICES[asked.device].memory
+    inside = getattr(asked, "intra_node_bandwidth", None)
+    return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside)
 
 
 def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) -> Any:

@@ -8,9 +8,8 @@ from typing import Any
 
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
-from autoshard.mesh import Device, Mesh, parse_shape
-
-INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # the default, an H100 node: as Mesh.from_bandwidths
+from autoshard.cli.verbs import Asked
+from autoshard.mesh import Device, Mesh
 
 
 def load_api() -> ModuleType:
@@ -40,18 +39,18 @@ def load_device(device: str) -> str | Device:
     return load(device)
 
 
-def load_plan(path: str, mesh: str | None) -> Any:
+def load_plan(path: str, mesh: tuple[int, ...] | None) -> Any:
     """A plan of one program. ValueError where the file has another kind."""
     return load_api().load_one(path, _mesh(mesh))
 
 
-def load_any_plan(path: str, mesh: str | None) -> Any:
+def load_any_plan(path: str, mesh: tuple[int, ...] | None) -> Any:
     """A plan of one program, of several, or of stages."""
     return load_api().load(path, _mesh(mesh))
 
 
-def _mesh(written: str | None) -> Mesh | None:
-    return None if written is None else Mesh.from_bandwidths(parse_shape(written))
+def _mesh(shape: tuple[int, ...] | None) -> Mesh | None:
+    return None if shape is None else Mesh.from_bandwidths(shape)
 
 
 def model_of(
@@ -79,13 +78,13 @@ def model_of(
     return named, settings
 
 
-def models_for(output: Output, plan: Any, path: str, model: str | None, settings: dict, trust: bool) -> tuple[Any, Any]:
+def models_for(output: Output, plan: Any, asked: Asked) -> tuple[Any, Any]:
     """What `verify` and `check` take beside a plan: its model and example inputs; of several programs, each of both by name."""
-    several = hasattr(plan, "programs")
+    several, path, model = hasattr(plan, "programs"), asked.solution, asked.model
     file = model and model.partition("#")[0]
     of_each = {name: (one, file and f"{file}#{name}", f"{path}#{name}") for name, one in plan.programs.items()} if several else {}
     plans = of_each or {"": (plan, model, path)}
-    named = {name: (model_of(one, written, settings, where, trust), one.training) for name, (one, written, where) in plans.items()}
+    named = {name: model_of(one, written, asked.settings, where, asked.trust) for name, (one, written, where) in plans.items()}
     output.progress("building the model", 0.0)
-    built = {name: load_model(written, keywords, training=training) for name, ((written, keywords), training) in named.items()}
+    built = {name: load_model(written, keywords, training=plans[name][0].training) for name, (written, keywords) in named.items()}
     return ({name: pair[0] for name, pair in built.items()}, {name: pair[1] for name, pair in built.items()}) if several else built[""]

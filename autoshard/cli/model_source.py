@@ -51,6 +51,15 @@ def may_have(path: str, function: str) -> None:
         raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
 
 
+def may_be_programs(written: str) -> bool:
+    """Whether the model may be several Programs, which say themselves whether they train: its file has a name with that word."""
+    if written.startswith("hf:") or "#" in written:
+        return False
+    tree = _tree(str(model_file(written.rpartition(":")[0])))
+    nodes = [] if tree is None else ast.walk(tree)
+    return any("program" in str(getattr(node, field, "")).lower() for node in nodes for field in ("id", "name", "attr"))
+
+
 def settings_of(written: str, given: Mapping[str, Any]) -> None:
     """ValueError for a --set that the model's function does not accept, as far as its source shows."""
     if written.startswith("hf:"):

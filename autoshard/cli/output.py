@@ -62,6 +62,12 @@ class Output(AbstractContextManager):
         else:
             self._print(Visible(table()))
 
+    def write(self, path: str | None, write: Callable[[str], object], more: str = "") -> None:
+        """Write a result to the path, where there is one, and say so."""
+        if path is not None:
+            write(path)
+            self.note(f"wrote {path}{more}")
+
     def plain(self, text: str) -> None:
         """Print text with its own line breaks: rich would wrap or crop long lines."""
         print(visible(text), file=self.stdout)

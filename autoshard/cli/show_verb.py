@@ -7,27 +7,14 @@ from typing import Any
 from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import parse_settings
 from autoshard.cli.loading import load_any_plan, load_api, load_report, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
+from autoshard.cli.verbs import Asked
 
 
 @app.command()
-def show(
-    solution: str,
-    other: str | None = None,
-    html: str | None = None,
-    model: str | None = None,
-    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
-    trust: bool = False,
-    frontier: str | None = None,
-    no_model: bool = False,
-    exit_code: bool = False,
-    mesh: str | None = None,
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def show(asked: Asked, output: Output) -> int:
     """Show a plan: its cost and proof, beside the usual plans, the layout of each parameter, and where the time goes.
 
     Of several programs, what sharing costs each of them; FILE#NAME is the plan of one. Of a pipeline, its stages. With OTHER, what
@@ -43,15 +30,15 @@ def show(
     autoshard show gpt2.json --html gpt2.html --trust
     autoshard show gpt2.json --html gpt2.html --model models/gpt2.py:small --set batch=512 --frontier frontier.json
     """
-    same = True
-    with Output(as_json=as_json, quiet=quiet) as output:
-        if other is not None:
-            same = _compare(output, solution, other, mesh)
-        elif html is None:
-            _print(output, load_any_plan(solution, mesh))
-        else:
-            _write(output, html, solution, load_any_plan(solution, mesh), model, parse_settings(settings), trust, frontier, no_model)
-    return NO if exit_code and not same else OK
+    if asked.other is not None:
+        same = _compare(output, asked)
+        return NO if asked.exit_code and not same else OK
+    loaded = load_any_plan(asked.solution, asked.mesh)
+    if asked.html is None:
+        _print(output, loaded)
+    else:
+        _write(output, loaded, asked)
+    return OK
 
 
 def _print(output: Output, loaded: Any) -> None:
@@ -64,25 +51,24 @@ def _print(output: Output, loaded: Any) -> None:
         output.answer(report.summary(loaded), lambda: report.planned_report(loaded))
 
 
-def _compare(output: Output, a: str, b: str, mesh: str | None) -> bool:
+def _compare(output: Output, asked: Asked) -> bool:
     """Print the differences of two plans, and return whether they are the same."""
     report = load_report()
-    record = report.comparison(*(load_any_plan(path, mesh) for path in (a, b)))
+    record = report.comparison(*(load_any_plan(path, asked.mesh) for path in (asked.solution, asked.other)))
     output.answer(record, lambda: report.comparison_tables(record))
     return record["same"]
 
 
-def _write(
-    output: Output, out: str, path: str, loaded: Any, model: str | None, settings: dict, trust: bool, frontier: str | None, no_model: bool
-) -> None:
-    """Write the page of a plan that was loaded from `path`."""
+def _write(output: Output, loaded: Any, asked: Asked) -> None:
+    """Write the page of a plan."""
     from autoshard.report import html  # here: as in loading
 
-    points = None if frontier is None else html.load_frontier(frontier)
-    several = _several(path, loaded)
-    if several and (model is not None or settings or points is not None):
+    out, no_model = asked.html, asked.no_model
+    points = None if asked.frontier is None else html.load_frontier(asked.frontier)
+    several = _several(asked.solution, loaded)
+    if several and (asked.model is not None or asked.settings or points is not None):
         raise ValueError(several)
-    page, why = (load_api().html_report(loaded), "") if several else _page(output, path, loaded, model, settings, trust, points, no_model)
+    page, why = (load_api().html_report(loaded), "") if several else _page(output, loaded, asked, points)
     if why and not no_model:
         output.note(f"without a time line: {why}")
     html.save_html(page, out)
@@ -100,16 +86,14 @@ def _several(path: str, loaded: Any) -> str:
     return f"{path} is a pipeline, whose page needs nothing else; leave the other words out" if hasattr(loaded, "stages") else ""
 
 
-def _page(
-    output: Output, path: str, loaded: Any, model: str | None, settings: dict, trust: bool, points: dict | None, no_model: bool
-) -> tuple[str, str]:
+def _page(output: Output, loaded: Any, asked: Asked, points: dict | None) -> tuple[str, str]:
     """The page, and why it has no time line (empty where it has one). ValueError where a model that was named can't be used."""
-    api, named = load_api(), model is not None or bool(settings)
-    if no_model or not (named or loaded.model):
-        why = "it was left out" if no_model else "the plan doesn't say which model it is for"
+    api, named, path = load_api(), asked.model is not None or bool(asked.settings), asked.solution
+    if asked.no_model or not (named or loaded.model):
+        why = "it was left out" if asked.no_model else "the plan doesn't say which model it is for"
         return api.html_report(loaded, frontier=points, no_model=why), why
     without = "; or --no-model, for a page without a time line"
-    written, keywords = model_of(loaded, model, settings, path, trust, option="--model", without=without)
+    written, keywords = model_of(loaded, asked.model, asked.settings, path, asked.trust, option="--model", without=without)
     try:
         output.progress("building the model", 0.0)
         module, inputs = load_model(written, keywords, training=loaded.training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 OF_THE_BEST = ("seconds", "peak_bytes", "schedule", "microbatches", "bubble", "exposed_communication_seconds")
@@ -70,18 +70,12 @@ def _cost(program: Any) -> float:
     return float(evaluate(program.formulation.problem, program.choice).cost)
 
 
-def record_of_mlp(
-    target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]], unused: Mapping[str, object]
-) -> dict:
-    """The record of a published simulator's MLP under its rules. unused: values of the options that these rules ignore."""
+def record_of_mlp(target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]]) -> dict:
+    """The record of a published simulator's MLP under its rules."""
     from autoshard.simulate import Parallel, distir
 
-    if constants not in distir.CONSTANTS:
-        raise ValueError(f"--constants is {constants!r}; expected physical, {' or '.join(distir.CONSTANTS)}")
     if target != "mlp":
         raise ValueError(f"{target} under {constants}; those rules know their MLP alone: give mlp, with --set layers, width and batch")
-    if given := [option for option, value in unused.items() if value]:
-        raise ValueError(f"{constants} gives seconds alone, under its own prices; leave out {given[0]}")
     moved = str(keywords.pop("moved", "everything"))
     known = {"layers": 64, "width": 8192, "batch": 8192}
     if unknown := [key for key in keywords if key not in known]:

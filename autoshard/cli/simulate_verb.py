@@ -9,11 +9,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import bandwidths, model_settings
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_cluster, load_device, load_plan, load_report, model_of
+from autoshard.cli.loading import load_api, load_cluster, load_device, load_plan, load_report, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
 from autoshard.cli.simulate_records import record_of_mlp, record_of_model, record_of_plan
+from autoshard.cli.verbs import Asked
 from autoshard.mesh import Axis, Mesh
 
 Grid = list[tuple[int, int, int, int]]  # data, tensor, pipeline, microbatches
@@ -22,37 +22,7 @@ AXES = ("pipeline", "data", "tensor")
 
 
 @app.command()
-def simulate(
-    target: str,
-    model: str | None = None,
-    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
-    batch: int | None = None,
-    seq: int | None = None,
-    dtype: str | None = None,
-    trust: bool = False,
-    data: str = "1",
-    tensor: str = "1",
-    pipeline: str = "1",
-    microbatches: str = "1",
-    schedule: str = "1f1b",
-    chunks: int = 1,
-    scheme: str = "auto",
-    inference: bool = False,
-    no_overlap: bool = False,
-    no_join: bool = False,
-    prefetch: int = 4,
-    cluster: str | None = None,
-    intra_node_bandwidth: str = INTRA,
-    inter_node_bandwidth: str = INTER,
-    device: str = DEVICE,
-    tf32: bool = False,
-    devices_per_node: int | None = None,
-    constants: str = "physical",
-    trace: str | None = None,
-    picture: str | None = None,
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def simulate(asked: Asked, output: Output) -> int:
     """What a training step will take: seconds with overlap, memory, the bubble of a pipeline, and what sits on the critical path.
 
     \b
@@ -62,31 +32,23 @@ def simulate(
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
     autoshard simulate mlp --constants distir_3386edc --set layers=64 --set width=8192 --set batch=8192 --data 4 --tensor 4
     """
-    if tf32 and (cluster is not None or not _is_model(target)):
-        raise ValueError("--tf32 is for a model at prices of data sheets; a plan and a --cluster bring their own, so leave it out")
-    keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
-    grid = _configurations(data, tensor, pipeline, microbatches)
-    how: dict[str, Any] = {"overlap": not no_overlap, "prefetch": prefetch}
-    with Output(as_json=as_json, quiet=quiet) as output:
-        if constants != "physical":
-            unused = {"--trace": trace, "--picture": picture, "--cluster": cluster, "--no-join": no_join}
-            simulated = Simulated(record_of_mlp(target, constants, keywords, grid, unused))
-        elif _is_model(target):
-            _check_model_words(target, model, no_join, cluster, devices_per_node)
-            if cluster is None:
-                links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
-                mesh_of = _nodes(devices_per_node, device=load_device(device), tf32=tf32, **links)
-            else:
-                grid, mesh_of = _measured(cluster, grid, output)
-            how |= {"schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}
-            simulated = _of_model(target, keywords, grid, mesh_of, output, how)
-        else:
-            if grid != [(1, 1, 1, 1)]:
-                raise ValueError(f"{target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
-            simulated = _of_plan(target, model, keywords, trust, cluster, output, {**how, "join": not no_join})
-        _write(simulated, trace, picture, output)
-        critical = None if simulated.timeline is None or simulated.run is not None else simulated.timeline.critical_seconds
-        output.answer(simulated.record, lambda: load_report().timeline.simulation_report(simulated.record, critical))
+    grid = list(product(asked.data, asked.tensor, asked.pipeline, asked.microbatches))
+    how: dict[str, Any] = {"overlap": not asked.no_overlap, "prefetch": asked.prefetch}
+    if asked.constants != "physical":
+        simulated = Simulated(record_of_mlp(asked.target, asked.constants, asked.settings, grid))
+    elif _is_model(asked.target):
+        if asked.model is not None:
+            raise ValueError(f"{asked.target} is a model, and {asked.model} too; give one of them, or a plan and its model")
+        grid, mesh_of = _measured(asked.cluster, grid, output) if asked.cluster is not None else (grid, _nodes(asked))
+        how |= {"schedule": asked.schedule, "chunks": asked.chunks, "scheme": asked.scheme, "training": not asked.inference}
+        simulated = _of_model(asked, grid, mesh_of, output, how)
+    else:
+        if grid != [(1, 1, 1, 1)]:
+            raise ValueError(f"{asked.target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
+        simulated = _of_plan(asked, output, {**how, "join": not asked.no_join})
+    _write(simulated, asked, output)
+    critical = None if simulated.timeline is None or simulated.run is not None else simulated.timeline.critical_seconds
+    output.answer(simulated.record, lambda: load_report().timeline.simulation_report(simulated.record, critical))
     return OK
 
 
@@ -98,35 +60,23 @@ class Simulated(NamedTuple):
     run: Any = None
 
 
-def _check_model_words(target: str, model: str | None, no_join: bool, cluster: str | None, devices_per_node: int | None) -> None:
-    """ValueError on options that contradict each other, or have no meaning for a model."""
-    if model is not None:
-        raise ValueError(f"{target} is a model, and {model} too; give one of them, or a plan and its model")
-    if no_join:
-        raise ValueError(f"--no-join is for a plan, but {target} is a model, whose reductions are never joined; leave it out")
-    if cluster is not None and devices_per_node is not None:
-        raise ValueError(f"--devices-per-node {devices_per_node} and --cluster {cluster} both say what a node is; leave one out")
-
-
-def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Simulated:
+def _of_model(asked: Asked, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Simulated:
     from autoshard.api import Parallel, simulate_grid  # here: torch takes seconds to import
 
     output.progress("building the model", 0.0)
-    module, inputs = load_model(target, keywords, training=how["training"])
+    module, inputs = load_model(asked.target, asked.settings, training=how["training"])
     simulations = simulate_grid(module, inputs, [Parallel(*numbers) for numbers in grid], mesh_of, progress=output.progress, **how)
     simulations.sort(key=lambda one: (not one.fits, one.seconds))
     return Simulated(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
 
 
-def _of_plan(
-    target: str, model: str | None, keywords: dict, trust: bool, cluster: str | None, output: Output, how: Mapping[str, Any]
-) -> Simulated:
-    solution = load_plan(target, None)
-    measured = None if cluster is None else load_cluster(cluster)
-    written, keywords = model_of(solution, model, keywords, target, trust)
+def _of_plan(asked: Asked, output: Output, how: Mapping[str, Any]) -> Simulated:
+    solution = load_plan(asked.target, None)
+    measured = None if asked.cluster is None else load_cluster(asked.cluster)
+    written, keywords = model_of(solution, asked.model, asked.settings, asked.target, asked.trust)
     output.progress("building the model", 0.0)
     module, inputs = load_model(written, keywords, training=solution.training)
-    check_sizes(module, inputs, solution, target)
+    check_sizes(module, inputs, solution, asked.target)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
     return Simulated(record_of_plan(solution, timeline, measured=measured is not None), timeline)
 
@@ -135,15 +85,12 @@ def _is_model(target: str) -> bool:
     return target.startswith("hf:") or ".py:" in target
 
 
-def _configurations(*written: str) -> Grid:
-    return list(product(*([int(number) for number in numbers.split(",")] for numbers in written)))  # type: ignore[arg-type]
-
-
-def _nodes(devices_per_node: int | None, **prices: Any) -> MeshMaker:
-    """A function that makes meshes of nodes of so many devices; by default a stage is a node."""
+def _nodes(asked: Asked) -> MeshMaker:
+    """Makes meshes at the prices of data sheets; where no size of a node is given, a stage is a node."""
+    prices = {"device": load_device(asked.device), "tf32": asked.tf32, **asked.links}
 
     def mesh_of(shape: tuple[int, int, int]) -> Mesh:
-        per_node = devices_per_node or math.prod(shape[1:])
+        per_node = asked.devices_per_node or math.prod(shape[1:])
         return Mesh.from_bandwidths(shape, devices_per_node=per_node, axis_names=AXES, **prices)
 
     return mesh_of
@@ -171,16 +118,15 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
     return filling, mesh_of
 
 
-def _write(simulated: Simulated, trace: str | None, picture: str | None, output: Output) -> None:
+def _write(simulated: Simulated, asked: Asked, output: Output) -> None:
+    report, timeline, run = load_report(), simulated.timeline, simulated.run
     output.progress("writing", 0.95)
-    if trace is not None:
-        report = load_report()
-        spans = report.trace_of(simulated.timeline) if simulated.run is None else report.trace_of_run(simulated.run)
-        report.timeline.save_trace(spans, trace)
-        output.note(f"wrote {trace}; open it in ui.perfetto.dev")
-    if picture is not None:
-        if simulated.run is None:
-            load_report().timeline.draw_timeline(simulated.timeline, picture)
-        else:
-            load_report().timeline.draw_run(simulated.run, picture)
-        output.note(f"wrote {picture}")
+
+    def save_trace(path: str) -> None:
+        report.timeline.save_trace(report.trace_of(timeline) if run is None else report.trace_of_run(run), path)
+
+    def draw(path: str) -> None:
+        report.timeline.draw_timeline(timeline, path) if run is None else report.timeline.draw_run(run, path)
+
+    output.write(asked.trace, save_trace, "; open it in ui.perfetto.dev")
+    output.write(asked.picture, draw)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.output import Output
+from autoshard.cli.verbs import Asked
 from autoshard.problem import Problem, read_contest, write_choice
 
 if TYPE_CHECKING:
@@ -17,15 +18,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
-def solve(
-    problem: str,
-    solver: str = "auto",
-    time_limit: float = 10000.0,
-    gap: float = 0.0,
-    out: str | None = None,
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def solve(asked: Asked, output: Output) -> int:
     """Pick one choice per node of a PROBLEM at the least cost within its memory limit, with a proof.
 
     \b
@@ -34,39 +27,33 @@ def solve(
     from autoshard.solvers import Answer, Status  # here: cvxpy takes seconds to import, which --help shouldn't
     from autoshard.solvers import solve as run
 
-    with Output(as_json=as_json, quiet=quiet) as output:
-        output.progress("reading", 0.0)
-        began = time.monotonic()
-        numbers, answer = None, Answer(Status.UNKNOWN, None, math.inf, -math.inf, solver, interrupted=True)
-        try:
-            numbers = read_contest(problem)
-        except KeyboardInterrupt:  # nothing is known yet, and that is said like any other answer
-            output.note("interrupted while reading")
-        read = time.monotonic() - began
-        if numbers is not None:
-            output.progress("solving", 0.0)
-            options: dict[str, Any] = {"solver": solver, "time_limit": time_limit, "gap": gap}
-            answer = run(numbers, **options, progress=lambda cost, bound: output.progress(*_progress(cost, bound)))
-        if out is not None and answer.choice is not None:
-            write_choice(out, answer)
-            output.note(f"wrote {out}")
-        total = answer.seconds.get("total", 0.0)
-        reduce = answer.seconds.get("reduce", 0.0)
-        record = {
-            "status": answer.status.value,
-            "cost": answer.cost,
-            "bound": answer.bound,
-            "gap": answer.gap,
-            "peak": answer.peak,
-            "limit": numbers.usage_limit if numbers is not None else None,
-            "solver": answer.solver,
-            "seconds": {"read": read, "reduce": reduce, "solve": answer.seconds.get("solve", total - reduce), "total": read + total},
-            "reduced": dict(answer.reduced),
-            "interrupted": answer.interrupted,
-        }
-        if answer.infeasibility is not None and numbers is not None:
-            record["infeasibility"] = _infeasibility(numbers, answer.infeasibility)
-        output.answer(record, lambda: _table(record, answer.status.advice))
+    output.progress("reading", 0.0)
+    began = time.monotonic()
+    numbers, answer = None, Answer(Status.UNKNOWN, None, math.inf, -math.inf, asked.solver, interrupted=True)
+    try:
+        numbers = read_contest(asked.problem)
+    except KeyboardInterrupt:  # nothing is known yet, and that is said like any other answer
+        output.note("interrupted while reading")
+    read = time.monotonic() - began
+    if numbers is not None:
+        output.progress("solving", 0.0)
+        options: dict[str, Any] = {"solver": asked.solver, "time_limit": asked.time_limit, "gap": asked.gap}
+        answer = run(numbers, **options, progress=lambda cost, bound: output.progress(*_progress(cost, bound)))
+    output.write(asked.out if answer.choice is not None else None, lambda path: write_choice(path, answer))
+    total = answer.seconds.get("total", 0.0)
+    reduce = answer.seconds.get("reduce", 0.0)
+    record = {
+        "status": answer.status.value,
+        **{name: getattr(answer, name) for name in ("cost", "bound", "gap", "peak")},
+        "limit": numbers.usage_limit if numbers is not None else None,
+        "solver": answer.solver,
+        "seconds": {"read": read, "reduce": reduce, "solve": answer.seconds.get("solve", total - reduce), "total": read + total},
+        "reduced": dict(answer.reduced),
+        "interrupted": answer.interrupted,
+    }
+    if answer.infeasibility is not None and numbers is not None:
+        record["infeasibility"] = _infeasibility(numbers, answer.infeasibility)
+    output.answer(record, lambda: _table(record, answer.status.advice))
     return NO if answer.choice is None or (answer.interrupted and answer.status is not Status.OPTIMAL) else OK
 
 

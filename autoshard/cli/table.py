@@ -1,14 +1,16 @@
 """Every argument of the command line that is no option of planning, declared once: of all verbs that have it, or of one.
 
-    option_of("plan", "mesh")        the declaration: words of --help, values that it knows
+    option_of("plan", "mesh")        the declaration: words of --help, values that it knows, its default
 
-A verb's function names its arguments, with their types and defaults. Options of planning are declared in `autoshard.options`. Names of
-exports, schedules and so on are repeated here, because the rooms that define them take seconds to import; a test compares the two.
+OWN has the arguments of each verb in the order of its --help. Options of planning are declared in `autoshard.options`. Names of exports,
+schedules and so on are repeated here, because the rooms that define them take seconds to import; a test compares the two.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard.cli.kinds import (
     CLUSTER,
@@ -36,6 +38,7 @@ from autoshard.cli.kinds import (
     file,
     plan,
 )
+from autoshard.mesh import DEVICES_PER_NODE
 from autoshard.options import (
     COUNTS,
     SCHEDULES,
@@ -44,6 +47,7 @@ from autoshard.options import (
     SOLVERS,
     SWITCH,
     TEXT,
+    TIME_LIMIT,
     Declaration,
     Options,
     PipelineOptions,
@@ -68,36 +72,51 @@ METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 
 
 @dataclass(frozen=True)
-class Argument(Declaration):
+class Typed(Declaration):
+    """An option that only the command line has. default: as it is typed; REQUIRED where there is none."""
+
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class Argument(Typed):
     """An argument without a name of its own on the command line."""
 
 
-def opt(help: str, kind: ValueKind = TEXT, *flags: str, metavar: str | None = None) -> Declaration:
-    return Declaration(kind, help, flags, metavar)
+REQUIRED: Any = inspect.Parameter.empty
 
 
-def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None) -> Argument:
-    return Argument(kind, help, metavar=metavar)
+def opt(help: str, kind: ValueKind = TEXT, *flags: str, metavar: str | None = None, default: Any = None) -> Typed:
+    """Without a default switches are off, and nothing is given of others."""
+    nothing = kind.typed() if kind.typed in (bool, list[str]) else None
+    return Typed(kind, help, flags, metavar, default=nothing if default is None else default)
 
 
+def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None, default: Any = REQUIRED) -> Argument:
+    return Argument(kind, help, metavar=metavar, default=default)
+
+
+TEXTS = each(TEXT)
 CONTEST, SCHEME = file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
 MEASURED = each(file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
 SECONDS = number(above=True, finite=False)
 LAUNCHER, PRECISION, RUNS_ON = one_of(tuple(LAUNCHERS), "launcher"), one_of(PRECISIONS), one_of(("cpu", "cuda"), "device")
 OLD_MESH = opt("For old plans, whose files don't say: the mesh, 2x4.", MESH)
-THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", MODEL)
+THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", MODEL, default=None)
 MODEL_OPTION = opt("file.py:function; without it and with --trust the one the plan was made for.", MODEL, metavar="MODEL")
 NUMBERS_HELP = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
 
-SHARED: dict[str, Declaration] = {
+SHARED: dict[str, Typed] = {
     "model": arg("file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.", MODEL),
     "solution": arg("A plan, as `autoshard plan --out` writes it.", PLAN, "SOLUTION"),
     "trust": opt("Run the code of the model that the plan names, where no model is given.", SWITCH),
     "cluster": opt("A file of `calibrate measure`, instead of a mesh and bandwidths.", CLUSTER),
     "mesh": opt("Sizes of the mesh, slowest axis first: 2x4.", MESH),
-    "intra_node_bandwidth": opt("Bytes per second per device, inside a node.", SIZE),
-    "inter_node_bandwidth": opt("Bytes per second of one node's link to the others.", SIZE),
-    "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE),
+    "intra_node_bandwidth": opt("Bytes per second per device, inside a node.", SIZE, default="300GB/s"),
+    "inter_node_bandwidth": opt("Bytes per second of one node's link to the others.", SIZE, default="400GB/s"),
+    "device": opt(
+        "a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE, default="h100"
+    ),
     "devices_per_node": opt("Default: all axes but the first.", count()),
     "tf32": opt('Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.', SWITCH),
     "prices": opt("Take bandwidths and device from `calibrate show`: a100, h100, b200, mi300x, ...", PRICED),
@@ -108,224 +127,274 @@ SHARED: dict[str, Declaration] = {
     "as_json": opt("Print one JSON object instead of tables.", SWITCH, "--json"),
     "quiet": opt("No progress, no notes.", SWITCH),
     "out": opt("Write the plan here: .json, or .pkl.", OUT),
-}  # fmt: skip
-
-SITE = {  # of a launch
-    "device": opt("a100, h100, h200, b200, ...: one of autoshard/cost/devices.", SITE_DEVICE),
-    "per_node": opt("Devices of a node.", count()),
-    "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
-    "seq": opt("Tokens of a sequence.", count()),
-    "global_batch": opt("Sequences per step.", count()),
-    "out": opt("Write a configuration here, as the launcher reads it.", OUT),
 }
+
+
+def shared(*names: str) -> dict[str, Typed]:
+    return {name: SHARED[name] for name in names}
+
+
+NAMED = ("batch", "seq", "dtype")  # settings of models with an option of their own
+OF_MODELS, LINKS, ANSWER = shared("settings", *NAMED), shared("intra_node_bandwidth", "inter_node_bandwidth"), shared("as_json", "quiet")
+PRICES_OF_MESH = LINKS | shared("device", "tf32", "prices", "devices_per_node")
+SITE = {  # of a launch
+    "device": opt("a100, h100, h200, b200, ...: one of autoshard/cost/devices.", SITE_DEVICE, default="h100"),
+    "per_node": opt("Devices of a node.", count(), default=8),
+    "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
+}
+SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
+LAUNCH_OUT = opt("Write a configuration here, as the launcher reads it.", OUT)
 RECORDS: dict[str, type] = {"pipeline": PipelineOptions}  # by verb; of the other verbs Options
-OWN: dict[str, dict[str, Declaration]] = {
+# by verb, in the order of its --help
+OWN: dict[str, dict[str, Typed]] = {
     "plan": {
+        **shared("model"),
         "mesh": opt("Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", MESH_OR_AUTO),
+        **OF_MODELS, **shared("cluster"),
         "devices": opt("With --mesh auto: how many.", count()),
+        **shared("out"), **PRICES_OF_MESH,
         "devices_per_node": opt("Default: all axes but the first; 8 with --mesh auto.", count()),
         "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
-        "free": opt("With --keep: parameters to plan anew; repeatable.", metavar="GLOB"),
+        "free": opt("With --keep: parameters to plan anew; repeatable.", TEXTS, metavar="GLOB"),
         "switches": opt(
             "Of several programs: how often per unit copies of parameters are made anew; 0: once; none: there are no copies. Default: 1.",
             SWITCHES,
         ),
+        **ANSWER,
     },
     "show": {
         "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
-        "other": arg("Another plan, to compare it with.", PLAN, "OTHER"),
+        "other": arg("Another plan, to compare it with.", PLAN, "OTHER", default=None),
         "html": opt("Write a page of HTML here.", OUT),
-        "model": MODEL_OPTION,
+        "model": MODEL_OPTION, **shared("settings", "trust"),
         "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", file("what `autoshard frontier --out` wrote")),
         "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
         "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
-        "mesh": OLD_MESH,
+        "mesh": OLD_MESH, **ANSWER,
     },
     "verify": {
-        "model": THE_MODEL,
-        "mesh": OLD_MESH,
-        "random": opt("Check this many plans drawn at random from the candidates too.", count(0)),
-        "seed": opt("Of the inputs and of the drawing.", count(0)),
+        **shared("solution"), "model": THE_MODEL, **OF_MODELS, **shared("trust"), "mesh": OLD_MESH,
+        "random": opt("Check this many plans drawn at random from the candidates too.", count(0), default=0),
+        "seed": opt("Of the inputs and of the drawing.", count(0), default=0),
         "plant_fault": opt("Check a plan with a wrong row in it, which must fail.", SWITCH),
         "local_tensor_mode": opt("Run the rank program under torch's LocalTensorMode as well (slower).", SWITCH),
-        "device": opt("Where all ranks run: cpu or cuda.", RUNS_ON),
+        "device": opt("Where all ranks run: cpu or cuda.", RUNS_ON, default="cpu"),
         "mark": opt("Where the answer is ok, note that in the plan's file.", SWITCH),
+        **ANSWER,
     },
     "frontier": {
-        "points": opt("How many proven points to look for.", count()),
-        "gap": opt("Up to which gap a point counts as proven, relative.", number()),
-        "time_limit": opt("Seconds for the sweep.", SECONDS),
-        "recompute": opt("Blocks to recompute in the backward pass: a number, or all.", recomputed(("all",))),
+        **shared("model", "mesh"), **OF_MODELS, **shared("cluster"),
+        "points": opt("How many proven points to look for.", count(), default=12),
+        "gap": opt("Up to which gap a point counts as proven, relative.", number(), default=1e-3),
         "out": opt("Write the points and bounds here, as JSON.", OUT),
         "csv": opt("Write the points here, as CSV.", OUT),
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
         "save_dir": opt("Write the plan of every point into this folder: point-00.json, ...", FOLDER),
+        "time_limit": opt("Seconds for the sweep.", SECONDS, default=TIME_LIMIT),
+        **PRICES_OF_MESH,
+        "recompute": opt("Blocks to recompute in the backward pass: a number, or all.", recomputed(("all",)), default="0"),
+        **ANSWER,
     },
     "pipeline": {
+        **shared("model"),
         "devices": opt("How many devices, in equal nodes.", count()),
         "nodes": opt("Instead: N nodes of M devices, 2x8:h100; repeatable.", each(NODES), metavar="NxM:DEVICE"),
+        **OF_MODELS,
         "memory": opt("Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", SIZES),
         "inference": opt("The forward pass alone.", SWITCH),
         "training": opt("A training step (this is the default).", SWITCH, "--train"),
-        "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu.", DEVICE),
-        "devices_per_node": opt("With --devices.", count()),
-        "workers": opt("Processes that plan stages; 1: this one.", WORKERS),
+        **LINKS,
+        "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu.", DEVICE, default="h100"),
+        **shared("tf32"),
+        "devices_per_node": opt("With --devices.", count(), default=DEVICES_PER_NODE),
+        "workers": opt("Processes that plan stages; 1: this one.", WORKERS, default=2),
         "dask": opt("Plan stages on this Dask cluster: tcp://host:8786.", metavar="URL"),
         "out": opt("Write the pipeline with all its layouts here, as JSON.", OUT),
         "csv": opt("Write all configurations here.", OUT),
         "plot": opt("Draw speed-up over devices here: .png, .svg or .pdf.", PICTURE),
+        **ANSWER,
     },
     "simulate": {
         "target": arg(
             "A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline; or mlp, with --constants.",
             MODEL_OR_PLAN, "SOLUTION|MODEL",
         ),
-        "model": THE_MODEL,
-        "data": opt(f"Data-parallel degree. {NUMBERS_HELP}", COUNTS),
-        "tensor": opt("Tensor-parallel degree (Megatron).", COUNTS),
-        "pipeline": opt("Pipeline stages.", COUNTS),
-        "microbatches": opt("Microbatches per step; they divide the batch.", COUNTS),
-        "schedule": opt("sequential, gpipe, 1f1b, interleaved_1f1b or zb_h1.", one_of(SCHEDULES)),
-        "chunks": opt("Parts of the model per stage, for interleaved_1f1b.", count()),
-        "scheme": opt("Layouts within a stage: auto, data_parallel, fsdp, megatron, megatron_sp, or planned by the solver.", SCHEME),
+        "model": THE_MODEL, **OF_MODELS, **shared("trust"),
+        "data": opt(f"Data-parallel degree. {NUMBERS_HELP}", COUNTS, default="1"),
+        "tensor": opt("Tensor-parallel degree (Megatron).", COUNTS, default="1"),
+        "pipeline": opt("Pipeline stages.", COUNTS, default="1"),
+        "microbatches": opt("Microbatches per step; they divide the batch.", COUNTS, default="1"),
+        "schedule": opt("sequential, gpipe, 1f1b, interleaved_1f1b or zb_h1.", one_of(SCHEDULES), default="1f1b"),
+        "chunks": opt("Parts of the model per stage, for interleaved_1f1b.", count(), default=1),
+        "scheme": opt(
+            "Layouts within a stage: auto, data_parallel, fsdp, megatron, megatron_sp, or planned by the solver.", SCHEME, default="auto"
+        ),
         "inference": opt("The forward pass of MODEL alone.", SWITCH),
         "no_overlap": opt("Collectives and kernels one after the other.", SWITCH),
         "no_join": opt("Of a plan: small reductions of gradients one by one.", SWITCH),
-        "prefetch": opt("Parameters fetched ahead of their use.", count(0)),
+        "prefetch": opt("Parameters fetched ahead of their use.", count(0), default=4),
         "cluster": opt("Prices from a file of `calibrate measure`; a model uses all its devices.", CLUSTER),
+        **LINKS, **shared("device", "tf32"),
         "devices_per_node": opt("Default: those of one stage.", count()),
-        "constants": opt("physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.", one_of(CONSTANTS)),
+        "constants": opt(
+            "physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.", one_of(CONSTANTS), default="physical"
+        ),
         "trace": opt("Write a trace here, for ui.perfetto.dev.", OUT),
         "picture": opt("Draw the time line here: .png, .svg or .pdf.", PICTURE),
+        **ANSWER,
     },
     "explain": {
-        "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn."),
+        **shared("solution"),
+        "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn.", default=None),
         "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", LAYOUT, metavar="LAYOUT"),
-        "alternatives": opt("With NAME: how many other layouts to report.", count(0)),
-        "model": MODEL_OPTION,
+        "alternatives": opt("With NAME: how many other layouts to report.", count(0), default=5),
+        "model": MODEL_OPTION, **shared("settings", "trust"),
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
-        "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE),
-        "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS),
-        "mesh": OLD_MESH,
+        "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE, default=0.0),
+        "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS, default=60.0),
+        "mesh": OLD_MESH, **ANSWER,
     },
     "check": {
-        **SITE,
         "solution": arg(
             "A plan; or with --launcher a configuration of that launcher.",
             plan("a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"), "SOLUTION",
         ),
-        "model": THE_MODEL,
-        "mesh": OLD_MESH,
-        "within": opt("How far it may be above the best plan now: 5%, or 0.05.", PERCENT),
+        "model": THE_MODEL, **shared("settings", "trust"),
+        "within": opt("How far it may be above the best plan now: 5%, or 0.05.", PERCENT, default="5%"),
         "no_solve": opt("Do not plan anew; compare with a bound that is found faster.", SWITCH),
         "any_graph": opt("Accept a graph other than the one planned, if the layouts fit it: another batch size.", SWITCH),
         "cluster": opt("Today's prices: a file of `calibrate measure`. Default: those of the plan.", CLUSTER),
-        "time_limit": opt("Seconds for planning anew.", SECONDS),
+        "time_limit": opt("Seconds for planning anew.", SECONDS, default=600.0),
+        "mesh": OLD_MESH,
         "launcher": opt("SOLUTION is a configuration of torchtitan, megatron, accelerate or nanotron.", LAUNCHER),
         "devices": opt("With --launcher: how many, where it doesn't say.", count()),
+        "seq": opt(SEQ, count()),
         "microbatch": opt("Sequences of a microbatch, where the configuration doesn't say.", count()),
+        "global_batch": opt(GLOBAL_BATCH, count()),
+        **SITE, **shared("inter_node_bandwidth"), "out": LAUNCH_OUT, **ANSWER,
     },
     "degrees": {
-        **SITE,
-        "devices": opt("How many, in equal nodes.", count()),
-        "launcher": opt("torchtitan, megatron, accelerate or nanotron.", LAUNCHER),
-        "precision": opt("Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION),
+        **shared("model"),
+        "devices": opt("How many, in equal nodes.", count(), default=REQUIRED),
+        "seq": opt(SEQ, count(), default=8192),
+        "global_batch": opt(GLOBAL_BATCH, count(), default=512),
+        "launcher": opt("torchtitan, megatron, accelerate or nanotron.", LAUNCHER, default="torchtitan"),
+        "precision": opt("Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
         "compiled": opt("Blocks are compiled.", SWITCH, "--compile"),
+        **shared("settings"), **SITE,
         "intra_node_bandwidth": opt("Bytes per second per device, inside a node. Default: the device's own.", SIZE),
+        **shared("inter_node_bandwidth"),
         "no_bound": opt("Leave out the bound of an unrestricted plan.", SWITCH),
-        "time_limit": opt("Seconds for that bound.", SECONDS),
+        "time_limit": opt("Seconds for that bound.", SECONDS, default=30.0),
         "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),
+        "out": LAUNCH_OUT,
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
+        **ANSWER,
     },
     "serve-plan": {
-        "devices": opt("How many; replicas of the model share them.", count()),
-        "max_tokens": opt("Tokens of a sequence, prompt and answer, that the cache has room for.", count(2)),
-        "batch": opt("Sequences that are served at the same time.", count()),
+        **shared("model"),
+        "devices": opt("How many; replicas of the model share them.", count(), default=REQUIRED),
+        "max_tokens": opt("Tokens of a sequence, prompt and answer, that the cache has room for.", count(2), default=REQUIRED),
+        "batch": opt("Sequences that are served at the same time.", count(), default=REQUIRED),
         "prompt": opt("Tokens of a prompt. Default: half of --max-tokens.", count()),
-        "device": opt("One of `calibrate show`: a100, h100, h200, b200, mi300x, ...", PRICED),
-        "devices_per_node": opt("How many devices a node has.", count()),
+        **shared("settings", "dtype"),
+        "device": opt("One of `calibrate show`: a100, h100, h200, b200, mi300x, ...", PRICED, default="h100"),
+        "devices_per_node": opt("How many devices a node has.", count(), default=DEVICES_PER_NODE),
         "memory": opt("Memory of a device: 72GB. Default: all it has.", SIZE),
         "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
         "eager": opt("Every kernel is launched from the host: no CUDA graphs.", SWITCH),
+        **ANSWER,
     },
     "demo": {"out": opt("Keep the plan in this file.", OUT)},
     "doctor": {
-        "model": arg("file.py:function or hf:DIR: the model whose ops are looked up for --device.", MODEL),
+        "model": arg("file.py:function or hf:DIR: the model whose ops are looked up for --device.", MODEL, default=None),
         "device": opt("cuda: can each op run there? No GPU is needed.", RUNS_ON),
         "training": opt("Look at a training step instead of a forward pass.", SWITCH, "--train"),
+        **OF_MODELS, **shared("as_json"),
     },
     "export": {
+        **shared("solution"),
         "kind": opt(
             "sharding_map, json, parallelize_module, tp_plan (Hugging Face), vllm, sglang, fully_shard (with tensor parallel), "
             "distribute_module or checkpoint_policy.",
-            one_of(EXPORTS, "export"), "--format", "--to",
+            one_of(EXPORTS, "export"), "--format", "--to", default="sharding_map",
         ),
         "axis": opt("Mesh axis that module styles shard over. Default: where the plan shards most."),
-        "within": opt("How much longer than the plan a step may take as exported: 5%, or 0.05.", PERCENT),
+        "within": opt("How much longer than the plan a step may take as exported: 5%, or 0.05.", PERCENT, default="5%"),
         "mesh": OLD_MESH,
         "out": opt("Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", OUT),
         "as_json": opt("Print one JSON object: the export, what it leaves out, its price.", SWITCH, "--json"),
+        **shared("quiet"),
     },
     "redistribute": {
         "problem": arg(
             "Problems as JSON: shape, mesh, src, src_bs, dst, dst_bs; one or a list.",
             file("one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
         ),
-        "planner": opt("astar, dijkstra, memory_constrained or naive.", one_of(PLANNERS)),
-        "prices": opt("mesh (the links of a cluster) or tensorcraft (as published).", one_of(("mesh", "tensorcraft"))),
+        "planner": opt("astar, dijkstra, memory_constrained or naive.", one_of(PLANNERS), default="astar"),
+        "prices": opt("mesh (the links of a cluster) or tensorcraft (as published).", one_of(("mesh", "tensorcraft")), default="mesh"),
         "memory_limit": opt("Bytes per rank, for example 1GB; default: from the ends.", SIZE),
         "count": opt("What the limit counts: resident or buffers.", one_of(("resident", "buffers"))),
+        **LINKS,
         "max_depth": opt("memory_constrained: steps at most.", count()),
         "top_k": opt("memory_constrained: stop after so many ways.", count()),
         "table": opt("Print the table (the default without --json or --latex).", SWITCH),
         "latex": opt("Print the table as LaTeX.", SWITCH),
         "draw": opt("Write a picture of the first problem's route, PNG.", PICTURE),
+        **ANSWER,
     },
     "solve": {
         "problem": arg("A problem in the contest's format, .json or .json.gz.", CONTEST),
-        "solver": opt("auto, prices, ilp, cvxpy, dp, dual or exhaustive.", one_of(SOLVERS, "solver")),
-        "time_limit": opt("Seconds; then the best answer so far is returned, with its bound.", SECONDS),
-        "gap": opt("Stop when the answer is proven to be within this of the best, relative.", number()),
+        "solver": opt("auto, prices, ilp, cvxpy, dp, dual or exhaustive.", one_of(SOLVERS, "solver"), default="auto"),
+        "time_limit": opt("Seconds; then the best answer so far is returned, with its bound.", SECONDS, default=TIME_LIMIT),
+        "gap": opt("Stop when the answer is proven to be within this of the best, relative.", number(), default=0.0),
         "out": opt("Write the choices here, as JSON.", OUT),
+        **ANSWER,
     },
     "tables": {
         "spec": arg("Tables as CSV (name,rows,columns,...) or JSON.", file("tables as CSV in a file named .csv, or JSON")),
-        "devices": opt("How many devices, or a mesh such as 2x8: nodes x devices of a node.", MESH),
-        "hbm": opt("Memory of a device.", SIZE),
+        "devices": opt("How many devices, or a mesh such as 2x8: nodes x devices of a node.", MESH, default="8"),
+        "hbm": opt("Memory of a device.", SIZE, default="80GB"),
         "host_memory": opt("Memory of a host, shared by its devices; default: no table is placed there.", SIZE_OR_NONE),
-        "host_bandwidth": opt("Bytes per second between a device and its host's memory.", SIZE),
-        "batch": opt("Examples per device and step.", count()),
-        "reserve": opt("Share of all memory that is kept free.", SHARE),
-        "effort": opt("Times the usual number of search moves.", SECONDS),
-        "seed": opt("Of the search; the same seed yields the same plan.", count(0)),
+        **LINKS,
+        "host_bandwidth": opt("Bytes per second between a device and its host's memory.", SIZE, default="32GB/s"),
+        **shared("device"),
+        "batch": opt("Examples per device and step.", count(), default=512),
+        "reserve": opt("Share of all memory that is kept free.", SHARE, default=0.15),
+        "effort": opt("Times the usual number of search moves.", SECONDS, default=1.0),
+        "seed": opt("Of the search; the same seed yields the same plan.", count(0), default=0),
         "out": opt("Write the plan as JSON.", OUT),
         "plot": opt("Write a bar plot of the load per device, PNG or SVG.", PICTURE),
         "every": opt("Print every table, not only those that take longest.", SWITCH, "--all"),
+        **ANSWER,
     },
     "calibrate fit": {
         "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),
         "out": opt("Write the curves here, as JSON.", OUT),
-        "method": opt("piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).", one_of(METHODS)),
+        "method": opt("piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).", one_of(METHODS), default="piecewise"),
         "plot": opt("Draw curves and errors here: .png, .svg or .pdf.", PICTURE),
         "table": opt("Show every curve, also where there are many.", SWITCH),
         "collective": opt("Of files that don't say it."),
         "devices": opt("Of files that don't say it.", count()),
         "system": opt("A name for the cluster."),
         "alone": opt("Fit each curve by itself: others don't say how it runs between sizes.", SWITCH),
+        **ANSWER,
     },
     "calibrate measure": {
-        "out": opt("Write the cluster here, again and again while it is measured.", OUT),
-        "seconds": opt("Time to measure in, without starting up.", number(1.0)),
+        "mesh": replace(SHARED["mesh"], default=REQUIRED),
+        "out": opt("Write the cluster here, again and again while it is measured.", OUT, default="cluster.json"),
+        "seconds": opt("Time to measure in, without starting up.", number(1.0), default=40.0),
         "largest": opt("Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", SIZE),
-        "backend": opt("nccl, gloo, or auto.", one_of(("auto", "nccl", "gloo"))),
+        "backend": opt("nccl, gloo, or auto.", one_of(("auto", "nccl", "gloo")), default="auto"),
+        **ANSWER,
     },
-    "calibrate show": {"name": arg("One of them; default all.", PRICED)},
+    "calibrate show": {"name": arg("One of them; default all.", PRICED, default=None), **shared("as_json")},
 }  # fmt: skip
 
 
 def option_of(verb: str, name: str) -> Declaration:
     """The declaration of one argument of a verb."""
-    return OWN.get(verb, {}).get(name) or options_of(record_of(verb)).get(name) or SHARED[name]
+    return OWN[verb].get(name) or options_of(record_of(verb))[name]
 
 
 def record_of(verb: str) -> type:
@@ -334,5 +403,5 @@ def record_of(verb: str) -> type:
 
 
 def options_of_verb(verb: str) -> tuple[str, ...]:
-    """The options of planning that a verb has, in the order of their declaration."""
-    return tuple(name for name, option in options_of(record_of(verb)).items() if verb in option.verbs)
+    """The options of planning that a verb has, in the order of their declaration, without those that it declares itself."""
+    return tuple(name for name, option in options_of(record_of(verb)).items() if verb in option.verbs and name not in OWN[verb])

@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import bandwidths, parse_bytes
-from autoshard.cli.loading import DEVICE, INTER, INTRA, load_device, load_report
+from autoshard.cli.loading import load_device, load_report
 from autoshard.cli.output import Output, finite
-from autoshard.mesh import Mesh, parse_shape
+from autoshard.cli.verbs import Asked
+from autoshard.mesh import Mesh
 from autoshard.reading import data_of, rows_of, text_of
 from autoshard.units import size
 from autoshard.writing import write_atomically
@@ -22,25 +22,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
-def tables(
-    spec: str,
-    devices: str = "8",
-    hbm: str = "80GB",
-    host_memory: str | None = None,
-    intra_node_bandwidth: str = INTRA,
-    inter_node_bandwidth: str = INTER,
-    host_bandwidth: str = "32GB/s",
-    device: str = DEVICE,
-    batch: int = 512,
-    reserve: float = 0.15,
-    effort: float = 1.0,
-    seed: int = 0,
-    out: str | None = None,
-    plot: str | None = None,
-    every: bool = False,
-    as_json: bool = False,
-    quiet: bool = False,
-) -> int:
+def tables(asked: Asked, output: Output) -> int:
     """Shard and place embedding tables so that the slowest device is as fast as can be.
 
     \b
@@ -51,24 +33,14 @@ def tables(
     """
     from autoshard.tables import plan_tables  # here, like the report: other verbs shouldn't wait for what they import
 
-    links, to_host = bandwidths(intra_node_bandwidth, inter_node_bandwidth), parse_bytes(host_bandwidth, "--host-bandwidth")
-    memory = parse_bytes(hbm)
-    host = None if host_memory is None else 0.0 if host_memory.strip() in ("0", "0GB") else parse_bytes(host_memory)
-    mesh = Mesh.from_bandwidths(parse_shape(devices), **links, device=load_device(device))
-    with Output(as_json=as_json, quiet=quiet) as output:
-        plan = plan_tables(
-            read_tables(spec), mesh, hbm=memory, host_memory=host, reserve=reserve, batch=batch, host_bandwidth=to_host,
-            effort=effort, seed=seed, progress=output.progress,
-        )  # fmt: skip
-        record = plan.to_dict()
-        if out is not None:
-            write_atomically(json.dumps(finite(record), indent=1) + "\n", out)
-            output.note(f"wrote {out}")
-        if plot is not None and plan.devices:
-            load_report().tables.draw(plot, record)
-            output.note(f"wrote {plot}")
-        assumed = Text(f"{mesh_line(mesh)}\n{limits_line(memory, host, reserve)}\n")
-        output.answer(record, lambda: Group(assumed, load_report().tables.table_of(record, every)))
+    mesh = Mesh.from_bandwidths(asked.devices, **asked.links, device=load_device(asked.device))
+    options = {name: getattr(asked, name) for name in ("hbm", "host_memory", "reserve", "batch", "host_bandwidth", "effort", "seed")}
+    plan = plan_tables(read_tables(asked.spec), mesh, progress=output.progress, **options)
+    record = plan.to_dict()
+    output.write(asked.out, lambda path: write_atomically(json.dumps(finite(record), indent=1) + "\n", path))
+    output.write(asked.plot if plan.devices else None, lambda path: load_report().tables.draw(path, record))
+    assumed = Text(f"{mesh_line(mesh)}\n{limits_line(asked.hbm, asked.host_memory, asked.reserve)}\n")
+    output.answer(record, lambda: Group(assumed, load_report().tables.table_of(record, asked.every)))
     return OK if plan.devices else NO
 
 

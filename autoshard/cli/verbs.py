@@ -1,26 +1,38 @@
-"""A verb is a function with plain arguments; what the command line is told of each stands in `table` and in `autoshard.options`.
+"""A verb is a function of what a command line asks for; what that is stands in `table` and in `autoshard.options`.
 
     @app.command()
-    def frontier(model: str, mesh: str | None = None, ..., **planning: Any) -> int
+    def frontier(asked: Asked, output: Output) -> int
 
-`**planning` are the options of planning that the verb has, those that are on the command line, as values: `memory_limit=8e10`.
+asked: a value for each of the verb's own arguments, and in `planning` the options of planning that are on the command line. All are read by
+their kinds: `memory_limit` is 8e10, not "80GB".
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from autoshard.cli.combinations import check_combinations, check_files, check_repeated, check_together
-from autoshard.cli.table import Argument, option_of, options_of_verb, record_of
-from autoshard.options import Declaration, defaults_of
+from autoshard.cli.combinations import check_combinations, check_files, check_repeated, check_together, named_settings
+from autoshard.cli.output import Output
+from autoshard.cli.table import LINKS, OWN, REQUIRED, Argument, option_of, options_of_verb, record_of
+from autoshard.options import ValueKind, defaults_of
 
-EMPTY = inspect.Parameter.empty
+
+class Asked(SimpleNamespace):
+    """The values of a verb's arguments by their names in the table; `settings` has those with options of their own too."""
+
+    planning: dict[str, Any]
+
+    @property
+    def links(self) -> dict[str, Any]:
+        """Keywords of `Mesh.from_bandwidths`, in bytes per second."""
+        return {name: getattr(self, name) for name in LINKS}
 
 
 class Verb(TyperCommand):
@@ -37,17 +49,27 @@ class Verb(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         verb, names = ctx.obj, {parameter.name: called(parameter) for parameter in self.params}
-        for name, value in ctx.params.items():
-            if value is not None and not isinstance(value, bool) and value not in ([], ()):
-                option_of(verb, name).kind.check_typed(names[name], value)
-        given = frozenset(name for name in names if _is_given(ctx, name))
-        check_together(verb, ctx.params)
-        check_combinations(verb, names, given, ctx.params)
-        check_files(verb, names, ctx.params)
+        values = {name: read_and_checked(option_of(verb, name).kind, names[name], typed) for name, typed in ctx.params.items()}
+        given = frozenset(name for name in names if ctx.get_parameter_source(name).name == "COMMANDLINE")
+        check_together(verb, values)
+        check_combinations(verb, names, given, values)
+        check_files(verb, names, values)
+        planning = {name: values[name] for name in options_of_verb(verb) if name in given}
+        ctx.meta["asked"] = asked = Asked(**{name: values[name] for name in OWN[verb]}, planning=planning)
+        if "settings" in OWN[verb]:
+            asked.settings |= named_settings(verb, values)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort() from None
+
+
+def read_and_checked(kind: ValueKind, name: str, typed: Any) -> Any:
+    """The value of what is typed; None where nothing is. ValueError where it is none of this kind."""
+    value = None if typed is None else kind.read(name, typed)
+    if value is not None and typed not in ([], ()):
+        kind.check(name, value)
+    return value
 
 
 class Verbs(typer.Typer):
@@ -58,56 +80,45 @@ class Verbs(typer.Typer):
 
         def add(function: Callable[..., int]) -> Callable[..., int]:
             words = f"{self.info.name or ''} {name or function.__name__.replace('_', '-')}".strip()
-            return register(name, cls=Verb, context_settings={"obj": words}, **more)(spread(words, function))
+            register(name, cls=Verb, context_settings={"obj": words}, **more)(spread(words, function))
+            return function
 
         return add
 
 
 def spread(verb: str, function: Callable[..., int]) -> Callable[..., int]:
-    """The function as typer reads it: its arguments with their declarations, and the verb's options of planning one by one."""
-    own = {p.name: p for p in inspect.signature(function, eval_str=True).parameters.values()}
-    spreads = [name for name, p in own.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    planning = [name for name in options_of_verb(verb) if name not in own] if spreads else []
-    usual = defaults_of(record_of(verb))
+    """The function as typer reads it: with the verb's own arguments, and its options of planning, one by one."""
+    own, usual = OWN[verb], defaults_of(record_of(verb))
 
-    @wraps(function)
-    def run(context: typer.Context, **values: Any) -> int:
-        given = {name: values.pop(name) for name in planning}
-        return function(**values, **{name: _read(verb, name, value) for name, value in given.items() if _is_given(context, name)})
+    def run(context: typer.Context, **typed: Any) -> int:
+        asked = context.meta["asked"]
+        with Output(as_json=asked.as_json, quiet=getattr(asked, "quiet", False)) if "as_json" in own else nullcontext() as output:
+            return function(asked, output)
 
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    parameters += [_declared(verb, name, p.annotation, p.default) for name, p in own.items() if name not in spreads]
-    parameters += [_declared(verb, name, *_typed(option_of(verb, name), usual[name])) for name in planning]
+    parameters += [_declared(name, option, option.default) for name, option in own.items()]
+    planning = {name: option_of(verb, name) for name in options_of_verb(verb)}
+    parameters += [_declared(name, option, _default(option, usual[name])) for name, option in planning.items()]
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    del run.__wrapped__  # type: ignore[attr-defined]  # else typer would read the types of the function itself
     return run
 
 
-def _typed(option: Declaration, default: Any) -> tuple[Any, Any]:
-    """The type of what is typed for an option of planning, and its default there: of lists [], of switches off."""
+def _default(option: Any, default: Any) -> Any:
+    """What an option of planning is where it isn't typed: of lists [], of switches off."""
     kind = option.kind.typed
-    default = ",".join(default) if isinstance(default, tuple) else default
     if kind is bool or kind == list[str]:
-        return kind, kind()
-    return (kind | None, None) if default is None or "Default:" in option.help else (kind, kind(default))
+        return kind()
+    return None if default is None or "Default:" in option.help else kind(",".join(default) if isinstance(default, tuple) else default)
 
 
-def _declared(verb: str, name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    option = option_of(verb, name)
+def _declared(name: str, option: Any, default: Any) -> inspect.Parameter:
     facts: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
-    facts["show_default"] = default is not EMPTY and default not in (None, [])
+    facts["show_default"] = default is not REQUIRED and default not in (None, [])
     info = typer.Argument(**facts) if isinstance(option, Argument) else typer.Option(*option.typed_as(name), **facts)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[annotation, info], default=default)
-
-
-def _read(verb: str, name: str, typed: Any) -> Any:
-    option = option_of(verb, name)
-    return option.kind.read(option.typed_as(name)[0], typed)
-
-
-def _is_given(context: Any, name: str) -> bool:
-    return context.get_parameter_source(name).name == "COMMANDLINE"
+    kind = option.kind.typed if default is not None else option.kind.typed | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
 
 
 def _has_one_value(parameter: Any) -> bool:

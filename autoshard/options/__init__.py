@@ -21,7 +21,6 @@ from .kinds import count as count
 from .kinds import number as number
 from .kinds import one_of as one_of
 from .kinds import parse_bytes as parse_bytes
-from .kinds import parse_forbidden as parse_forbidden
 from .kinds import parse_pins as parse_pins
 from .kinds import recomputed as recomputed
 from .pipelines import SCHEDULES as SCHEDULES

@@ -236,7 +236,7 @@ def bytes_per_parameter(optimizer: str | float) -> float:
     if is_number(optimizer) and 0 <= optimizer < math.inf:  # type: ignore[operator]
         return optimizer  # type: ignore[return-value]
     known = ", ".join(OPTIMIZERS)
-    raise ValueError(f"unknown optimizer {optimizer!r}; known are {known}, or give its bytes of state per parameter, for example 8")
+    raise ValueError(f"unknown optimizer {optimizer!r}; expected {known}, or its bytes of state per parameter, for example 8")
 
 
 def parse_optimizer(written: str) -> str | float:

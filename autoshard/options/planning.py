@@ -137,6 +137,7 @@ class Options:
     objective: str = declared(
         "serial", one_of(OBJECTIVES),
         "What is made small: serial, the sum of all seconds; or overlapped, the seconds of the simulated time line.",
+        not_in={"plan_programs": "the sum of all seconds is what is made small; plan the program alone"},
     )  # fmt: skip
     # check a capture of few layers against an eager run of all of them
     witness: bool = declared(False, SWITCH, verbs=(), in_pass=False, noted="always")

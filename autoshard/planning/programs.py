@@ -29,7 +29,7 @@ from autoshard.planning.describe import described
 from autoshard.planning.few_layers import Correspondence, FewLayers
 from autoshard.planning.instance import Instance
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
-from autoshard.planning.question import ask, part_of, with_number_of_microbatches
+from autoshard.planning.question import ask, check_effects, part_of, with_number_of_microbatches
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.refusal import reworded
 from autoshard.planning.search import best_choice
@@ -132,10 +132,9 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
         raise ValueError(f"programs is {said}; expected Programs by name, for example {{'train': Program(model, inputs)}}")
     if wrong := [name for name in programs if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(f"a program is called {wrong[0]!r}; expected a name of letters, digits and underscores")
-    for one in (options, *(p.options for p in programs.values())):
-        for key, option in options_of(Options).items():
-            if key in one and (why := option.not_in.get("plan_programs")):
-                raise ValueError(f"{key} is no option of several programs: {why}")
+    given = set(options).union(*(program.options for program in programs.values()))
+    if alone := [(key, why) for key, option in options_of(Options).items() if key in given and (why := option.not_in.get("plan_programs"))]:
+        raise ValueError("{} is no option of several programs: {}".format(*alone[0]))
     if "training" in options:
         raise ValueError("training is a matter of each program: give it to Program(training=True)")
     for name, program in programs.items():
@@ -143,6 +142,8 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
             raise ValueError(f"{wrong[0]} is among the options of program {name!r}; give it to plan_programs, or Program(training=True)")
         if {**options, **program.options}.get("recompute") == "auto":
             raise ValueError(f"recompute is 'auto' for program {name!r}; expected a number of blocks or 'all': plan it alone to see which")
+    if (idle := [key for key in having(Options, "of_training") if key in options]) and not any(p.training for p in programs.values()):
+        raise ValueError(f"{idle[0]} has no effect on forward passes; add training=True to the Program that trains, or leave it out")
     return checked_options(Options, options)
 
 
@@ -166,8 +167,9 @@ def _alone(
     mesh, devices = _part(name, program, cluster)
     options: Options = checked_options(Options, {**vars(shared), **program.options, "training": program.training, "baselines": False})
     for shape, inputs, weight in program.variants(name):
-        question = with_number_of_microbatches(ask(program.model, inputs, mesh, options, clock))
-        solved = best_choice(with_recomputed_blocks(question), share=SHARE)
+        question = ask(program.model, inputs, mesh, options, clock)
+        check_effects(question.with_options(training=True))  # options of training may be of the other programs
+        solved = best_choice(with_recomputed_blocks(with_number_of_microbatches(question)), share=SHARE)
         one = solved.instance
         yield Piece(shape, one.formulated, one.problem, weight, name, switches, devices, program.keeps_state, one.layers), solved
 
@@ -197,8 +199,7 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
     if block.shape != where.shape or (block != where).any():
         raise ValueError(f"devices {list(devices)[:9]} are no block of the mesh {mesh.shape} in order; give the program a mesh of its own")
     axes = [replace(axis, size=n) for axis, n in zip(mesh.axes, sizes, strict=True) if n > 1]
-    one = [replace(mesh.axes[-1], name="axis0", size=1)]
-    return Mesh(tuple(axes or one), mesh.device)
+    return Mesh(tuple(axes or [replace(mesh.axes[-1], name="axis0", size=1)]), mesh.device)
 
 
 # -- all together ---------------------------------------------------------------------------------------------------------------------
@@ -206,8 +207,7 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
 
 def _starts(joined: Joined, pieces: Mapping[str, Piece], alone: Mapping[str, Answered]) -> list[tuple[int, ...]]:
     """The best plans of the programs side by side; and for each program that with its parameters' layouts in all of them."""
-    best = joined.joined_choice({name: one.choice for name, one in alone.items()})
-    starts = [best]
+    starts = [best := joined.joined_choice({name: one.choice for name, one in alone.items()})]
     for name, piece in pieces.items():
         start, owned = list(best), piece.owned()
         for other in pieces.values():
