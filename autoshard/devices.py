@@ -119,7 +119,7 @@ class Kernels:
                 plain = plain_forms(rates, of["small"], of["short"], sheet["memory_bandwidth"] * of["memory"])
                 return Kernels(f"{name}: measured", *plain, 1.0, of["memory"], of["host"] / LAUNCHES)
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
-            said = f"{name}: {data['kernels']['source']}" + (f"; fitted to {rows} published training steps" if rows else "")
+            said = f"{name}: kernels of {data['kernels']['source'].split(',')[0]}" + (f"; fitted to {rows} published training steps" if rows else "")
             matmul, matmul8, attention = (kernels_of_file(data, *kernel) for kernel in FORMS.values())
             matmul8 = replace(matmul8, cast=0.0, launch=matmul.launch)  # graphs have ops that cast
             attention = slower(attention, NEWEST if data["given"]["peak16"] > OF_HOPPER else 1.0)

@@ -63,7 +63,7 @@ class Priced:
 
 def expressible(table: Table) -> np.ndarray:
     runs, stack = table.runs, constants_of(table.runs).stack
-    plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize() == 2) & (stack.flash > 0) & (runs.compiled == 0)
+    plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize() == 2) & (stack.flash > 0)
     recompute = np.isin(runs.recompute, ("none", "full"))
     zero = np.isin(runs.zero, (0, 1, 3))
     known = (runs.queries == runs.width) & ((runs.gated > 0) | ((runs.kv_heads == runs.heads) & (runs.ffn == 4 * runs.width)))
@@ -75,7 +75,7 @@ def drawn(table: Table, most: int) -> np.ndarray:
     groups: dict[tuple, list[int]] = {}
     for i in np.flatnonzero(expressible(table)):
         runs = table.runs
-        key = (table.source[i], runs.device[i], runs.recompute[i], runs.tensor[i] > 1)
+        key = (table.source[i], runs.device[i], runs.recompute[i], runs.tensor[i] > 1, runs.compiled[i] > 0)
         groups.setdefault(key, []).append(i)
     chosen = [sorted(rows, key=lambda i: zlib.crc32(table.rows[i]["rid"].encode()))[:most] for rows in groups.values()]
     return np.array(sorted(i for rows in chosen for i in rows), dtype=int)
@@ -112,7 +112,7 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     """ValueError where the scheme's layouts forbid each other."""
     model, inputs = model_of(row, blocks, int(float(row["mbs"])) * int(float(row["dp"])))
     recompute = "all" if row["rc"] == "full" else 0
-    options = checked_options(Options, {"training": True, "master_weights": True, "recompute": recompute})
+    options = checked_options(Options, {"training": True, "master_weights": True, "recompute": recompute, "compiled": float(row["fused"]) > 0})
     graph, depth = capture_deep(model, inputs, training=True)
     context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
     instance = instance_of(context)

@@ -101,8 +101,7 @@ def device_file(name: str, samples: Sequence[OpSample], roofline: Roofline, mesh
     kernels = {kind: {"bfloat16": relative(form, peak, roofline.memory)} for kind, form in forms.items()}
     rates = dict.fromkeys(("training", "memory", "link", "network"), 1.0)
     rates |= {"link_latency": inside.latency, "host": roofline.launch * LAUNCHES}
-    constants: dict = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in rates.items()}
-    constants["fusion"] = {"published": 0.5, "source": "as an H100"}
+    constants = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in rates.items()}
     measured = {"source": "measured here", **kernels}
     return {"device": name, "given": given, "sheet": "the largest rates measured", "kernels": measured, "constants": constants}
 

@@ -27,7 +27,7 @@ from autoshard.cost.kernels import p_norm
 from autoshard.cost.measured_kernels import attention_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.devices import AttentionKernel, Device, MatmulKernel
-from autoshard.graph import ITEMSIZE
+from autoshard.graph import ITEMSIZE, Fused
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
@@ -45,11 +45,13 @@ def op_seconds(
     alias: int | None,
     device: Device,
     share: float = 1.0,
+    fused: Fused | None = None,
 ) -> float:
     """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 
     alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).
-    share: of its FLOPs that are computed; a causal mask leaves some out. An output that is not computed is None.
+    share: of its FLOPs that are computed; a causal mask leaves some out. An output that is not computed is None. fused: what it reads and
+    writes in a kernel that it shares.
     """
     name = _name(target)
     if name == "getitem" or alias is not None:
@@ -62,9 +64,10 @@ def op_seconds(
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     flops = share * op_flops(target, inputs, outputs)
-    traffic = _bytes_moved(name, inputs, computed) / device.memory_rate
+    traffic = (_bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)) / device.memory_rate
+    launches = fused is None or fused.launches
     if device.kernels is None:
-        return max(flops / (peak * EFFICIENCY), traffic) + device.launch
+        return max(flops / (peak * EFFICIENCY), traffic) + device.launch * launches
     kernels, kind, i = device.kernels, _kind(name), [shape for shape, _ in inputs]
     if kind in MATMULS and itemsize <= 2:
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
@@ -76,8 +79,9 @@ def op_seconds(
         busy = kernels.training * forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
     else:
         busy = max(flops / (peak * EFFICIENCY), traffic)
-    longest = max(busy, kernels.host)
-    return p_norm(busy, kernels.host, longest, HOST_NORM) if longest else 0.0
+    host = kernels.host * launches
+    longest = max(busy, host)
+    return p_norm(busy, host, longest, HOST_NORM) if longest else 0.0
 
 
 @cache
@@ -219,6 +223,12 @@ def _bytes_moved(name: str, inputs: Sequence[Described], outputs: Sequence[Descr
             times, shape_of = HELD_SCORES[name]
             moved += times * 4 * math.prod(shape_of(i, o))
     return moved
+
+
+def _bytes_of_group(fused: Fused, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> float:
+    """That the op adds to what its kernel reads and writes."""
+    moved = [(share, one) for share, one in zip((*fused.reads, *fused.writes), (*inputs, *outputs), strict=True) if share and one]
+    return sum(share * math.prod(shape) * ITEMSIZE[dtype] for share, (shape, dtype) in moved)
 
 
 def _kind(name: str) -> str:

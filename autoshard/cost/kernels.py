@@ -1,7 +1,7 @@
 """Seconds of the kernels and collectives of a training step, from constants of a kind of device and of a software stack.
 
     matmuls and attention                                                                                (measured_kernels.py)
-    elementwise bytes * (fusion where compiled) * traffic / (memory_bandwidth * memory)                  (`elementwise_seconds`)
+    elementwise bytes * traffic / (memory_bandwidth * memory)                                            (`elementwise_seconds`)
     ring        V (n-1)/n B / bandwidth + latency (n-1); bandwidth and latency of the slowest link of the ring   (`Ring`)
     overlap     (a^p + b^p)^(1/p): p = 1 is one after the other, p = inf is the longer of the two        (`overlapped`)
 
@@ -29,9 +29,8 @@ def p_norm(a: Amount, b: Amount, largest: Amount, p: float) -> Amount:
     return largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
 
 
-def elementwise_seconds(bytes: Numbers, compiled: Numbers | float, device: DeviceConstants, stack: StackConstants) -> Numbers:
-    fused = np.where(compiled > 0, device.fusion, 1.0)
-    return bytes * fused * stack.traffic / (device.memory_bandwidth * device.memory)
+def elementwise_seconds(bytes: Numbers, device: DeviceConstants, stack: StackConstants) -> Numbers:
+    return bytes * stack.traffic / (device.memory_bandwidth * device.memory)
 
 
 def overlapped(a: Numbers, b: Numbers, p: float) -> Numbers:

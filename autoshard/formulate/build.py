@@ -64,9 +64,9 @@ class _Builder:
         self.result_layouts: dict[int, Layouts] = {}
 
     def build(self) -> Formulation:
-        costs: dict[tuple[int, bool], np.ndarray] = {}
+        costs: dict[tuple, np.ndarray] = {}
         for i, op in enumerate(self.graph.ops):
-            key = self.choices.first[i], i in self.trained  # a parameter that is trained has other costs than one that isn't
+            key = self.choices.first[i], i in self.trained, op.fused  # a parameter that is trained has other costs than one that isn't
             if key not in costs:
                 costs[key] = self._known_costs(i)
             self._node(op.name, costs[key])
@@ -104,7 +104,8 @@ class _Builder:
         return len(self.names) - 1
 
     def _known_costs(self, i: int) -> np.ndarray:
-        key = ("costs", self.choices.lists[i], self.graph.signature(i), self.training if i in self.trained else None, self.microbatches)
+        trained, fused = self.training if i in self.trained else None, self.graph.ops[i].fused
+        key = ("costs", self.choices.lists[i], self.graph.signature(i), fused, trained, self.microbatches)
         return self.tables.once(key, lambda: self._op_costs(i))
 
     def _op_costs(self, i: int) -> np.ndarray:
@@ -216,4 +217,4 @@ def _kernel_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, me
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)
     ]
-    return op_seconds(op.target, ins, outs, op.alias, mesh.device, share)
+    return op_seconds(op.target, ins, outs, op.alias, mesh.device, share, op.fused)

@@ -34,6 +34,7 @@ from autoshard.graph.recompute import recompute as recompute
 from autoshard.graph.recompute import recomputed_names as recomputed_names
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
 from autoshard.graph.records import Const as Const
+from autoshard.graph.records import Fused as Fused
 from autoshard.graph.records import Graph as Graph
 from autoshard.graph.records import Op as Op
 from autoshard.graph.records import Ref as Ref

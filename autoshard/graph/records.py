@@ -58,6 +58,15 @@ class Const:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """Of an op that shares a kernel: how much of each input its kernel reads for it, and of each output it writes, 0 to 1."""
+
+    reads: tuple[float, ...]
+    writes: tuple[float, ...]
+    launches: bool  # the first op of a kernel
+
+
+@dataclass(frozen=True)
 class Op:
     """One node. `literals` is `(args, kwargs as sorted pairs)`: nested tuples of numbers, strings, None, Ref, Const."""
 
@@ -72,6 +81,7 @@ class Op:
     module: str = ""  # the module that the op comes from, "h.0.attn"
     alias: int | None = None  # the input whose storage the output shares
     backward: bool = False
+    fused: Fused | None = None  # of a compiled program: what the op adds to the kernel that it shares with others
 
     @property
     def is_placeholder(self) -> bool:
@@ -89,7 +99,7 @@ class Op:
 
     @property
     def signature(self) -> tuple:
-        """All that candidates and costs depend on except for the input tensors, which `Graph.signature` adds. Names are left out."""
+        """All that candidates depend on except for the input tensors, which `Graph.signature` adds. Costs depend on `fused`, too."""
         return (self.target, self.literals, self.outputs, self.kind, self.alias)
 
 

@@ -61,7 +61,7 @@ TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 SCORE_BYTES = 10.0  # per score of unfused attention, forward: scale and mask, softmax, dropout
 FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
-LOGIT_BYTES = 30.0  # per logit, forward and backward in float32
+LOGIT_BYTES, FUSED_LOGIT_BYTES = 30.0, 20.0  # per logit, forward and backward in float32; fused as strategies.fusion does
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def block(runs: TrainingRuns, constants: RunConstants) -> Block:
     matmuls_back = scaled * sum(matmul_seconds(m, n, k, of) + matmul_seconds(k, m, n, of) for m, k, n in shapes)
     forward, backward = _attention(runs, constants)
     moved = elementwise_bytes(runs, constants.stack.eager_norms)
-    elementwise = elementwise_seconds(moved, runs.compiled, device, constants.stack) * has("elementwise")
+    elementwise = elementwise_seconds(moved, device, constants.stack) * has("elementwise")
     summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
     sent, sent_back = _tensor_parallel(runs, constants)
     again = np.array([RECOMPUTED[kind] for kind in runs.recompute.tolist()]).reshape(-1, 4).T * has("recompute")
@@ -158,7 +158,7 @@ def _attention(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray,
     of = slower(constants.attention, np.where(device.peak16 > OF_HOPPER, NEWEST / np.maximum(stack.flash, 1e-9), 1.0))
     fused = device.training * attention_seconds(scores / 2, runs.seq, 2 * runs.head_dim, moved, of)
     products = 2 * device.training * matmul_seconds(runs.seq, runs.head_dim, runs.seq, constants.matmul16, t / runs.seq * runs.heads / tp)
-    written = products + elementwise_seconds(SCORE_BYTES * scores, 0.0, device, stack)
+    written = products + elementwise_seconds(SCORE_BYTES * scores, device, stack)
     forward = np.where(stack.flash > 0, fused, written) * constants.has("attention")
     backward = np.where(stack.flash > 0, ATTENTION_BACK, 2.0) * forward
     ring = constants.ring(runs, runs.context, tp)
@@ -168,16 +168,18 @@ def _attention(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray,
 
 
 def elementwise_bytes(runs: TrainingRuns, eager_norms: np.ndarray | float = 0.0) -> np.ndarray:
-    """Read and written by the elementwise ops of a block's forward, on one device, before any fusion.
+    """Read and written by the elementwise ops of a block's forward, on one device.
 
     In tensors of 2 bytes: two residual sums of 3 and two norms of 2, or of 16 to 18 as chains of float32 ops; rotary positions 3 or 10;
-    a gated activation 6, a plain one 3.
+    a gated activation 6, a plain one 3. Compiled, as strategies.fusion groups a Llama's: a sum and a norm 4, rotary positions 2, the
+    activations 3 and 2.
     """
     t, tp = runs.tokens, runs.tensor
     chains = (eager_norms > 0) & (runs.compiled == 0)
-    residual = np.where(chains, 40, 10) * runs.width / np.where(runs.sequence_parallel > 0, tp, 1.0)
-    inner = (3 + 3 * runs.gated) * runs.ffn / tp
-    projected = np.where(chains, 10, 3) * (runs.queries + 2 * runs.keys) / tp
+    fused = runs.compiled > 0
+    residual = np.where(chains, 40, np.where(fused, 8, 10)) * runs.width / np.where(runs.sequence_parallel > 0, tp, 1.0)
+    inner = np.where(fused, 2 + runs.gated, 3 + 3 * runs.gated) * runs.ffn / tp
+    projected = np.where(chains, 10, np.where(fused, 2, 3)) * (runs.queries + 2 * runs.keys) / tp
     return 2 * t * (residual + inner + projected)
 
 
@@ -213,7 +215,7 @@ def head_seconds(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Forward and backward of the vocabulary's matmul (16 bits) and of the loss of its logits (float32), per microbatch."""
     device, t, v = constants.device, runs.tokens, runs.vocab / runs.tensor
     matmuls = 3 * device.training * matmul_seconds(t, runs.width, v, constants.matmul16)
-    loss = elementwise_seconds(LOGIT_BYTES * t * v, runs.compiled, device, constants.stack)
+    loss = elementwise_seconds(np.where(runs.compiled > 0, FUSED_LOGIT_BYTES, LOGIT_BYTES) * t * v, device, constants.stack)
     summed = accumulation_seconds(runs.vocab / runs.tensor * runs.width, runs, constants)
     return (matmuls + loss) * constants.has("head") + summed
 

@@ -121,6 +121,11 @@ class Options:
     accumulation_dtype: str | None = declared(
         None, one_of(("float32", "bfloat16", "float16", "float64")), verbs=(), in_pass=False, kept=True, of_training=True
     )
+    # pointwise ops and reductions run in the kernels that torch.compile makes of them
+    compiled: bool = declared(
+        False, SWITCH, "Price the kernels of a compiled program: torch.compile fuses pointwise ops and reductions.", flags=("--compile",),
+        verbs=SWEPT, kept=True,
+    )  # fmt: skip
     # of long causal attention: natural, head_tail (balanced over shards of the sequence), or the better
     sequence_order: str = declared(
         "auto", one_of(("auto", "natural", "head_tail")),

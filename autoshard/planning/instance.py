@@ -17,7 +17,7 @@ from autoshard.planning.options import Options
 from autoshard.planning.question import Question
 from autoshard.problem import Problem
 from autoshard.solvers import Answer
-from autoshard.strategies import Candidates, candidates
+from autoshard.strategies import Candidates, candidates, fused
 
 SMALL = 8  # ops: a smaller block is no part of its own
 
@@ -65,7 +65,7 @@ def formulate_for(graph: Graph, layouts: Candidates, mesh: Mesh, options: Option
     """The graph's problem with the optimizer and the memory limit of the options, before any pins."""
     trains = any(r.kind == "gradient" for r in graph.results)
     training = Training(options.optimizer, options.master_weights, options.microbatches) if trains else None
-    return formulate(graph, layouts, mesh, training=training, memory_limit=options.memory_limit)
+    return formulate(fused(graph) if options.compiled else graph, layouts, mesh, training=training, memory_limit=options.memory_limit)
 
 
 def layers_of_nodes(formulated: Formulation) -> list[int]:

@@ -14,7 +14,7 @@ from autoshard.graph import Graph, Value
 from autoshard.layout import Layout, has_partial, is_legal, parse
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed, Solution, misfits
-from autoshard.strategies import Candidate, Candidates
+from autoshard.strategies import Candidate, Candidates, fused
 
 _parsed = lru_cache(maxsize=4096)(parse)
 
@@ -35,7 +35,7 @@ def formulation_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None 
     trains = any(r.kind == "gradient" for r in graph.results)
     training = Training(solution.optimizer, solution.master_weights, solution.microbatches) if trains else None
     hubs = _hubs(graph, placed, mesh)
-    formulated = formulate(graph, candidates, mesh, training=training, hubs=hubs)
+    formulated = formulate(fused(graph) if solution.compiled else graph, candidates, mesh, training=training, hubs=hubs)
     choice = [*picked, *[0] * (len(formulated.problem.node_costs) - len(picked))]
     for (i, k), node in formulated.hubs.items():
         choice[node] = _index_of(formulated.hub_layouts[i, k], placed[i].hubs[k], graph.ops[i].name)

@@ -174,6 +174,11 @@ class Solution(ModelPlan):
         return self.assumptions.get("saved") or {}
 
     @property
+    def compiled(self) -> bool:
+        """Whether kernels are those of a compiled program."""
+        return bool(self.assumptions.get("compiled", False))
+
+    @property
     def microbatches(self) -> int:
         """How many microbatches a step has: its inputs are those of one, cost and bound are of the step."""
         return int(self.assumptions.get("microbatches") or 1)

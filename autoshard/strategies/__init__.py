@@ -10,6 +10,7 @@ from autoshard.strategies.candidates import one_axis_rows as one_axis_rows
 from autoshard.strategies.expert_traffic import is_experts as is_experts
 from autoshard.strategies.expert_traffic import worked_shapes as worked_shapes
 from autoshard.strategies.experts import sends_tokens as sends_tokens
+from autoshard.strategies.fusion import fused as fused
 from autoshard.strategies.internal import internal_bytes as internal_bytes
 from autoshard.strategies.internal import internal_collectives as internal_collectives
 from autoshard.strategies.internal import internal_stages as internal_stages

@@ -11,6 +11,8 @@ Linear ops also map partial sums to partial sums (P -> P).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from autoshard.graph import UPSAMPLED, Op, Ref
@@ -308,12 +310,18 @@ LINEAR_PER_ELEMENT = {
 }
 
 
+@cache
+def is_pointwise(target: str) -> bool:
+    """Whether an operator computes each element alone, and draws no random numbers."""
+    namespace, name, overload = target.split(".", 2)
+    tags = getattr(getattr(getattr(torch.ops, namespace), name), overload).tags
+    known = torch.Tag.pointwise in tags or target in UNTAGGED or target in LINEAR_PER_ELEMENT
+    return known and torch.Tag.nondeterministic_seeded not in tags
+
+
 def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
     """Rows of an op that torch tags as pointwise and that has no rule; None for other ops and for those that draw random numbers."""
-    namespace, name, overload = op.target.split(".", 2)
-    tags = getattr(getattr(getattr(torch.ops, namespace), name), overload).tags
-    known = torch.Tag.pointwise in tags or op.target in UNTAGGED or op.target in LINEAR_PER_ELEMENT
-    if not known or torch.Tag.nondeterministic_seeded in tags or any(t is None for t in op.outputs):
+    if not is_pointwise(op.target) or any(t is None for t in op.outputs):
         return None
     shape = op.output.shape
     rows = []

@@ -30,7 +30,6 @@ class DeviceConstants:
     link_bandwidth: Numbers  # bytes/s of one device to the others of its node, one direction
     training: Numbers  # how much longer kernels take in training than alone on a warm device
     memory: Numbers  # share of the memory bandwidth that elementwise kernels reach
-    fusion: Numbers  # bytes of fused elementwise kernels, as a share of those of separate ones
     link: Numbers  # share of link_bandwidth that collectives reach
     link_latency: Numbers  # seconds per hop
     network: Numbers  # share of the adapters' bandwidth that collectives reach
