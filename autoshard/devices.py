@@ -119,7 +119,8 @@ class Kernels:
                 plain = plain_forms(rates, of["small"], of["short"], sheet["memory_bandwidth"] * of["memory"])
                 return Kernels(f"{name}: measured", *plain, 1.0, of["memory"], of["host"] / LAUNCHES)
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
-            said = f"{name}: kernels of {data['kernels']['source'].split(',')[0]}" + (f"; fitted to {rows} published training steps" if rows else "")
+            said = f"{name}: kernels of {data['kernels']['source'].split(',')[0]}"
+            said += f"; fitted to {rows} published training steps" if rows else ""
             matmul, matmul8, attention = (kernels_of_file(data, *kernel) for kernel in FORMS.values())
             matmul8 = replace(matmul8, cast=0.0, launch=matmul.launch)  # graphs have ops that cast
             attention = slower(attention, NEWEST if data["given"]["peak16"] > OF_HOPPER else 1.0)
@@ -234,6 +235,7 @@ class Device:
         return replace(self, tf32=True)
 
 
+NVLINK = 300e9  # bytes/s of one device, one direction: of A100s, by their data sheet
 DEVICE_FILES = Path(__file__).with_name("cost") / "devices"  # NAME.json of each kind of device, and stacks.json
 
 
@@ -247,6 +249,14 @@ def known_devices() -> tuple[str, ...]:
 def device_file(name: str) -> dict[str, Any]:
     """What the file holds: data sheet, and the constants of kernels with their sources."""
     return json.loads(text_of(DEVICE_FILES / f"{name}.json", "measurements"))
+
+
+def link_of(device: Device) -> float:
+    """Bytes/s that collectives reach inside a node of such devices: of its file, NVLINK for others."""
+    if device.name not in known_devices():
+        return NVLINK
+    file = device_file(device.name)
+    return float(file["given"]["link_bandwidth"] * constants_of(file["constants"])["link"])
 
 
 class _Devices(Mapping[str, Device]):

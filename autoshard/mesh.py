@@ -19,7 +19,7 @@ from typing import Any
 
 from autoshard.devices import DEVICES as DEVICES
 from autoshard.devices import Device as Device
-from autoshard.devices import Kernels
+from autoshard.devices import Kernels, link_of
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Mesh:
     def from_bandwidths(
         shape: tuple[int, ...],
         *,
-        intra_node_bandwidth: float = 300e9,
+        intra_node_bandwidth: float | None = None,
         inter_node_bandwidth: float = 400e9,
         device: str | Device = "h100",
         devices_per_node: int | None = None,
@@ -143,13 +143,14 @@ class Mesh:
     ) -> Mesh:
         """A two-level cluster: axes whose stride is within a node use the intra-node link, the others the node's own link.
 
-        intra_node_bandwidth: bytes/s per device. inter_node_bandwidth: bytes/s of one node's link to the others, shared by
-        that node's devices when they talk at the same time. devices_per_node: default all but the first axis (a mesh of one
-        axis is one node); more devices than a node has fill whole nodes. An axis that starts inside a node and leaves it is as slow as
-        the slower of its two links. tf32: float32 matmuls run as TF32, which torch has to be told (`Device`).
+        intra_node_bandwidth: bytes/s per device; by default what collectives reach on the device's own links. inter_node_bandwidth: bytes/s
+        of one node's link to the others, shared by that node's devices when they talk at the same time. devices_per_node: default all but
+        the first axis (a mesh of one axis is one node); more devices than a node has fill whole nodes. An axis that starts inside a node
+        and leaves it is as slow as the slower of its two links. tf32: float32 matmuls run as TF32, which torch has to be told (`Device`).
         ValueError on a shape, bandwidth or device that can't be.
         """
-        shape = check_shape(shape)
+        shape, device = check_shape(shape), _device_of(device, tf32)
+        intra_node_bandwidth = link_of(device) if intra_node_bandwidth is None else intra_node_bandwidth
         for name, value in (("intra_node_bandwidth", intra_node_bandwidth), ("inter_node_bandwidth", inter_node_bandwidth)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
                 raise ValueError(f"{name} is {value!r}; expected a positive number of bytes per second, for example 300e9")
@@ -158,7 +159,7 @@ class Mesh:
                 raise ValueError(f"{name} is {value!r}; expected seconds, 0 or more, for example 5e-6")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; expected {' or '.join(BACKENDS)}")
-        device, per_node = _device_of(device, tf32), _per_node(shape, devices_per_node)
+        per_node = _per_node(shape, devices_per_node)
         names = axis_names or default_axis_names(len(shape))
         if len(names) != len(shape) or len(set(names)) != len(names):
             raise ValueError(f"axis_names {names!r} must be {len(shape)} different names, one per axis of {shape}")

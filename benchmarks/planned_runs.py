@@ -4,8 +4,8 @@
     PYTHONPATH=. python benchmarks/planned_runs.py RUNS.csv [--json] [--rows N] [--folds 5] [--write]
 
 Of RUNS.csv (as for published_runs.py) count the runs that a plan can express: one pipeline stage, no context parallelism, 16-bit
-matmuls, no or full recomputation, fused attention, not compiled (a plan prices the kernels of the graph as it is captured), not set
-apart. At most N of each group of equal source, device, recomputation and use of tensor parallelism are priced (default 6), drawn by
+matmuls, no or full recomputation, fused attention, not set apart. Runs of compiled or fused software are priced as `--compile` does. At
+most N of each group of equal source, device, recomputation, use of tensor parallelism and of a compiler are priced (default 6), drawn by
 their numbers. Constants of devices are fitted without the run's cell, in folds; links are the device file's and the run's adapters, of
 which collectives are assumed to reach everything; nothing of the software is known to a plan. Models of 2 and 4 blocks are priced; the
 step is linear in blocks and microbatches.
@@ -112,7 +112,8 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     """ValueError where the scheme's layouts forbid each other."""
     model, inputs = model_of(row, blocks, int(float(row["mbs"])) * int(float(row["dp"])))
     recompute = "all" if row["rc"] == "full" else 0
-    options = checked_options(Options, {"training": True, "master_weights": True, "recompute": recompute, "compiled": float(row["fused"]) > 0})
+    asked = {"training": True, "master_weights": True, "recompute": recompute, "compiled": float(row["fused"]) > 0}
+    options = checked_options(Options, asked)
     graph, depth = capture_deep(model, inputs, training=True)
     context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
     instance = instance_of(context)

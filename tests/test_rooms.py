@@ -45,7 +45,7 @@ TABLE = {
     "solution": ("graph layout mesh precision reading torch_private writing", "dill"),
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "planning": (PLANNER + " simulate", "numpy torch"),  # the time line judges plans of the objective "overlapped"
-    "pipeline": (PLANNER + " planning simulate", "numpy networkx torch"),
+    "pipeline": (PLANNER + " devices planning simulate", "numpy networkx torch"),
     "explain": (PLANNER + " planning simulate", "numpy torch"),
     "lower": ("capture cost graph layout mesh precision reading routes solution torch_private", "torch"),
     "runtime": ("capture cost graph layout lower mesh reading routes solution torch_private", "torch"),
@@ -71,10 +71,10 @@ TABLE = {
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
     "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 622, "reading": 312,
-    "devices": 276, "mesh": 262, "layout": 175, "graph": 2136, "capture": 3300, "strategies": 2454, "cost": 1741, "routes": 652,
+    "devices": 286, "mesh": 263, "layout": 175, "graph": 2136, "capture": 3300, "strategies": 2454, "cost": 1741, "routes": 652,
     "problem": 336, "solvers": 4883, "formulate": 1527, "baselines": 1235, "solution": 1665, "simulate": 1234, "planning": 4299,
-    "pipeline": 3395, "explain": 1289, "lower": 5952, "runtime": 4591, "calibrate": 1263, "launch": 2298, "exports": 1090, "relayout": 1909,
-    "tables": 2344, "serving": 702, "report": 3113, "api": 1131, "cli": 3413, "pytest_plugin": 36,
+    "pipeline": 3401, "explain": 1289, "lower": 5952, "runtime": 4591, "calibrate": 1263, "launch": 2299, "exports": 1090, "relayout": 1909,
+    "tables": 2344, "serving": 702, "report": 3113, "api": 1131, "cli": 3410, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

@@ -40,7 +40,7 @@ def test_a_plan_for_people(spec, tmp_path):
 
 def test_what_was_assumed_is_printed(spec):
     words = ("tables", spec(GOOD), "--devices", "2x4", "--effort", "0.05")
-    mesh = "mesh 2x4 of h100; axis0 x2 400 GB/s shared by 4, 15 us; axis1 x4 300 GB/s, 5 us"
+    mesh = "mesh 2x4 of h100; axis0 x2 400 GB/s shared by 4, 15 us; axis1 x4 338 GB/s, 5 us"
     for hbm, host, expected, limits in (
         ("40GB", "512GB", 0, "limits 34 GB per device (40 GB less 15 % reserve), 435 GB per host (512 GB less 15 % reserve) table"),
         ("0.2MB", "0", 1, "limits 170 kB per device (200 kB less 15 % reserve), 0 per host infeasible: "),

@@ -54,7 +54,7 @@ class PassOptions(Options):
 
     mesh_shape: tuple[int, ...]
     inter_node_bandwidth: float = 400e9  # one node's link to the others
-    intra_node_bandwidth: float = 300e9  # per device
+    intra_node_bandwidth: float | None = None  # per device; by default the device's own
     algo: str = "alpa"  # or a baseline, one of ALGORITHMS
     communications_backend: str = "nccl"
     mip_rel_gap: float = 0.0  # percent

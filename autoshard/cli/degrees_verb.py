@@ -10,7 +10,6 @@ from autoshard.cli.verbs import Asked
 from autoshard.writing import write_atomically
 
 TABLE_ROWS = 20
-INTRA = 300e9  # bytes per second, of the plan that is the bound, where the device's own is not asked for
 
 
 @app.command()
@@ -25,12 +24,11 @@ def degrees(asked: Asked, output: Output) -> int:
     """
     room, launcher = load_launchers(), asked.launcher
     launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, compiled=asked.compiled)
-    links = asked.links | ({"intra_node_bandwidth": INTRA} if asked.intra_node_bandwidth is None else {})
     output.progress("reading the model's sizes", 0.0)
     sizes = sizes_of(asked.model, asked.settings)
     output.progress("pricing launches", 0.1)
     builder = None if asked.no_bound else model_builder(asked.model, asked.settings, asked.seq)
-    options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, **links}
+    options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, **asked.links}
     answer = load_api().degrees(sizes, launch, site_of(asked), launcher, **options)
     if answer.why_not:
         output.note(f"no regret: {answer.why_not}")

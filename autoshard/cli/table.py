@@ -112,7 +112,7 @@ SHARED: dict[str, Typed] = {
     "trust": opt("Run the code of the model that the plan names, where no model is given.", SWITCH),
     "cluster": opt("A file of `calibrate measure`, instead of a mesh and bandwidths.", CLUSTER),
     "mesh": opt("Sizes of the mesh, slowest axis first: 2x4.", MESH),
-    "intra_node_bandwidth": opt("Bytes per second per device, inside a node.", SIZE, default="300GB/s"),
+    "intra_node_bandwidth": opt("Bytes per second per device, inside a node. Default: the device's own.", SIZE),
     "inter_node_bandwidth": opt("Bytes per second of one node's link to the others.", SIZE, default="400GB/s"),
     "device": opt(
         "a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE, default="h100"
@@ -282,8 +282,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "precision": opt("Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
         "compiled": opt("Blocks are compiled.", SWITCH, "--compile"),
         **shared("settings"), **SITE,
-        "intra_node_bandwidth": opt("Bytes per second per device, inside a node. Default: the device's own.", SIZE),
-        **shared("inter_node_bandwidth"),
+        **LINKS,
         "no_bound": opt("Leave out the bound of an unrestricted plan.", SWITCH),
         "time_limit": opt("Seconds for that bound.", SECONDS, default=30.0),
         "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),

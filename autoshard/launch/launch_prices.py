@@ -74,7 +74,8 @@ def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: s
     runs = priced_runs(launches, sizes, site)
     constants = RunConstants.of([site.device], [STACKS[launcher]], launches.precision)
     if site.inside is not None:
-        constants = replace(constants, device=replace(constants.device, link_bandwidth=np.array([site.inside])))
+        stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
+        constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
     seconds, bytes = step_seconds(runs, constants, split), peak_bytes(runs, constants, split)
     if sizes.experts:

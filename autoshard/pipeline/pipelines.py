@@ -172,7 +172,7 @@ class _Search:
 
     def assumptions(self) -> dict[str, Any]:
         kinds = [
-            {"nodes": k.nodes, "devices": k.devices, "device": k.mesh((1,)).device.name, "intra_node_bandwidth": k.intra_node_bandwidth,
+            {"nodes": k.nodes, "devices": k.devices, "device": k.mesh((1,)).device.name, "intra_node_bandwidth": k.inside,
              "inter_node_bandwidth": k.inter_node_bandwidth, "memory": self.options.memory_limit or k.memory}
             for k in self.cluster.kinds
         ]  # fmt: skip

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.cost import axis_transfer_seconds, transfer_seconds
+from autoshard.devices import link_of
 from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Axis, Device, Mesh, default_axis_names
 from autoshard.pipeline.stage_division import Nodes, SubMesh, Tiling, submeshes
 
@@ -30,7 +31,7 @@ class Kind:
     nodes: int
     devices: int  # of one node
     device: Device | str = "h100"
-    intra_node_bandwidth: float = 300e9
+    intra_node_bandwidth: float | None = None  # the device's own
     inter_node_bandwidth: float = 400e9
     tf32: bool = False  # float32 matmuls run as TF32
     measured: Mesh | None = None  # nodes x devices with measured prices, which then replace the bandwidths
@@ -43,6 +44,11 @@ class Kind:
         if self.measured is not None and self.measured.shape != (self.nodes, self.devices):
             raise ValueError(f"measured is a mesh of {self.measured.shape}; expected one of {(self.nodes, self.devices)}, nodes x devices")
         self.mesh((self.devices,))  # raises ValueError for an invalid device or bandwidth
+
+    @property
+    def inside(self) -> float:
+        """Bytes per second of a device inside its node."""
+        return link_of(self.mesh((1,)).device) if self.intra_node_bandwidth is None else self.intra_node_bandwidth
 
     def mesh(self, shape: tuple[int, ...]) -> Mesh:
         """Some of its devices as a mesh; an axis of more than a node's devices leaves the node."""
@@ -147,9 +153,9 @@ class Cluster:
         """Latency, and bytes per second between a device of one sub-mesh and a device of the other. They count as devices of the same node
         only if the cluster has one node."""
         if len(self.kinds) == 1 and self.kinds[0].nodes == 1:
-            return INTRA_LATENCY, self.kinds[0].intra_node_bandwidth
+            return INTRA_LATENCY, self.kinds[0].inside
         ends = [self.kinds[x.kind] for x in (a, u)]
-        return INTER_LATENCY, min(min(kind.inter_node_bandwidth / kind.devices, kind.intra_node_bandwidth) for kind in ends)
+        return INTER_LATENCY, min(min(kind.inter_node_bandwidth / kind.devices, kind.inside) for kind in ends)
 
 
 def as_square(m: int) -> tuple[int, ...]:
