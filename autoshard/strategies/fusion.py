@@ -3,7 +3,7 @@
 Pointwise ops and reductions join the group of a producer, or of an op that reads the same tensor, if
 
     - they run over the same elements: a pointwise op over as many as the group, or over the results of its reductions; a reduction over as
-      many, to as many results as the group's other reductions; and
+      many, to as many results as the group's other reductions, or over rows beside columns where there are many; and
     - no other producer depends on the group (the kernels would wait for each other).
 
 A group reads each tensor from outside once, and writes what others read. A pointwise result that can be computed again from no more bytes
@@ -20,24 +20,30 @@ from dataclasses import dataclass, field, replace
 from autoshard.graph import Fused, Graph, Op, Value
 from autoshard.strategies.dims import is_pointwise
 
+COLUMNS = 132 * 2 * 32  # sums from which on a sum of columns isn't split in two kernels, so that what it sums may be computed in it
+MIXED = 5 * 2**20  # elements from which on reductions of rows and of columns share a kernel: inductor's mix_order_reduction
 NEAR = 4  # groups that read the same tensor: those that an op may join
 NO_MORE = 1.1  # bytes that are read to compute a result again, relative to its own
 LARGEST = 64  # ops of a group: inductor's max_fusion_size
 MOVES = {
-    "_to_copy", "clone", "copy", "cat", "constant_pad_nd", "where", "arange", "full", "zeros", "ones", "slice_backward", "select_backward",
+    "_to_copy", "clone", "copy", "cat", "stack", "nll_loss_backward", "mse_loss_backward", "constant_pad_nd", "where", "arange", "full",
+    "zeros", "ones", "slice_backward", "select_backward",
 }  # fmt: skip
 REDUCTIONS = {
     "sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin", "var", "var_mean", "std", "logsumexp", "norm",
     "linalg_vector_norm", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "native_layer_norm",
     "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "native_group_norm", "native_group_norm_backward",
-    "native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward", "cumsum",
+    "cumsum", "nll_loss_forward", "mse_loss",
 }  # fmt: skip
+
+
+Sources = dict[Value, dict[Value, float]]  # of values that are computed again: of which, and of how much of them
 
 
 @dataclass
 class KernelGroup:
     size: int  # elements over which it runs
-    results: int | None  # elements of its reductions' results; None without one
+    results: set[int]  # elements of its reductions' results
     ops: list[int] = field(default_factory=list)
     first: int = 0
 
@@ -54,7 +60,7 @@ def fused(graph: Graph) -> Graph:
         for i in reversed(group.ops):  # what only others compute again is not computed here
             if i in live:
                 live |= {root[0] for value in ops[i].inputs if group_of.get((root := _root(graph, value))[0]) == number}
-        seen: dict[Value, int] = {}  # bytes that the group has read of a tensor
+        seen: dict[Value, float] = {}  # bytes that the group has read of a tensor
         for i in group.ops:
             reads = tuple(_share_read(graph, value, number, group_of, cheap, seen) if i in live else 0.0 for value in ops[i].inputs)
             ops[i] = replace(ops[i], fused=Fused(reads, tuple(map(float, writes[i])), i == min(live, default=-1)))
@@ -74,34 +80,45 @@ def _readers(graph: Graph, group_of: dict[int, int]) -> dict[Value, set[int]]:
 
 
 def _is_written(
-    graph: Graph, value: Value, group: int, readers: dict[Value, set[int]], cheap: dict[Value, tuple[Value, ...]]
+    graph: Graph, value: Value, group: int, readers: dict[Value, set[int]], cheap: Sources
 ) -> bool:  # fmt: skip
     outside = readers[value] - {group}
     return graph.ops[value[0]].outputs[value[1]] is not None and bool(outside) and value not in cheap
 
 
 def _share_read(
-    graph: Graph, value: Value, number: int, group_of: dict[int, int], cheap: dict[Value, tuple[Value, ...]], seen: dict[Value, int]
+    graph: Graph, value: Value, number: int, group_of: dict[int, int], cheap: Sources, seen: dict[Value, float]
 ) -> float:  # fmt: skip
     """How much of the bytes of an input its group reads for it: none of what it computes itself, or has read."""
-    root, bytes = _root(graph, value), 0
-    for source in cheap.get(root, (value,)) if group_of.get(root[0]) != number else ():
-        owner, size = _root(graph, source), graph.tensor(source).bytes
+    root, bytes = _root(graph, value), 0.0
+    if group_of.get(root[0]) == number:
+        return 0.0
+    for source, share in cheap.get(root, {value: 1.0}).items():
+        owner, size = _root(graph, source), share * _part(graph, value, root) * graph.tensor(source).bytes
         if group_of.get(owner[0]) != number:
-            bytes += max(size - seen.get(owner, 0), 0)
-            seen[owner] = max(size, seen.get(owner, 0))
+            bytes += max(size - seen.get(owner, 0.0), 0.0)
+            seen[owner] = max(size, seen.get(owner, 0.0))
     return bytes / max(graph.tensor(value).bytes, 1)
 
 
-def _computed_again(graph: Graph, group_of: dict[int, int], readers: dict[Value, set[int]]) -> dict[Value, tuple[Value, ...]]:
+def _part(graph: Graph, value: Value, root: Value) -> float:
+    """How much of the tensor whose storage it shares a view has, at most all."""
+    return min(graph.tensor(value).numel / max(graph.tensor(root).numel, 1), 1.0) if value != root else 1.0
+
+
+def _computed_again(graph: Graph, group_of: dict[int, int], readers: dict[Value, set[int]]) -> Sources:
     """Pointwise results that groups compute again, each with the tensors outside of any of them from which they do."""
-    cheap: dict[Value, tuple[Value, ...]] = {}
+    cheap: Sources = {}
     for i, op in enumerate(graph.ops):
-        if i not in group_of or len(op.outputs) != 1 or op.outputs[0] is None or not _is_pointwise(op):
+        if i not in group_of or not op.outputs or op.outputs[0] is None or not _is_elementwise(graph, op):
             continue
-        sources = tuple(dict.fromkeys(source for value in op.inputs for source in cheap.get(_root(graph, value), (value,))))
-        outside = readers[i, 0] - {group_of[i]}
-        if sources and all(r >= 0 for r in outside) and sum(graph.tensor(s).bytes for s in sources) <= NO_MORE * op.outputs[0].bytes:
+        sources: dict[Value, float] = {}  # how much of each
+        for value in op.inputs:
+            root = _root(graph, value)
+            for source, share in cheap.get(root, {value: 1.0}).items():
+                sources[source] = max(sources.get(source, 0.0), share * (_part(graph, value, root) if root in cheap else 1.0))
+        read = sum(share * graph.tensor(source).bytes for source, share in sources.items())
+        if sources and all(r >= 0 for r in readers[i, 0] - {group_of[i]}) and read <= NO_MORE * op.outputs[0].bytes:
             cheap[i, 0] = sources
     return cheap
 
@@ -123,17 +140,17 @@ def _groups(graph: Graph) -> tuple[list[KernelGroup], dict[int, int]]:
         beside = {number for root in roots for number in read_by[root][-NEAR:]} - producers
         for number in sorted((p for p in producers if p >= 0), reverse=True) + sorted(beside, reverse=True):
             group = groups[number]
-            if _fits(group, size, results) and not any(
+            if graph.ops[group.first].backward == op.backward and _fits(group, size, results, _sums_columns(graph, op)) and not any(
                 p != number and _reaches(p, number, needs, groups) for p in producers
             ):  # fmt: skip
                 break
         else:
             number = len(groups)
-            groups.append(KernelGroup(size, results, first=i))
+            groups.append(KernelGroup(size, set(), first=i))
             needs[number] = set()
         group = groups[number]
         group.ops.append(i)
-        group.size, group.results = max(group.size, size), group.results if results is None else results
+        group.size, group.results = max(group.size, size), group.results if results is None else group.results | {results}
         group_of[i] = number
         needs[number] |= producers - {number}
         for root in roots:
@@ -141,12 +158,13 @@ def _groups(graph: Graph) -> tuple[list[KernelGroup], dict[int, int]]:
     return groups, group_of
 
 
-def _fits(group: KernelGroup, size: int, results: int | None) -> bool:
-    if len(group.ops) >= LARGEST:
+def _fits(group: KernelGroup, size: int, results: int | None, sums_columns: bool) -> bool:
+    if len(group.ops) >= LARGEST or (sums_columns and not group.results and (results or 0) < COLUMNS):
         return False
     if results is not None:
-        return size == group.size and group.results in (None, results)
-    return size in (group.size, group.results)
+        mixed = size >= max(MIXED, 2 * results**2) and len(group.results | {results}) == 2  # at least twice as many rows as columns
+        return size == group.size and (len(group.results | {results}) == 1 or (sums_columns and mixed))
+    return size == group.size or size in group.results
 
 
 def _reaches(start: int, group: int, needs: dict[int, set[int]], groups: list[KernelGroup]) -> bool:
@@ -171,6 +189,22 @@ def _elements(graph: Graph, i: int) -> tuple[int, int | None]:
         size = max(produced, *(math.prod(graph.tensor(value).shape) for value in op.inputs))
         return size, min(math.prod(t.shape) for t in op.outputs if t is not None) if size > produced else produced
     return produced, None
+
+
+def _is_elementwise(graph: Graph, op: Op) -> bool:
+    """Whether the first output has an element per element of an input: also of a softmax or a norm, beside few numbers per row."""
+    if _is_pointwise(op):
+        return len(op.outputs) == 1
+    return any(graph.tensor(value).numel == op.output.numel for value in op.inputs)
+
+
+def _sums_columns(graph: Graph, op: Op) -> bool:
+    """Whether a reduction leaves the last dim: its kernel runs over the elements in another order than what computes them."""
+    dims = op.literals[0][1] if len(op.literals[0]) > 1 else None
+    if _name(op) not in ("sum", "mean", "amax", "amin", "prod") or not isinstance(dims, tuple):
+        return False
+    rank = len(graph.tensor(op.inputs[0]).shape)
+    return rank - 1 not in {d % rank for d in dims if isinstance(d, int)}
 
 
 def _fuses(op: Op) -> bool:
