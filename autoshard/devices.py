@@ -101,7 +101,6 @@ class Kernels:
     matmul: MatmulKernel  # of 16-bit matrices
     matmul8: MatmulKernel  # of float8 ones
     attention: AttentionKernel  # of 16 bits, as torch runs it
-    training: float  # how much longer matmuls and attention take amid a training step than alone
     memory: float  # share of the memory bandwidth
     host: float  # seconds in which the host launches one kernel, beside the kernels that run; 0 where a graph of kernels is replayed
     serial: TestedSteps | None = None  # of the seconds of a plan, in which nothing overlaps
@@ -117,15 +116,17 @@ class Kernels:
                 rates = {"matmul": sheet["peak16"] * of["matmul16"], "matmul8": sheet["peak8"] * of["matmul8"]}
                 rates["attention"] = sheet["peak16"] * of["attention"]
                 plain = plain_forms(rates, of["small"], of["short"], sheet["memory_bandwidth"] * of["memory"])
-                return Kernels(f"{name}: measured", *plain, 1.0, of["memory"], of["host"] / LAUNCHES)
+                return Kernels(f"{name}: measured", *plain, of["memory"], of["host"] / LAUNCHES)
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
             said = f"{name}: kernels of {data['kernels']['source'].split(',')[0]}"
             said += f"; fitted to {rows} published training steps" if rows else ""
             matmul, matmul8, attention = (kernels_of_file(data, *kernel) for kernel in FORMS.values())
+            memory = data["given"]["memory_bandwidth"] * of["memory"]
+            matmul, matmul8 = (in_program(form, min(form.bandwidth, memory), of["training"]) for form in (matmul, matmul8))
             matmul8 = replace(matmul8, cast=0.0, launch=matmul.launch)  # graphs have ops that cast
-            attention = slower(attention, NEWEST if data["given"]["peak16"] > OF_HOPPER else 1.0)
+            attention = slower(attention, of["training"] * (NEWEST if data["given"]["peak16"] > OF_HOPPER else 1.0))
             tested = {kind: TestedSteps(**errors) for kind, errors in steps.items()}
-            return Kernels(said, matmul, matmul8, attention, of["training"], of["memory"], of["host"] / LAUNCHES, **tested)
+            return Kernels(said, matmul, matmul8, attention, of["memory"], of["host"] / LAUNCHES, **tested)
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             lacks = str(error) or "a figure"
             raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
@@ -139,7 +140,7 @@ class Kernels:
             return Kernels(**{**data, **known, "attention": replace(known["attention"], by_dims=())})
         rates = {kind: data[kind] * device["flops"] for kind in ("matmul", "attention")} | {"matmul8": data["flops8"]}
         forms = plain_forms(rates, data["small"], data["short"], device["memory_bandwidth"] * data["memory"])
-        return Kernels(data["source"], *forms, 1.0, data["memory"], data["host"], **known)
+        return Kernels(data["source"], *forms, data["memory"], data["host"], **known)
 
 
 FORMS: dict[str, tuple[type, str]] = {  # of plans: their kinds and dtypes
@@ -149,6 +150,12 @@ FORMS: dict[str, tuple[type, str]] = {  # of plans: their kinds and dtypes
 }
 OF_HOPPER = 500e12  # FLOP/s in 16 bits: devices with more have attention kernels that differ by generation
 NEWEST = 2.15  # the rate of attention that was measured, 690 TFLOP/s, relative to that of FlashAttention-2, 320: H100, causal, 16k tokens
+
+
+def in_program(matmul: MatmulKernel, bandwidth: Amount, slower: Amount) -> MatmulKernel:
+    """As in a program: other kernels have been in the caches since its weights were read, and clocks are lower than of a kernel alone.
+    bandwidth: bytes/s, of memory at most."""
+    return replace(matmul, rate=matmul.rate / slower, bandwidth=bandwidth, cache=0.0 * bandwidth)
 
 
 def slower(attention: AttentionKernel, by: Amount) -> AttentionKernel:

@@ -33,7 +33,7 @@ from published_runs import percent, rows_of
 from autoshard.baselines import baseline
 from autoshard.capture import capture_deep
 from autoshard.cost.devices import DeviceConstants
-from autoshard.devices import DEVICE_FILES, DEVICES, LAUNCHES, Device, known_devices
+from autoshard.devices import DEVICE_FILES, DEVICES, Device, Kernels, device_file, known_devices
 from autoshard.formulate import with_pins
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import masks_of
@@ -136,10 +136,9 @@ def step_seconds(row: Row, mesh: Mesh) -> np.ndarray:
 
 def device_of(name: str, constants: DeviceConstants, i: int) -> Device:
     """The device with the constants of row i."""
-    of = {key: float(column[i]) for key, column in vars(constants).items()}
-    kernels = DEVICES[name].kernels
-    assert kernels is not None
-    return replace(DEVICES[name], kernels=replace(kernels, training=of["training"], memory=of["memory"], host=of["host"] / LAUNCHES))
+    file = device_file(name)
+    training = {"training": {"measured": float(constants.training[i])}}
+    return replace(DEVICES[name], kernels=Kernels.of_file({**file, "constants": {**file["constants"], **training}}, name))
 
 
 def fitted_devices(table: Table, count: int) -> DeviceConstants:

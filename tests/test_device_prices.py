@@ -51,10 +51,10 @@ def test_every_device_file_is_a_device_of_meshes():
         assert Mesh.from_bandwidths((2,), device=name).device.kernels.source.startswith(f"{name}.json: ")
 
 
-def test_a_matmul_takes_as_long_as_measured_times_what_training_adds():
+def test_a_matmul_takes_as_long_as_measured_but_in_a_program():
     k = H100.kernels
-    assert mm(8192, 8192, 4096) == pytest.approx(k.training * matmul_seconds(8192, 8192, 4096, k.matmul))
-    assert mm(8192, 8192, 4096, dtype="float8_e4m3fn") == pytest.approx(k.training * matmul_seconds(8192, 8192, 4096, k.matmul8))
+    assert mm(8192, 8192, 4096) == pytest.approx(matmul_seconds(8192, 8192, 4096, k.matmul))
+    assert mm(8192, 8192, 4096, dtype="float8_e4m3fn") == pytest.approx(matmul_seconds(8192, 8192, 4096, k.matmul8))
     assert mm(8192, 8192, 128) / mm(8192, 8192, 8192) > 1.4 / 64  # per FLOP
     assert mm(4096, 4096, 4096, dtype="float32") == pytest.approx(2 * 4096**3 / (67e12 * EFFICIENCY))
 
@@ -65,14 +65,14 @@ def test_matmuls_of_a_batch_or_by_groups_are_priced_as_so_many():
 
     k = H100.kernels
     bmm = priced("bmm", bf16(6, 300, 128), bf16(6, 128, 500), output=bf16(6, 300, 500))
-    assert bmm == pytest.approx(k.training * matmul_seconds(300, 128, 500, k.matmul, 6))
+    assert bmm == pytest.approx(matmul_seconds(300, 128, 500, k.matmul, 6))
     ends = ((8,), "int32")
     grouped = priced("_grouped_mm", bf16(4096, 128), bf16(8, 128, 500), ends, output=bf16(4096, 500))
-    assert grouped == pytest.approx(k.training * matmul_seconds(512, 128, 500, k.matmul, 8))
+    assert grouped == pytest.approx(matmul_seconds(512, 128, 500, k.matmul, 8))
     half = priced("_grouped_mm", bf16(4096, 128), bf16(4, 128, 500), ends, output=bf16(4096, 500))  # a shard of the groups
-    assert half == pytest.approx(k.training * matmul_seconds(512, 128, 500, k.matmul, 4))
+    assert half == pytest.approx(matmul_seconds(512, 128, 500, k.matmul, 4))
     of_weights = priced("_grouped_mm", bf16(128, 4096), bf16(4096, 500), ends, output=bf16(8, 128, 500))
-    assert of_weights == pytest.approx(k.training * matmul_seconds(128, 512, 500, k.matmul, 8))
+    assert of_weights == pytest.approx(matmul_seconds(128, 512, 500, k.matmul, 8))
     linear = priced("linear", bf16(2, 300, 128), bf16(500, 128), output=bf16(2, 300, 500))
     assert linear == mm(600, 128, 500)
 
@@ -80,7 +80,7 @@ def test_matmuls_of_a_batch_or_by_groups_are_priced_as_so_many():
 def test_causal_attention_computes_half_where_queries_are_as_many_as_keys():
     k, scores, moved = H100.kernels, 2 * 8 * 4096 * 4096, 2 * 2 * 8 * 4096 * (4 * 128 + 2)
     for causal, share in ((False, 1.0), (True, 0.5)):
-        expected = k.training * attention_seconds(share * scores, 4096, 256, moved, k.attention)
+        expected = attention_seconds(share * scores, 4096, 256, moved, k.attention)
         assert attention(4096, 4096, causal=causal) == pytest.approx(expected)
     assert attention(1024, 4096, causal=True) == attention(1024, 4096, causal=False)  # the last shard of the queries sees all keys
 
@@ -113,12 +113,12 @@ def test_a_plan_says_which_constants_it_used_how_far_off_they_were_and_its_inter
     assert "data sheets, of which ops are assumed to reach one share" in " ".join(as_text(plan_report(untested)).split())
 
 
-@pytest.mark.parametrize("wrong", [3, {"matmul": 0.5}, {**asdict(H100.kernels), "training": "much"}])
+@pytest.mark.parametrize("wrong", [3, {"matmul": 0.5}, {**asdict(H100.kernels), "memory": "much"}])
 def test_kernels_that_cannot_be_are_refused(wrong):
     module, inputs = mlp.tiny()
     data = plan(module, inputs, Mesh.from_bandwidths((2,)), baselines=False).to_dict()
     data["mesh"]["device"]["kernels"] = wrong
-    with pytest.raises(ValueError, match="kernels|not a mesh|training"):
+    with pytest.raises(ValueError, match="kernels|not a mesh|memory"):
         Solution.from_dict(data)
 
 
@@ -174,7 +174,7 @@ def test_kernels_of_older_files_are_read_as_rates_and_what_short_ones_take():
     device = Mesh.from_dict(json.loads(json.dumps(data))).device
     fast = replace(device, kernels=replace(device.kernels, host=0.0))
     assert mm(8192, 4096, 8192, fast) == pytest.approx(2 * 8192 * 8192 * 4096 / (989e12 * 0.67) * (1 + 110 / 4096), rel=0.01)
-    assert device.memory_rate == pytest.approx(0.83 * 3.35e12) and device.kernels.training == 1.0
+    assert device.memory_rate == pytest.approx(0.83 * 3.35e12)
 
 
 def test_launches_of_the_host_are_those_that_the_files_assume():

@@ -3,7 +3,7 @@
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`) of a device without constants of kernels
     t = ( busy^3 + host^3 )^(1/3)                 of one with them (devices.Kernels): the host launches an op beside earlier ones, so the
                                                   longer one counts
-    busy       matmuls and attention of 16 bits, matmuls of 8: training * as measured (cost/measured_kernels.py)
+    busy       matmuls and attention of 16 bits, matmuls of 8: as measured, in a program (cost/measured_kernels.py, devices.in_program)
                others: max( F / (peak * EFFICIENCY),  M / (memory_bandwidth * memory) )
 
 F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
@@ -71,12 +71,12 @@ def op_seconds(
     kernels, kind, i = device.kernels, _kind(name), [shape for shape, _ in inputs]
     if kind in MATMULS and itemsize <= 2:
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
-        busy = kernels.training * _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
+        busy = _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
     elif kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
         scores, moved = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed)
         forward = _attention_seconds(scores, max(k[-2], 1), q[-1] + v[-1], moved, kernels.attention)
-        busy = kernels.training * forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
+        busy = forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
     else:
         busy = max(flops / (peak * EFFICIENCY), traffic)
     host = kernels.host * launches

@@ -31,7 +31,7 @@ from autoshard.cost import (
     overlapped,
     stack_constants,
 )
-from autoshard.devices import NEWEST, OF_HOPPER, AttentionKernel, MatmulKernel, slower
+from autoshard.devices import NEWEST, OF_HOPPER, AttentionKernel, MatmulKernel, in_program, slower
 
 from .blocks_of_stages import Stages, stages
 from .runs import TrainingRuns
@@ -85,6 +85,10 @@ class RunConstants:
         kernels = (matmul, *(kernel_columns(form, devices, "bf16") for form in (MatmulKernel, AttentionKernel)))
         return RunConstants(device, stack, memory_constants(stacks, fitted=fitted), *kernels)
 
+    def in_program(self, matmul: MatmulKernel) -> MatmulKernel:
+        memory = self.device.memory_bandwidth * self.device.memory
+        return in_program(matmul, np.minimum(matmul.bandwidth, memory), self.device.training)
+
     def has(self, effect: str) -> float:
         return 0.0 if effect in self.without else 1.0
 
@@ -134,8 +138,8 @@ def matmul_shapes(runs: TrainingRuns) -> list[tuple[np.ndarray, np.ndarray, np.n
 
 def block(runs: TrainingRuns, constants: RunConstants) -> Block:
     device, has = constants.device, constants.has
-    scaled = np.where(runs.microscaling > 0, 1 / MICROSCALED, 1.0) * device.training
-    shapes, of = matmul_shapes(runs), constants.matmul
+    scaled = np.where(runs.microscaling > 0, 1 / MICROSCALED, 1.0)
+    shapes, of = matmul_shapes(runs), constants.in_program(constants.matmul)
     matmuls = scaled * sum(matmul_seconds(m, k, n, of) for m, k, n in shapes)
     matmuls_back = scaled * sum(matmul_seconds(m, n, k, of) + matmul_seconds(k, m, n, of) for m, k, n in shapes)
     forward, backward = _attention(runs, constants)
@@ -155,9 +159,11 @@ def _attention(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray,
     device, stack, t, tp = constants.device, constants.stack, runs.tokens, runs.tensor
     scores = t * runs.seq * runs.heads / tp
     moved = 4 * t * (runs.queries + runs.keys) / tp
-    of = slower(constants.attention, np.where(device.peak16 > OF_HOPPER, NEWEST / np.maximum(stack.flash, 1e-9), 1.0))
-    fused = device.training * attention_seconds(scores / 2, runs.seq, 2 * runs.head_dim, moved, of)
-    products = 2 * device.training * matmul_seconds(runs.seq, runs.head_dim, runs.seq, constants.matmul16, t / runs.seq * runs.heads / tp)
+    newest = np.where(device.peak16 > OF_HOPPER, NEWEST / np.maximum(stack.flash, 1e-9), 1.0)
+    of = slower(constants.attention, device.training * newest)
+    fused = attention_seconds(scores / 2, runs.seq, 2 * runs.head_dim, moved, of)
+    of16 = constants.in_program(constants.matmul16)
+    products = 2 * matmul_seconds(runs.seq, runs.head_dim, runs.seq, of16, t / runs.seq * runs.heads / tp)
     written = products + elementwise_seconds(SCORE_BYTES * scores, device, stack)
     forward = np.where(stack.flash > 0, fused, written) * constants.has("attention")
     backward = np.where(stack.flash > 0, ATTENTION_BACK, 2.0) * forward
@@ -214,7 +220,7 @@ def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> Block
 def head_seconds(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Forward and backward of the vocabulary's matmul (16 bits) and of the loss of its logits (float32), per microbatch."""
     device, t, v = constants.device, runs.tokens, runs.vocab / runs.tensor
-    matmuls = 3 * device.training * matmul_seconds(t, runs.width, v, constants.matmul16)
+    matmuls = 3 * matmul_seconds(t, runs.width, v, constants.in_program(constants.matmul16))
     loss = elementwise_seconds(np.where(runs.compiled > 0, FUSED_LOGIT_BYTES, LOGIT_BYTES) * t * v, device, constants.stack)
     summed = accumulation_seconds(runs.vocab / runs.tensor * runs.width, runs, constants)
     return (matmuls + loss) * constants.has("head") + summed
