@@ -6,6 +6,7 @@
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --ablation         each effect left out and the rest fitted again, in folds
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --choose           nanotron: the best configuration of each cell, in folds
 
+A table of mixtures of experts (expert_runs.py) is compared by source and model.
 RUNS.csv has the columns of published.TABLE and step, mem_gb, oom, suspect, pp_old, arch, gpus, ep. Errors are
 |predicted / measured - 1|. `suspect` and `pp_old` rows, and sources with fewer than five rows, count in no mean of means and are shown
 apart.
@@ -19,6 +20,7 @@ import json
 import math
 from pathlib import Path
 
+import expert_runs
 import numpy as np
 from fit_devices import LEVELS, error_quantiles, held_out, held_out_memory
 from published import FEWEST, Table, by_source, chance_to_fit, constants_of, fits, interval, predicted_seconds, read
@@ -176,6 +178,9 @@ def main() -> None:
     parser.add_argument("--ablation", action="store_true")
     parser.add_argument("--choose", action="store_true")
     arguments = parser.parse_args()
+    if expert_runs.is_of_experts(arguments.runs):
+        record = expert_runs.compared(arguments.runs)
+        return print(json.dumps(record)) if arguments.json else expert_runs.show(record)
     table = read(arguments.runs, source=arguments.source, limit=arguments.limit)
     folds = None if arguments.by_source else arguments.folds or (5 if arguments.ablation or arguments.choose else 0)
     again = folds != 0  # fitted again, without what is predicted

@@ -487,17 +487,17 @@ def test_experts_cost_memory_that_expert_parallelism_divides():
     assert (priced.seconds > alone.seconds).all() and (priced.bytes > alone.bytes).all()
 
 
-def test_matmuls_of_experts_take_as_long_for_fewer_tokens_than_an_expert_is_wide():
-    """Of 8 experts with 14336 channels each token passes 2: that many for each are 57344 in all."""
+def test_experts_of_few_tokens_take_longer_than_the_dense_model_of_a_token():
+    """Each device reads the weights of all its experts, however few tokens it has."""
 
-    def of_experts(tokens):
-        runs = TrainingRuns.of([Launch(1, tokens, 1)])
-        dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)
-        return float((prices_of(runs, MIXTRAL, Site(), "megatron").seconds - prices_of(runs, dense, Site(), "megatron").seconds)[0])
+    def seconds(sizes, tokens):
+        return float(prices_of(TrainingRuns.of([Launch(1, tokens, 1)]), sizes, Site(), "megatron").seconds[0])
 
-    assert of_experts(2048) == pytest.approx(of_experts(57344))
-    once, twice, three_times = (of_experts(57344 * times) for times in (1, 2, 3))
-    assert twice > once and three_times - twice == pytest.approx(twice - once)
+    dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)
+    of_experts = {tokens: seconds(MIXTRAL, tokens) for tokens in (128, 1024, 8192, 65536)}
+    assert list(of_experts.values()) == sorted(of_experts.values())
+    ratios = [one / seconds(dense, tokens) for tokens, one in of_experts.items()]
+    assert ratios[0] > ratios[1] > ratios[2] and ratios[0] > 1.5 and 0.9 < ratios[-1] < 1.6
 
 
 def first_of_each(paths):

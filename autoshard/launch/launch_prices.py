@@ -3,8 +3,8 @@
     tokens/s per device = global batch * seq / seconds / devices        MFU = FLOPs per token * tokens/s per device / peak
 
 `step_time` and `peak_memory` know dense models: a mixture of experts is the dense model with the MLP that one token passes through, and the
-rest is added here: all_to_all, matmuls of few tokens per expert, and the states and transfers of parameters of experts that the token does
-not use.
+rest is added here: all_to_all, what experts as measured take longer than that MLP, and the states and transfers of parameters of experts
+that the token does not use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost import device_constants, overlapped
+from autoshard.cost import device_constants, experts_seconds, matmul_seconds, overlapped
 
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
@@ -67,12 +67,13 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     return launches.with_columns(**numbers, **columns, sharing=sharing)
 
 
-def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> LaunchPrices:
-    """Prices of launches, which should be legal. ValueError for a device without constants, and for float32."""
+def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:
+    """Prices of launches, which should be legal. launcher: or a stack of cost/devices. ValueError for a device without constants, and for
+    float32."""
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
-    constants = RunConstants.of([site.device], [STACKS[launcher]], launches.precision)
+    constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], launches.precision, fitted=fitted)
     if site.inside is not None:
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
@@ -93,10 +94,12 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     tokens = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1)  # that a device sends to experts
     exchanged = 4 * ring.gather(2 * tokens * sizes.active * sizes.width)  # to the experts and back, forward and backward
-    per_expert = np.maximum(tokens * runs.expert * sizes.active / sizes.experts, 1.0)
     expert_ffn = sizes.expert_ffn / runs.expert_tensor
-    flops = 3 * sizes.matrices * 2 * tokens * sizes.active * sizes.width * expert_ffn
-    few = flops / constants.matmul16.rate * constants.matmul16.deep / np.minimum(per_expert, expert_ffn)
+    rows, local_experts = tokens * sizes.active, np.minimum(sizes.experts / runs.expert, tokens * sizes.active)
+    routed = experts_seconds(rows, local_experts, rows, sizes.width, expert_ffn, sizes.matrices, constants.experts)
+    of, ffn = constants.in_program(constants.matmul), runs.ffn / runs.tensor
+    dense = matmul_seconds(runs.tokens, runs.width, (1 + runs.gated) * ffn, of) + matmul_seconds(runs.tokens, ffn, runs.width, of)
+    few = 3 * (device.training * routed - dense * sizes.active * sizes.expert_ffn / runs.ffn)
     unused = sizes.expert_parameters * (1 - sizes.active / sizes.experts) / max(sizes.expert_layers, 1)  # of a block
     local = unused / ranks
     copies = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts

@@ -31,7 +31,7 @@ from autoshard.cost import (
     overlapped,
     stack_constants,
 )
-from autoshard.devices import NEWEST, OF_HOPPER, AttentionKernel, MatmulKernel, in_program, slower
+from autoshard.devices import NEWEST, OF_HOPPER, AttentionKernel, ExpertsKernel, MatmulKernel, in_program, slower
 
 from .blocks_of_stages import Stages, stages
 from .runs import TrainingRuns
@@ -74,6 +74,7 @@ class RunConstants:
     matmul: MatmulKernel  # of the blocks' dtypes
     matmul16: MatmulKernel
     attention: AttentionKernel
+    experts: ExpertsKernel  # of the blocks' dtypes
     without: frozenset[str] = frozenset()
 
     @staticmethod
@@ -83,6 +84,7 @@ class RunConstants:
         matmul = kernel_columns(MatmulKernel, devices, precisions)
         matmul = replace(matmul, cast=np.minimum(matmul.cast, FUSED_CAST), launch=np.minimum(matmul.launch, 3e-6))
         kernels = (matmul, *(kernel_columns(form, devices, "bf16") for form in (MatmulKernel, AttentionKernel)))
+        kernels = (*kernels, kernel_columns(ExpertsKernel, devices, precisions))
         return RunConstants(device, stack, memory_constants(stacks, fitted=fitted), *kernels)
 
     def in_program(self, matmul: MatmulKernel) -> MatmulKernel:
