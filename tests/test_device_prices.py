@@ -150,6 +150,19 @@ def test_a_measured_device_is_written_as_the_device_files_are_and_prices_what_wa
     assert Mesh.from_dict(record["mesh"]).device.kernels is None  # the cluster itself is priced as before
 
 
+def test_a_device_that_an_older_version_measured_is_read(tmp_path):
+    times = {(0, "all_gather"): {1e6: 1e-4, 1e8: 1e-3}}
+    record = cluster((2,), times, measured("bfloat16"), backend="nccl", device="mine", memory=8e10, complete=True, assumptions={})
+    file = record["device_file"]
+    del file["kernels"], file["constants"]["training"]
+    older = {"matmul16": 1.0, "matmul8": 1.0, "matmul4": 1.0, "small": SMALL, "attention": 0.28, "narrow": 0.0, "short": 512.0}
+    file["constants"] |= {name: {"measured": value, "source": "autoshard calibrate measure"} for name, value in older.items()}
+    save_cluster(str(tmp_path / "cluster.json"), record)
+    device = load_device(str(tmp_path / "cluster.json"))
+    computing, moving = 2 * 8192**3 / PEAK * (1 + SMALL / 8192), 3 * 2 * 8192**2 / MEMORY
+    assert mm(8192, 8192, 8192, device) == pytest.approx(math.hypot(computing, moving), rel=0.01)
+
+
 def known_file(name):
     return DEVICE_FILES / f"{name}.json"
 

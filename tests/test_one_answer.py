@@ -1,0 +1,31 @@
+"""A launch has nearly one speed, whether its formulas are asked or the time line of its captured graph."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import one_answer  # noqa: E402
+
+STEPS = {"eager": (8192, 1, "none", 0), "compiled": (8192, 1, "none", 1), "recomputed": (2048, 4, "full", 1)}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("scheme", ["fsdp 8", "ddp 8"])
+def test_formulas_and_the_time_line_agree(scheme, step):
+    row = one_answer.row_of(one_answer.SCHEMES[scheme], STEPS[step])
+    assert one_answer.planned(row) == pytest.approx(one_answer.launched(row), rel=0.1)
+
+
+def test_another_constant_on_one_side_is_seen(monkeypatch):
+    row = one_answer.row_of(one_answer.SCHEMES["fsdp 8"], STEPS["compiled"])
+    constants_of = one_answer.RunConstants.of
+
+    def slower(*names):
+        constants = constants_of(*names)
+        return replace(constants, device=replace(constants.device, training=1.2 * constants.device.training))
+
+    monkeypatch.setattr(one_answer.RunConstants, "of", slower)
+    assert one_answer.planned(row) != pytest.approx(one_answer.launched(row), rel=0.1)
