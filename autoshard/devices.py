@@ -152,13 +152,14 @@ OF_HOPPER = 500e12  # FLOP/s in 16 bits: devices with more have attention kernel
 NEWEST = 2.15  # the rate of attention that was measured, 690 TFLOP/s, relative to that of FlashAttention-2, 320: H100, causal, 16k tokens
 
 
-def in_program(matmul: MatmulKernel, bandwidth: Amount, slower: Amount) -> MatmulKernel:
+def in_program(matmul: MatmulKernel, bandwidth: Amount, training: Amount) -> MatmulKernel:
     """As in a program: other kernels have been in the caches since its weights were read, and clocks are lower than of a kernel alone.
-    bandwidth: bytes/s, of memory at most."""
-    return replace(matmul, rate=matmul.rate / slower, bandwidth=bandwidth, cache=0.0 * bandwidth)
+    bandwidth: bytes/s, of memory at most. training: how much longer that takes."""
+    return replace(matmul, rate=matmul.rate / training, bandwidth=bandwidth, cache=0.0 * bandwidth)
 
 
 def slower(attention: AttentionKernel, by: Amount) -> AttentionKernel:
+    """Attention that takes `by` times as long for its scores."""
     return replace(attention, rate=attention.rate / by, exponentials=attention.exponentials / by)
 
 

@@ -71,7 +71,7 @@ TABLE = {
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
     "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 622, "reading": 312,
-    "devices": 293, "mesh": 263, "layout": 175, "graph": 2136, "capture": 3300, "strategies": 2488, "cost": 1741, "routes": 652,
+    "devices": 294, "mesh": 263, "layout": 175, "graph": 2136, "capture": 3300, "strategies": 2485, "cost": 1741, "routes": 652,
     "problem": 336, "solvers": 4883, "formulate": 1527, "baselines": 1235, "solution": 1665, "simulate": 1234, "planning": 4299,
     "pipeline": 3401, "explain": 1289, "lower": 5952, "runtime": 4591, "calibrate": 1263, "launch": 2310, "exports": 1090, "relayout": 1909,
     "tables": 2344, "serving": 702, "report": 3113, "api": 1131, "cli": 3410, "pytest_plugin": 36,

@@ -36,7 +36,6 @@ REDUCTIONS = {
     "cumsum", "nll_loss_forward", "mse_loss",
 }  # fmt: skip
 
-
 Sources = dict[Value, dict[Value, float]]  # of values that are computed again: of which, and of how much of them
 
 
@@ -79,11 +78,8 @@ def _readers(graph: Graph, group_of: dict[int, int]) -> dict[Value, set[int]]:
     return readers
 
 
-def _is_written(
-    graph: Graph, value: Value, group: int, readers: dict[Value, set[int]], cheap: Sources
-) -> bool:  # fmt: skip
-    outside = readers[value] - {group}
-    return graph.ops[value[0]].outputs[value[1]] is not None and bool(outside) and value not in cheap
+def _is_written(graph: Graph, value: Value, group: int, readers: dict[Value, set[int]], cheap: Sources) -> bool:
+    return graph.ops[value[0]].outputs[value[1]] is not None and bool(readers[value] - {group}) and value not in cheap
 
 
 def _share_read(
@@ -216,7 +212,8 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _name(op: Op) -> str:
-    return op.target.split(".")[1] if "." in op.target else op.target
+    """aten.mm.default -> mm; operators of others keep their namespace, so that none is taken for torch's."""
+    return op.target.split(".")[1] if op.target.startswith("aten.") else op.target
 
 
 def _root(graph: Graph, value: Value) -> Value:
