@@ -18,36 +18,36 @@ class Attention(nn.Module):
     head by head, n equal parts of the rows are the heads of n devices, and only then can the fused weight be split.
     """
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, head_width: int = 0):
         super().__init__()
-        self.heads = heads
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
+        self.heads, self.head_width = heads, head_width or width // heads
+        self.c_attn = nn.Linear(width, 3 * heads * self.head_width)
+        self.c_proj = nn.Linear(heads * self.head_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, H = x.shape
-        q, k, v = self.c_attn(x).view(B, T, self.heads, 3, H // self.heads).unbind(3)
+        B, T, _ = x.shape
+        q, k, v = self.c_attn(x).view(B, T, self.heads, 3, self.head_width).unbind(3)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, H))
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, self.heads * self.head_width))
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int, hidden: int):
         super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width)
-        self.c_proj = nn.Linear(4 * width, width)
+        self.c_fc = nn.Linear(width, hidden)
+        self.c_proj = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, hidden: int, head_width: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads)
+        self.attn = Attention(width, heads, head_width)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
+        self.mlp = MLP(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -55,11 +55,11 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    def __init__(self, layers: int, heads: int, width: int, positions: int, vocab: int):
+    def __init__(self, layers: int, heads: int, width: int, positions: int, vocab: int, hidden: int = 0, head_width: int = 0):
         super().__init__()
         self.wte = nn.Embedding(vocab, width)
         self.wpe = nn.Embedding(positions, width)
-        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.h = nn.ModuleList(Block(width, heads, hidden or 4 * width, head_width) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -72,11 +72,15 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def build(*, layers: int, heads: int, width: int, positions: int, vocab: int, batch: int, seq: int, loss: bool, dtype: str):
+def build(
+    *, layers: int, heads: int, width: int, positions: int, vocab: int, batch: int, seq: int, loss: bool, dtype: str, hidden: int = 0,
+    head_width: int = 0,
+):  # fmt: skip
+    """hidden: of the MLP, 0: 4 * width; head_width: 0: width / heads."""
     if seq > positions:
         raise ValueError(f"seq is {seq}, but this GPT-2 has {positions} learned positions: take a shorter seq")
     with torch.device("meta"):
-        module = GPT2(layers, heads, width, positions, vocab).to(getattr(torch, dtype))
+        module = GPT2(layers, heads, width, positions, vocab, hidden, head_width).to(getattr(torch, dtype))
         example_inputs = tuple(torch.empty(batch, seq, dtype=torch.int64) for _ in range(1 + loss))
     return module, example_inputs
 

@@ -51,23 +51,23 @@ def repeat_heads(x: Tensor, times: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
         super().__init__()
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.q_proj = nn.Linear(width, heads * head_width, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head_width, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head_width, bias=False)
+        self.o_proj = nn.Linear(heads * head_width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, H = x.shape
+        B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, self.head_width).transpose(1, 2)
         k = self.k_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         times = self.heads // self.kv_heads
         y = F.scaled_dot_product_attention(q, repeat_heads(k, times), repeat_heads(v, times), is_causal=True)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, H))
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, self.heads * self.head_width))
 
 
 class MLP(nn.Module):
@@ -82,10 +82,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int):
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, head_width: int):
         super().__init__()
         self.input_layernorm = RMSNorm(width)
-        self.self_attn = Attention(width, heads, kv_heads)
+        self.self_attn = Attention(width, heads, kv_heads, head_width)
         self.post_attention_layernorm = RMSNorm(width)
         self.mlp = MLP(width, hidden)
 
@@ -96,11 +96,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, theta: float):
+    def __init__(self, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, theta: float, head_width: int = 0):
         super().__init__()
-        self.head_width, self.theta = width // heads, theta
+        self.head_width, self.theta = head_width or width // heads, theta
         self.embed_tokens = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(Block(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, heads, kv_heads, hidden, self.head_width) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.lm_head = nn.Linear(width, vocab, bias=False)
 
@@ -120,7 +120,7 @@ class CachedAttention(Attention):
     """Attention of one new token per sequence; `keys` and `values` are buffers [B, kv_heads, room, head_width]."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
-        B, T, H = x.shape
+        B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, self.head_width).transpose(1, 2)
         k = self.k_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
@@ -130,7 +130,7 @@ class CachedAttention(Attention):
         room = torch.arange(self.keys.shape[2], device=x.device)
         mask = (room <= position)[None, None, None, :].expand(B, 1, T, -1)
         y = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, H))
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, self.heads * self.head_width))
 
 
 class Decoder(Llama):
@@ -158,9 +158,13 @@ def with_cache(module: Llama, batch: int, room: int) -> Decoder:
     return decoder
 
 
-def build(*, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, batch: int, seq: int, loss: bool, dtype: str):
+def build(
+    *, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, batch: int, seq: int, loss: bool, dtype: str,
+    head_width: int = 0,
+):  # fmt: skip
+    """head_width: 0: width / heads."""
     with torch.device("meta"):
-        module = Llama(layers, heads, kv_heads, width, hidden, vocab, theta=5e5).to(getattr(torch, dtype))
+        module = Llama(layers, heads, kv_heads, width, hidden, vocab, 5e5, head_width).to(getattr(torch, dtype))
         example_inputs = tuple(torch.empty(batch, seq, dtype=torch.int64) for _ in range(1 + loss))
     return module, example_inputs
 

@@ -126,12 +126,16 @@ def _with_experts(graph: Graph, sharding: AxisShardings, axes: Sequence[int]) ->
 
 
 def fully_sharded(s: Setting, pins: Mapping[str, Pin], axis: int) -> dict[int, Layout]:
-    """The layouts of parameters under fully_shard: as pinned on `axis`, and sharded on dim 0 over the other axes where that divides."""
+    """The layouts of parameters under fully_shard: as pinned on `axis`, and sharded over the other axes where that divides.
+
+    fully_shard divides the shards of `axis` once more, in strides, so that a plain all_gather puts them together. A layout without strides
+    has that on another dim: of dims that `axis` doesn't shard the first, of which all devices can have a part, else dim 0.
+    """
 
     def order(layout: Layout) -> tuple:
-        first = [p.is_shard(0) for k, p in enumerate(layout) if k != axis]
-        odd = [p.is_shard() and not p.is_shard(0) for k, p in enumerate(layout) if k != axis]
-        return (-sum(odd), sum(first))
+        others = [p for k, p in enumerate(layout) if k != axis and p.is_shard()]
+        apart = sum(not layout[axis].is_shard(p.dim) for p in others)  # type: ignore[attr-defined]
+        return len(others), apart, -sum(p.dim for p in others)  # type: ignore[attr-defined]
 
     def best(i: int) -> Layout:
         pinned, layouts = _pinned_layout(pins[s.graph.ops[i].name]), [c.outputs[0] for c in s.candidates.of[i]]

@@ -93,7 +93,8 @@ class Setting:
         return self.wanted(self.data_parallel[0])
 
     def wanted(self, sharding: AxisShardings) -> Wanted:
-        """Of the classes that each axis shards; a placeholder has no priority below FIRST."""
+        """Of the classes that each axis shards. A placeholder has no priority below FIRST, nor a view as a matrix: a batch of one sequence
+        can be flattened in shards, but readers of several views would each gather it, where what they view is gathered once."""
         known: dict[Value, Priorities] = {}
 
         def of_axis(k: int, value: Value, rank: int) -> tuple[int, ...]:
@@ -101,7 +102,8 @@ class Setting:
 
         def wanted(value: Value) -> Priorities:
             if value not in known:
-                rank, least = len(self.graph.tensor(value).shape), FIRST if self.graph.ops[value[0]].is_placeholder else SECOND
+                rank, op = len(self.graph.tensor(value).shape), self.graph.ops[value[0]]
+                least = FIRST if op.is_placeholder or (op.alias is not None and rank < 3) else SECOND
                 rows = [of_axis(k, value, rank) for k in range(len(self.mesh.axes))]
                 known[value] = tuple(tuple(p if p >= least else 0 for p in row) for row in rows)
             return known[value]
