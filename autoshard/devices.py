@@ -103,6 +103,7 @@ class Kernels:
     attention: AttentionKernel  # of 16 bits, as torch runs it
     memory: float  # share of the memory bandwidth
     host: float  # seconds in which the host launches one kernel, beside the kernels that run; 0 where a graph of kernels is replayed
+    slowed: float = 0.0  # how much longer kernels and collectives take beside each other, of the shorter one
     serial: TestedSteps | None = None  # of the seconds of a plan, in which nothing overlaps
     overlapped: TestedSteps | None = None  # of its simulated time line
 
@@ -116,7 +117,7 @@ class Kernels:
                 rates = {"matmul": sheet["peak16"] * of["matmul16"], "matmul8": sheet["peak8"] * of["matmul8"]}
                 rates["attention"] = sheet["peak16"] * of["attention"]
                 plain = plain_forms(rates, of["small"], of["short"], sheet["memory_bandwidth"] * of["memory"])
-                return Kernels(f"{name}: measured", *plain, of["memory"], of["host"] / LAUNCHES)
+                return Kernels(f"{name}: measured", *plain, of["memory"], of["host"] / LAUNCHES, SLOWED)
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
             said = f"{name}: kernels of {data['kernels']['source'].split(',')[0]}"
             said += f"; fitted to {rows} published training steps" if rows else ""
@@ -126,7 +127,7 @@ class Kernels:
             matmul8 = replace(matmul8, cast=0.0, launch=matmul.launch)  # graphs have ops that cast
             attention = slower(attention, of["training"] * (NEWEST if data["given"]["peak16"] > OF_HOPPER else 1.0))
             tested = {kind: TestedSteps(**errors) for kind, errors in steps.items()}
-            return Kernels(said, matmul, matmul8, attention, of["memory"], of["host"] / LAUNCHES, **tested)
+            return Kernels(said, matmul, matmul8, attention, of["memory"], of["host"] / LAUNCHES, SLOWED, **tested)
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             lacks = str(error) or "a figure"
             raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
@@ -201,6 +202,8 @@ def constants_of(constants: Mapping[str, Mapping[str, Any]], known_from: Sequenc
     return {key: next(one[kind] for kind in known_from if kind in one) for key, one in constants.items()}
 
 
+# They share multiprocessors, memory bandwidth and power: 8 to 20 % are reported; of 0, 0.1 and 0.2 the best on published runs.
+SLOWED = 0.1
 # Launches in the forward and backward of a block, of which constants of devices hold the seconds: 250 are assumed there.
 LAUNCHES = 250
 

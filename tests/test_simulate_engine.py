@@ -3,9 +3,12 @@
 import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autoshard.simulate.engine import run_tasks
+from autoshard.simulate.engine import last_end, run_tasks
 
 
 class T(NamedTuple):
@@ -46,8 +49,9 @@ def random_program(rng, streams):
     return tasks
 
 
-def in_small_steps(tasks, links, step):
-    """Every step each running task gets step/n of its work done, n the tasks on its link."""
+def in_small_steps(tasks, links, step, slowed=0.0):
+    """Every step each running task gets step/n of its work done, n the tasks on its link; step/(1 + slowed) of that while kernels
+    (stream 0) run beside tasks with links."""
     left, done, now = [float(t.seconds) for t in tasks], [None] * len(tasks), 0.0
     while None in done:
         for _ in range(len(tasks)):  # what has nothing left ends at once, and may let others end
@@ -55,9 +59,11 @@ def in_small_steps(tasks, links, step):
                 if done[i] is None and left[i] < 1e-9 and runs(tasks, done, i):
                     done[i] = now
         running = [i for i in range(len(tasks)) if done[i] is None and runs(tasks, done, i)]
+        both = any(tasks[i].stream == 0 for i in running) and any(links[tasks[i].stream] >= 0 for i in running)
         for i in running:
             link = links[tasks[i].stream]
-            left[i] -= step / (1 if link < 0 else sum(links[tasks[j].stream] == link for j in running))
+            beside = 1 + slowed if both and (link >= 0 or tasks[i].stream == 0) else 1
+            left[i] -= step / beside / (1 if link < 0 else sum(links[tasks[j].stream] == link for j in running))
         now += step
     return done
 
@@ -73,6 +79,22 @@ def test_random_programs_equal_small_steps(seed):
     links = rng.choice([(-1, 0, 1), (-1, 0, 0), (0, 0, 0)])
     tasks = random_program(rng, 3)
     assert run_tasks(tasks, links).end == pytest.approx(in_small_steps(tasks, links, 1 / 12))  # shares of 1, 1/2, 1/3 of whole seconds
+    if links[0] < 0:
+        assert run_tasks(tasks, links, slowed=1.0).end == pytest.approx(in_small_steps(tasks, links, 1 / 24, 1.0))
+
+
+@given(kernels=st.floats(0, 10), collectives=st.floats(0, 10), slowed=st.floats(0, 1))
+def test_kernels_and_collectives_slow_each_other(kernels, collectives, slowed):
+    end = max(run_tasks([T(kernels, 0), T(collectives, 1)], (-1, 0), slowed=slowed).end)
+    assert end == pytest.approx(max(kernels, collectives) + slowed * min(kernels, collectives))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_end_is_that_of_all_launches_at_once(seed):
+    rng = random.Random(seed)
+    tasks = random_program(rng, 3)
+    ends = [max(run_tasks([t._replace(seconds=factor * t.seconds) for t in tasks], (-1, 0, 1)).end) for factor in (1, 2, 0.5)]
+    assert last_end([(t.stream, t.after, t.seconds * np.array([1, 2, 0.5])) for t in tasks]) == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("seed", range(20))

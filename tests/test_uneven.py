@@ -210,7 +210,7 @@ def test_uneven_parts_are_priced_by_the_largest():
     mesh, q = mesh_of(4), (S(1),)
     seconds = []
     for heads in (14, 16, 12):
-        x = torch.empty(2, heads, 64, 32, device="meta").expand(2, heads, 64, 32)
+        x = torch.empty(32, heads, 512, 64, device="meta").expand(32, heads, 512, 64)
         graph, _, _ = one_op("autoshard.attention.default", *(torch.zeros(x.shape) for _ in range(3)))
         candidate = Candidate((q, q, q), (q, q))
         assert candidate in candidates(graph, mesh).of[-1]

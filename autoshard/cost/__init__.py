@@ -6,7 +6,6 @@ from autoshard.cost.block_prices import IdealPrices as IdealPrices
 from autoshard.cost.block_prices import MeshPrices as MeshPrices
 from autoshard.cost.block_prices import Prices as Prices
 from autoshard.cost.block_prices import Seconds as Seconds
-from autoshard.cost.compute import ATTENTION_BACK as ATTENTION_BACK
 from autoshard.cost.compute import EFFICIENCY as EFFICIENCY
 from autoshard.cost.curves import load_cluster as load_cluster
 from autoshard.cost.curves import load_device as load_device
@@ -34,8 +33,8 @@ from autoshard.cost.devices import memory_constants as memory_constants
 from autoshard.cost.devices import spread_of as spread_of
 from autoshard.cost.devices import stack_constants as stack_constants
 from autoshard.cost.kernels import Ring as Ring
+from autoshard.cost.kernels import beside as beside
 from autoshard.cost.kernels import elementwise_seconds as elementwise_seconds
-from autoshard.cost.kernels import overlapped as overlapped
 from autoshard.cost.measured_kernels import attention_seconds as attention_seconds
 from autoshard.cost.measured_kernels import experts_seconds as experts_seconds
 from autoshard.cost.measured_kernels import matmul_seconds as matmul_seconds
@@ -46,6 +45,7 @@ from .collectives import bytes_sent as bytes_sent
 from .collectives import collective_seconds as collective_seconds
 from .collectives import priced as priced
 from .collectives import size_independent_seconds as size_independent_seconds
+from .compute import busy_seconds as busy_seconds
 from .compute import op_flops as op_flops
 from .compute import op_seconds as op_seconds
 from .links import axes_by_link as axes_by_link

@@ -1,8 +1,7 @@
 """Seconds of one op on one device, from its local shapes: a roofline.
 
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`) of a device without constants of kernels
-    t = ( busy^3 + host^3 )^(1/3)                 of one with them (devices.Kernels): the host launches an op beside earlier ones, so the
-                                                  longer one counts
+    t = max( busy, host )                         of one with them (devices.Kernels): the host launches an op beside earlier ones
     busy       matmuls and attention of 16 bits, matmuls of 8: as measured, in a program (cost/measured_kernels.py, devices.in_program)
                others: max( F / (peak * EFFICIENCY),  M / (memory_bandwidth * memory) )
 
@@ -21,9 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, reduce
+from typing import Any
 
-from autoshard.cost.kernels import p_norm
+import numpy as np
+
 from autoshard.cost.measured_kernels import attention_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.devices import AttentionKernel, Device, MatmulKernel
@@ -32,7 +33,6 @@ from autoshard.graph import ITEMSIZE, Fused
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
 EFFICIENCY = 0.7
-HOST_NORM = 3.0  # as in launch.step_time: of kernels beside their launches
 ATTENTION = ("attention", "attention_backward")
 # Seconds of attention's backward relative to its forward: 2.5 times the FLOPs, at 250 in place of 320 TFLOP/s (FlashAttention-2 on H100).
 ATTENTION_BACK = 2.5 * 320 / 250
@@ -59,39 +59,64 @@ def op_seconds(
     if name in SEVERAL:
         several = SEVERAL[name](inputs, backward="backward" in name)
         return sum(op_seconds(kernel, ins, outs, None, device) for kernel, ins, outs in several)
-    computed = [o for o in outputs if o is not None]
+    busy, launches = busy_seconds(target, inputs, outputs, device, share, fused), fused is None or fused.launches
+    if device.kernels is None:
+        return busy + device.launch * launches
+    return max(busy, device.kernels.host * launches)
+
+
+def busy_seconds(
+    target: str,
+    inputs: Sequence[Described],
+    outputs: Sequence[Described | None],
+    device: Device,
+    share: float = 1.0,
+    fused: Fused | None = None,
+) -> Any:
+    """Of one kernel, whatever the host takes to launch it; arguments as for `op_seconds`. Dims, and the figures of `device`, are numbers,
+    or arrays with an entry for each of many launches."""
+    name, computed = _name(target), [o for o in outputs if o is not None]
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
-    peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
-    flops = share * op_flops(target, inputs, outputs)
-    traffic = (_bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)) / device.memory_rate
-    launches = fused is None or fused.launches
-    if device.kernels is None:
-        return max(flops / (peak * EFFICIENCY), traffic) + device.launch * launches
     kernels, kind, i = device.kernels, _kind(name), [shape for shape, _ in inputs]
-    if kind in MATMULS and itemsize <= 2:
+    if kernels is not None and kind in MATMULS and itemsize <= 2:
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
-        busy = _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
-    elif kind in ATTENTION and itemsize == 2:
+        return _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
+    if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
-        scores, moved = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed)
-        forward = _attention_seconds(scores, max(k[-2], 1), q[-1] + v[-1], moved, kernels.attention)
-        busy = forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
-    else:
-        busy = max(flops / (peak * EFFICIENCY), traffic)
-    host = kernels.host * launches
-    longest = max(busy, host)
-    return p_norm(busy, host, longest, HOST_NORM) if longest else 0.0
+        scores, read = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed)
+        forward = _attention_seconds(scores, most(k[-2], 1), q[-1] + v[-1], read, kernels.attention)
+        return forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
+    peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
+    moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
+    return most(share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY), moved / device.memory_rate)
+
+
+def most(*amounts: Any) -> Any:
+    """The largest of numbers; of arrays, entry by entry."""
+    return max(amounts) if not any(isinstance(one, np.ndarray) for one in amounts) else reduce(np.maximum, amounts)
+
+
+def _matmul_seconds(batch: Any, m: Any, k: Any, n: Any, form: MatmulKernel) -> Any:
+    if isinstance(batch * m * k * n * form.rate, np.ndarray):
+        return matmul_seconds(m, k, n, form, batch)
+    return _one_matmul(batch, m, k, n, form) if batch * m * k * n else 0.0
+
+
+def _attention_seconds(scores: Any, keys: Any, dims: Any, moved: Any, form: AttentionKernel) -> Any:
+    if isinstance(scores * form.rate, np.ndarray):
+        return attention_seconds(scores, keys, dims, moved, form)
+    return _one_attention(scores, keys, dims, moved, form) if scores else 0.0
 
 
 @cache
-def _matmul_seconds(batch: float, m: float, k: float, n: float, form: MatmulKernel) -> float:
-    return float(matmul_seconds(m, k, n, form, batch)) if batch * m * k * n else 0.0
+def _one_matmul(batch: float, m: float, k: float, n: float, form: MatmulKernel) -> float:
+    return float(matmul_seconds(m, k, n, form, batch))
 
 
 @cache
-def _attention_seconds(scores: float, keys: int, dims: int, moved: int, form: AttentionKernel) -> float:
-    return float(attention_seconds(scores, keys, dims, moved, form)) if scores else 0.0
+def _one_attention(scores: float, keys: int, dims: int, moved: int, form: AttentionKernel) -> float:
+    return float(attention_seconds(scores, keys, dims, moved, form))
 
 
 def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
@@ -103,7 +128,7 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
     if name in SEVERAL:
         kernels = SEVERAL[name](_with_rows(inputs, name) if name in EXPERTS else inputs, backward="backward" in name)
         return sum(op_flops(kernel, ins, outs) for kernel, ins, outs in kernels)
-    return max((math.prod(shape) for shape in [*i, *o] if shape is not None), default=0)
+    return most(0, *(math.prod(shape) for shape in [*i, *o] if shape is not None))
 
 
 def _with_rows(inputs: Sequence[Described], name: str) -> list[Described]:

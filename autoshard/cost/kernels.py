@@ -3,7 +3,7 @@
     matmuls and attention                                                                                (measured_kernels.py)
     elementwise bytes * traffic / (memory_bandwidth * memory)                                            (`elementwise_seconds`)
     ring        V (n-1)/n B / bandwidth + latency (n-1); bandwidth and latency of the slowest link of the ring   (`Ring`)
-    overlap     (a^p + b^p)^(1/p): p = 1 is one after the other, p = inf is the longer of the two        (`overlapped`)
+    overlap     max(a, b) + s min(a, b)                                                                  (`beside`)
 
 Arguments are arrays with one entry per run, so that thousands of runs are priced at once. All functions increase with their work
 and decrease with rates.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.devices import Amount
+from autoshard.devices import SLOWED
 
 from .devices import DeviceConstants, StackConstants
 
@@ -24,18 +24,13 @@ TREE = 1.45
 Numbers = np.ndarray  # one entry per run
 
 
-def p_norm(a: Amount, b: Amount, largest: Amount, p: float) -> Amount:
-    """(a^p + b^p)^(1/p) of numbers or arrays. largest: of a and b, above 0; in front, so that nothing overflows."""
-    return largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
-
-
 def elementwise_seconds(bytes: Numbers, device: DeviceConstants, stack: StackConstants) -> Numbers:
     return bytes * stack.traffic / (device.memory_bandwidth * device.memory)
 
 
-def overlapped(a: Numbers, b: Numbers, p: float) -> Numbers:
-    """Seconds of two streams side by side, between max(a, b) and a + b."""
-    return p_norm(a, b, np.maximum(np.maximum(a, b), 1e-12), p)
+def beside(kernels: Numbers, collectives: Numbers) -> Numbers:
+    """Seconds of kernels and collectives that run beside each other, and slow each other: s = devices.SLOWED."""
+    return np.maximum(kernels, collectives) + SLOWED * np.minimum(kernels, collectives)
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,16 @@ class Ring:
     def gather(self, bytes: Numbers) -> Numbers:
         """All-gather to, or reduce-scatter from, `bytes` per device; 0 on one device."""
         return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency * (self.size - 1)
+
+    def all_to_all(self, bytes: Numbers, copies: Numbers, inside: Numbers, adapter: Numbers) -> Numbers:
+        """Each token of `bytes` in all to `copies` devices of the ring, chosen at random: once to each node that has one of them, over the
+        device's own adapter (bytes/s), and from there to the devices, over the links inside (bytes/s). DeepEP and HybridEP do so.
+
+            between = (N - 1) (1 - (1 - 1/N)^copies)      of N nodes, those that a token is sent to
+        """
+        others = (self.nodes - 1) * (1 - (1 - 1 / self.nodes) ** copies)
+        within = copies * (1 - self.nodes / self.size)
+        return np.maximum(bytes * others / adapter, bytes * within / inside) + self.latency * np.ceil(np.log2(self.size))
 
     def all_reduce(self, bytes: Numbers) -> Numbers:
         """Twice the gather's transfer, at TREE times its rate between nodes; a tree needs only 2 log2 n hops."""

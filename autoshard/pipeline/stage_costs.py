@@ -132,7 +132,9 @@ def _seconds(program: TaskProgram, chosen: Sequence[int]) -> float:
         task = program.tasks[t]
         after = tuple(place[j] for j in task.after if j in place)
         tasks.append(Task(task.name, task.kind, task.seconds, task.stream if program.overlap else 0, after, task.phase, task.op))
-    return max(run_tasks(tasks, (-1, *shared_links(program.formulation.mesh))).end, default=0.0)
+    mesh = program.formulation.mesh
+    slowed = mesh.device.kernels.slowed if mesh.device.kernels else 0.0
+    return max(run_tasks(tasks, (-1, *shared_links(mesh)), slowed=slowed).end, default=0.0)
 
 
 def weight_ops(graph: Graph) -> frozenset[int]:

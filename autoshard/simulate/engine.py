@@ -1,18 +1,23 @@
 """The begin and end times of tasks: every stream runs its tasks in order, and several streams can share a link.
 
     a task begins     when the preceding task of its stream has ended, and all tasks that it waits for
-    it ends           after its seconds of work, done at rate 1/n while n streams use its link (rate 1 without a link)
+    it ends           after its seconds of work, done at rate 1/n while n streams use its link (rate 1 without a link), and at 1/(1 + s)
+                      of that while kernels and collectives run beside each other
 
-In the list, a task comes after all tasks that it waits for. Without shared links one pass over the list is enough: begin =
-max(end of the stream's preceding task, ends of the tasks waited for), in time linear in the length of the list.
+So kernels of a seconds beside collectives of b take max(a, b) + s min(a, b). In the list, a task comes after all tasks that it waits for.
+Without shared links and with s = 0 one pass over the list is enough: begin = max(end of the stream's preceding task, ends of the tasks
+waited for), in time linear in the length of the list.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 
 class Runnable(Protocol):
@@ -32,12 +37,14 @@ class Times(NamedTuple):
     cause: list[int]
 
 
-def run_tasks(tasks: Sequence[Runnable], links: Sequence[int] | None = None) -> Times:
-    """Times of all tasks. links: per stream the link that it uses, -1 for none; streams that name the same link share it."""
+def run_tasks(tasks: Sequence[Runnable], links: Sequence[int] | None = None, *, slowed: float = 0.0) -> Times:
+    """Times of all tasks. links: per stream the link that it uses, -1 for none; streams that name the same link share it. slowed: s, of
+    kernels (stream 0) and of the tasks of streams with links."""
     used = sorted({task.stream for task in tasks})
     of = {stream: -1 if links is None or stream >= len(links) else links[stream] for stream in used}
     in_use = [link for link in of.values() if link >= 0]
-    return _one_pass(tasks) if len(in_use) == len(set(in_use)) else _events(tasks, of)
+    plain = len(in_use) == len(set(in_use)) and not (slowed and in_use and 0 in of)
+    return _one_pass(tasks) if plain else _events(tasks, of, slowed)
 
 
 def run_in_turn(seconds: Iterable[float]) -> Times:
@@ -60,7 +67,7 @@ def _one_pass(tasks: Sequence[Runnable]) -> Times:
     return Times(begin, end, cause)
 
 
-def _events(tasks: Sequence[Runnable], link_of: dict[int, int]) -> Times:
+def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float) -> Times:
     """Event by event; between two events every running task has a constant rate."""
     begin, end, cause = [0.0] * len(tasks), [math.nan] * len(tasks), [-1] * len(tasks)
     queues: dict[int, list[int]] = {stream: [] for stream in link_of}
@@ -91,7 +98,10 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int]) -> Times:
         active: dict[int, int] = {}
         for stream in left:
             active[link_of[stream]] = active.get(link_of[stream], 0) + 1
-        shares = {stream: 1 if link_of[stream] < 0 else active[link_of[stream]] for stream in left}
+        beside = 1.0 + slowed if 0 in left and any(link >= 0 for link in active) else 1.0
+        shares = {
+            stream: active[link_of[stream]] * beside if link_of[stream] >= 0 else beside if stream == 0 else 1.0 for stream in left
+        }  # seconds that one second of work takes
         step = min(left[stream] * shares[stream] for stream in left)
         first = [stream for stream in left if left[stream] * shares[stream] <= step]  # those that end now, exactly
         now += step
@@ -106,3 +116,17 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int]) -> Times:
         waiting = next(i for i, e in enumerate(end) if math.isnan(e))
         raise ValueError(f"task {waiting} waits for ever: the list holds it before a task that it waits for")
     return Times(begin, end, cause)
+
+
+def last_end(tasks: Iterable[tuple[int, Sequence[int], Any]]) -> Any:
+    """When the last of tasks (stream, the tasks waited for, seconds) ends, without shared links; seconds may be arrays, with an entry for
+    each of many launches."""
+    ends: list[Any] = []
+    free: dict[int, Any] = {}
+    for stream, after, seconds in tasks:
+        begin = free.get(stream, 0.0)
+        for j in after:
+            begin = np.maximum(begin, ends[j])
+        ends.append(begin + seconds)
+        free[stream] = ends[-1]
+    return reduce(np.maximum, free.values(), 0.0)

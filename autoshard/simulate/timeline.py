@@ -136,7 +136,8 @@ def run_program(program: TaskProgram, links: Sequence[int] | None = None) -> Tim
     if not program.overlap:
         return run_in_turn(task.seconds for task in program.tasks)
     shared = shared_links(program.formulation.mesh) if links is None else tuple(links)
-    return run_tasks(program.tasks, (-1, *shared))
+    kernels = program.formulation.mesh.device.kernels
+    return run_tasks(program.tasks, (-1, *shared), slowed=kernels.slowed if kernels else 0.0)
 
 
 def _covered(times: Times, tasks: Sequence[int]) -> float:
