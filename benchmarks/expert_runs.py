@@ -35,6 +35,12 @@ def is_of_experts(path: Path) -> bool:
         return {"model", "gpu_type", "ep"} <= set(next(csv.reader(file)))
 
 
+def overlaps(notes: str) -> bool:
+    """Whether experts' traffic runs beside compute: as the notes say, or as Megatron-Bridge's recipes have it since 26.06."""
+    release = re.match(r"(\d+\.\d+)", notes)
+    return "EP overlap on" in notes or "EP overlap;" in notes or (release is not None and float(release[1]) >= 26.06)
+
+
 def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
     """Predicted and measured seconds of a step. ValueError, with the reason, where the row can't be expressed."""
     if row["model"] not in MODELS:
@@ -52,6 +58,7 @@ def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
         zero=3 if fully else 1, tensor=tensor, context=context, expert=expert, pipeline=pipeline, virtual=stages,
         precision=PRECISIONS[row["precision"].upper()],
         recompute="full" if row["recompute"] == "full" else "none", sequence_parallel=tensor > 1, compiled=True,
+        async_expert=expert > 1 and overlaps(row["notes"]),
     )  # fmt: skip
     device = DEVICES.get(row["gpu_type"], row["gpu_type"].lower())
     site = Site(device, per_node=min(PER_NODE.get(device, 8), devices))

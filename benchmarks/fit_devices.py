@@ -27,9 +27,10 @@ from autoshard.cost.devices import (
     stack_constants,
 )
 from autoshard.devices import DEVICE_FILES
+from autoshard.launch.block_time import RunConstants
 from autoshard.launch.blocks_of_stages import Stages, stages
 from autoshard.launch.peak_memory import peak_bytes
-from autoshard.launch.step_time import RunConstants, step_seconds
+from autoshard.launch.step_time import step_seconds
 
 ROBUST = 0.15  # relative errors beyond count less and less
 # What is fitted, and how far it is from its published figure, as a standard deviation of the logarithm. All else stays as published: a

@@ -15,9 +15,10 @@ import numpy as np
 
 from autoshard.cost import spread_of
 from autoshard.devices import known_devices
+from autoshard.launch.block_time import RECOMPUTED, RunConstants
 from autoshard.launch.peak_memory import USABLE
 from autoshard.launch.runs import PRECISIONS, TrainingRuns
-from autoshard.launch.step_time import RECOMPUTED, RunConstants, step_seconds
+from autoshard.launch.step_time import step_seconds
 
 # column of TrainingRuns: its name in a table of published runs; and the software, the kind of device and its memory in bytes
 TABLE = {

@@ -71,7 +71,7 @@ WRONG = {
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
-    "top": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
+    "top": COUNTS, "row": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
 }  # fmt: skip
 OWN = {
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],

@@ -29,17 +29,30 @@ DATA = ROOT / "tests" / "data" / "launchers"
 TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
-KEYS = "dp shard tp cp ep pp schedule microbatch recompute tokens_per_second_per_device mfu memory_bytes fits".split()
+KEYS = "dp shard tp cp ep pp schedule microbatch recompute seconds tokens_per_second_per_device mfu memory_bytes fits".split()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_degrees_prints_exactly_the_documented_keys(launcher):
     record = record_of("degrees", TINY, *ON_8, "--launcher", launcher, "--no-bound")
-    assert list(record) == ["configurations", "bound_seconds", "regret", "compared", "cpu_seconds"]
+    assert list(record) == ["configurations", "bound_seconds", "regret", "compared", "mfu_of", "cpu_seconds"]
     assert all(list(row) == KEYS for row in record["configurations"]) and len(record["configurations"]) > 10
     assert record["bound_seconds"] is record["regret"] is record["compared"] is None and record["cpu_seconds"] > 0
     for row in record["configurations"]:
         assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8 and row["tp"] <= 4  # the model has 4 key-value heads
+
+
+@pytest.mark.parametrize("words", [("--launcher", "megatron"), ("--launcher", "torchtitan", "--compile", "--precision", "fp8")])
+def test_the_seconds_of_a_row_are_taken_apart(words):
+    command = ("degrees", TINY, *ON_8, *words, "--no-bound", "--row", "3")
+    record = record_of(*command)
+    assert record["row"]["row"] == 2
+    by_kind = record["row"]["seconds_by_kind"]
+    assert sum(by_kind.values()) == pytest.approx(record["configurations"][2]["seconds"], rel=1e-12)
+    assert {"matmul", "attention", "elementwise", "tensor parallel", "data parallel", "bubble", "optimizer", "host"} < set(by_kind)
+    text = run(*command)[1]
+    assert "Where the seconds of row 3 go" in text and "MFU of the 16 bit peak, 989 TFLOP/s" in text
+    assert "there is no row 100000; expected 1 to" in refusal(*command[:-1], "100000")
 
 
 def test_degrees_writes_the_best_and_draws_all(tmp_path):
@@ -50,6 +63,7 @@ def test_degrees_writes_the_best_and_draws_all(tmp_path):
     assert "nanotron: " in text and "legal launches on 8 h100" in text and "illegal splits of the devices" in text
     record = record_of("check", str(out), "--launcher", "nanotron")
     assert record["ok"] and record["legal"] and record["changes"] == [] and record["reasons"] == []
+    assert sum(record["seconds_by_kind"].values()) == pytest.approx(record["seconds"], rel=1e-12)
 
 
 def test_degrees_says_no_where_nothing_fits():

@@ -1,4 +1,4 @@
-"""A launch has nearly one speed, whether its formulas are asked or the time line of its captured graph."""
+"""A launch has one speed, whether `degrees` composes it of captured blocks or the time line of its whole graph is run."""
 
 import sys
 from dataclasses import replace
@@ -12,11 +12,10 @@ import one_answer  # noqa: E402
 STEPS = {"eager": (8192, 1, "none", 0), "compiled": (8192, 1, "none", 1), "recomputed": (2048, 4, "full", 1)}
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("scheme", ["fsdp 8", "ddp 8"])
-def test_formulas_and_the_time_line_agree(scheme, step):
+@pytest.mark.parametrize(("scheme", "step"), [("fsdp 8", "eager"), ("ddp 8", "compiled"), ("megatron, sequences 8", "recomputed")])
+def test_blocks_of_launches_and_the_time_line_agree(scheme, step):
     row = one_answer.row_of(one_answer.SCHEMES[scheme], STEPS[step])
-    assert one_answer.planned(row) == pytest.approx(one_answer.launched(row), rel=0.1)
+    assert one_answer.planned(row) == pytest.approx(one_answer.launched(row), rel=0.02)
 
 
 def test_another_constant_on_one_side_is_seen(monkeypatch):
@@ -25,7 +24,7 @@ def test_another_constant_on_one_side_is_seen(monkeypatch):
 
     def slower(*names):
         constants = constants_of(*names)
-        return replace(constants, device=replace(constants.device, training=1.2 * constants.device.training))
+        return replace(constants, device=replace(constants.device, training=1.05 * constants.device.training))
 
     monkeypatch.setattr(one_answer.RunConstants, "of", slower)
-    assert one_answer.planned(row) != pytest.approx(one_answer.launched(row), rel=0.1)
+    assert one_answer.planned(row) != pytest.approx(one_answer.launched(row), rel=0.02)

@@ -20,7 +20,7 @@ def degrees(asked: Asked, output: Output) -> int:
 
     \b
     autoshard degrees hf:Llama-3.1-8B --devices 64 --seq 8192 --global-batch 512 --out best.toml
-    autoshard degrees models/llama.py:llama3_70b --devices 512 --launcher megatron --no-bound --json
+    autoshard degrees models/llama.py:llama3_70b --devices 512 --launcher megatron --no-bound --row 1
     """
     room, launcher = load_launchers(), asked.launcher
     launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, compiled=asked.compiled)
@@ -35,6 +35,7 @@ def degrees(asked: Asked, output: Output) -> int:
     best = answer.ranked.launch(0)
     output.write(asked.out, lambda out: write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out))
     output.write(asked.plot, lambda plot: load_report().launchers.draw(answer, plot))
-    record = answer.to_dict(asked.top) if output.as_json else {}
-    output.answer(record, lambda: load_report().launchers.degrees_table(answer, asked.top or TABLE_ROWS))
+    row = None if asked.row is None else asked.row - 1
+    record = answer.to_dict(asked.top if output.as_json else 1, row)
+    output.answer(record, lambda: load_report().launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))
     return OK if answer.ranked.prices.fits[0] else NO

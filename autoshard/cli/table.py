@@ -286,6 +286,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "no_bound": opt("Leave out the bound of an unrestricted plan.", SWITCH),
         "time_limit": opt("Seconds for that bound.", SECONDS, default=30.0),
         "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),
+        "row": opt("Where the seconds of this row of the table go; 1 is the best.", count()),
         "out": LAUNCH_OUT,
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
         **ANSWER,

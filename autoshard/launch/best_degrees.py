@@ -32,14 +32,18 @@ class Degrees:
     cpu_seconds: float
     why_not: str = ""  # why there is no regret
 
-    def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        """As `autoshard degrees --json` prints it."""
+    def to_dict(self, top: int | None = None, row: int | None = None) -> dict[str, Any]:
+        """As `autoshard degrees --json` prints it. row: from 0, whose seconds are taken apart. ValueError where there are fewer."""
+        if row is not None and row >= len(self.ranked):
+            raise ValueError(f"there is no row {row + 1}; expected 1 to {len(self.ranked)}, the legal launches")
+        apart = {} if row is None else {"row": {"row": row, "seconds_by_kind": self.ranked.seconds_by_kind(row)}}
         return {
+            **apart,
             "configurations": self.ranked.rows(top),
             "bound_seconds": None if self.against is None else self.against.bound,
             "regret": None if self.against is None else self.against.regret,
             "compared": self._compared(),
-            "cpu_seconds": self.cpu_seconds,
+            "mfu_of": self.ranked.site.mfu_of, "cpu_seconds": self.cpu_seconds,
         }
 
     def _compared(self) -> dict[str, Any] | None:

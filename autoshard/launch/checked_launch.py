@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.cost import spread_of
 
 from .best_changes import Change, best_changes
-from .launch_prices import STACKS, LaunchPrices, Site, prices_of
+from .launch_prices import STACKS, LaunchPrices, Site, prices_of, seconds_by_kind
 from .legality import why_illegal
 from .ranking import ranking
 from .runs import LaunchConfig, TrainingRuns
@@ -58,6 +58,8 @@ class CheckedLaunch:
         keys = ("seconds", "memory_bytes", "tokens_per_second_per_device", "mfu")
         values = (None,) * 4 if p is None else (p.seconds[0], p.bytes[0], p.tokens_per_second[0], p.mfu[0])
         record |= {key: None if value is None else float(value) for key, value in zip(keys, values)}
+        apart = None if p is None else seconds_by_kind(launch, self.described.sizes, self.site, self.launcher)
+        record |= {"seconds_by_kind": apart, "mfu_of": self.site.mfu_of}
         for key in keys[2:]:
             record[f"{key}_interval"] = None if p is None else [record[key] * low, record[key] * high]
         return record

@@ -10,17 +10,18 @@ that the token does not use.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.cost import device_constants, experts_seconds, matmul_seconds, overlapped
+from autoshard.cost import beside, device_constants, experts_seconds, matmul_seconds
 
+from .block_time import Parts, RunConstants, block
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, peak_bytes, state_bytes
-from .runs import TrainingRuns
-from .step_time import FSDP_NORM, HIDDEN, OPTIMIZER_BYTES, RunConstants, block, step_seconds
+from .runs import Launch, TrainingRuns
+from .step_time import OPTIMIZER_BYTES, end_share, stage_parameters, step_parts
 
 STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
 OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated")
@@ -46,6 +47,11 @@ class Site:
         """FLOP/s of 16-bit matmuls, from the data sheet."""
         return float(np.ravel(device_constants([self.device]).peak16)[0])
 
+    @property
+    def mfu_of(self) -> dict[str, Any]:
+        """Of which peak an MFU is, whatever dtype matmuls run in."""
+        return {"dtype": "16 bit", "flops": self.peak}
+
 
 class LaunchPrices(NamedTuple):
     """One entry per launch."""
@@ -70,6 +76,20 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:
     """Prices of launches, which should be legal. launcher: or a stack of cost/devices. ValueError for a device without constants, and for
     float32."""
+    parts, runs, bytes = _priced(launches, sizes, site, launcher, fitted)
+    seconds = sum(parts.values())
+    tokens = runs.global_batch * runs.seq / seconds / runs.devices
+    return LaunchPrices(seconds, bytes, tokens, sizes.flops_per_token(runs.seq) * tokens / site.peak, bytes <= site.usable)  # type: ignore[arg-type]
+
+
+def seconds_by_kind(launch: Launch, sizes: ModelSizes, site: Site, launcher: str) -> dict[str, float]:
+    """Of one launch's step, the largest first; they add up to the seconds of `prices_of`. Kinds as of `step_parts`, and expert parallel."""
+    parts, _, _ = _priced(TrainingRuns.of([launch]), sizes, site, launcher, True)
+    return dict(sorted(((kind, float(seconds[0])) for kind, seconds in parts.items()), key=lambda part: (-part[1], part[0])))
+
+
+def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool) -> tuple[Parts, TrainingRuns, np.ndarray]:
+    """Seconds by kind, all columns, bytes."""
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
@@ -78,22 +98,24 @@ def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: s
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
-    seconds, bytes = step_seconds(runs, constants, split), peak_bytes(runs, constants, split)
+    parts, bytes = step_parts(runs, constants, split), peak_bytes(runs, constants, split)
     if sizes.experts:
-        more_seconds, more_bytes = experts(runs, sizes, constants, split)
-        seconds, bytes = seconds + more_seconds, bytes + more_bytes
-    tokens = runs.global_batch * runs.seq / seconds / runs.devices
-    return LaunchPrices(seconds, bytes, tokens, sizes.flops_per_token(runs.seq) * tokens / site.peak, bytes <= site.usable)
+        more, more_bytes = experts(runs, sizes, constants, split)
+        parts, bytes = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}, bytes + more_bytes
+    return parts, runs, bytes
 
 
-def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds per step and bytes per device that a mixture needs beyond its dense model."""
-    device, stack = constants.device, constants.stack
+def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages) -> tuple[Parts, np.ndarray]:
+    """Seconds per step by kind, and bytes per device, that a mixture needs beyond its dense model."""
+    stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     tokens = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1)  # that a device sends to experts
-    exchanged = 4 * ring.gather(2 * tokens * sizes.active * sizes.width)  # to the experts and back, forward and backward
+    inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
+    # to the experts and back, forward and backward; copies of a token for experts of one device are one
+    copies = np.minimum(sizes.active, runs.expert * (1 - (1 - 1 / runs.expert) ** sizes.active))
+    exchanged = 4 * ring.all_to_all(2 * tokens * sizes.width, copies, inside, adapter)
     expert_ffn = sizes.expert_ffn / runs.expert_tensor
     rows, local_experts = tokens * sizes.active, np.minimum(sizes.experts / runs.expert, tokens * sizes.active)
     routed = experts_seconds(rows, local_experts, rows, sizes.width, expert_ffn, sizes.matrices, constants.experts)
@@ -106,14 +128,17 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), copies), 1.0)
     fsdp = constants.ring(runs, sharded, ranks)
     gathered = (runs.zero >= 2) * (fsdp.gather(2 * local) * (1 + (runs.zero >= 3)) + fsdp.gather(stack.gradient_bytes * local))
-    one = block(runs, constants)
-    hidden_by = one.forward + one.backward
-    per_microbatch = blocks * (exchanged + few + overlapped(hidden_by, gathered, FSDP_NORM) - hidden_by)
+    one, _ = block(runs, constants)
+    hidden_by = one.seconds[0] + one.seconds[1]
     owned = blocks * local / sharded
     reduce = constants.ring(runs, copies, ranks)
-    update = OPTIMIZER_BYTES * owned / (device.memory_bandwidth * device.memory)
-    exposed = 1 - HIDDEN * stack.hides
+    exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
     reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (copies > 1)
-    passes = runs.microbatches + (runs.pipeline - 1) / runs.virtual
+    passes = (runs.microbatches + (runs.pipeline - 1) / runs.virtual) * blocks
     largest = split.largest / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
-    return passes * per_microbatch + update + reduced, state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, stack)
+    exchanged = np.where(runs.async_expert > 0, beside(hidden_by, exchanged) - hidden_by, exchanged)
+    parts = {
+        "expert parallel": passes * exchanged, "matmul": passes * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
+        "data parallel": passes * (beside(hidden_by, gathered) - hidden_by) + reduced,
+    }  # fmt: skip
+    return parts, state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, stack)

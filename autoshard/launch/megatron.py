@@ -20,6 +20,7 @@ UNEVEN = (
     "pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
 )  # fmt: skip
+EXPERT_OVERLAP = "overlap-moe-expert-parallel-comm"
 RECOMPUTED = {"full": "full", "selective": "attn"}
 
 
@@ -68,6 +69,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), uneven=any(name in a for name in UNEVEN),
+        async_expert=EXPERT_OVERLAP in a and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
 
@@ -139,6 +141,7 @@ def write(config: LaunchConfig) -> str:
             "num-experts": m.experts, "moe-router-topk": m.active, "moe-ffn-hidden-size": m.expert_ffn,
             "moe-shared-expert-intermediate-size": m.shared_ffn or None, "expert-model-parallel-size": launch.expert,
             "expert-tensor-parallel-size": launch.expert_tensor, "moe-token-dispatcher-type": "alltoall",
+            EXPERT_OVERLAP: launch.async_expert and launch.expert > 1,
             "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.expert_layers})" if m.dense_layers else None,
         }  # fmt: skip
     return arguments_text(options)

@@ -18,9 +18,9 @@ import numpy as np
 
 from autoshard.cost import StackConstants
 
+from .block_time import RunConstants
 from .blocks_of_stages import Stages, stages
 from .runs import TrainingRuns
-from .step_time import RunConstants
 
 KEPT = {"none": 1.0, "attn": 1.0, "full": 0.0, "selective_op": 0.5, "default": 0.5, "selective_frac": 0.5, "selective_layer": 0.5}
 USABLE = 0.9  # of a device's memory: the rest is the driver's, the communicators', lost to fragments, and the formula's error

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices, Site, prices_of
+from .launch_prices import LaunchPrices, Site, prices_of, seconds_by_kind
 from .launch_space import illegal_by_rule, launches, structures
 from .model_sizes import ModelSizes
 from .runs import Launch, TrainingRuns
@@ -40,10 +40,14 @@ class Ranking:
         """The first launches, as `degrees --json` prints them."""
         p = self.prices
         columns = {
-            **self.columns.degrees(), "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu, "memory_bytes": p.bytes,
-            "fits": p.fits,
+            **self.columns.degrees(), "seconds": p.seconds, "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu,
+            "memory_bytes": p.bytes, "fits": p.fits,
         }  # fmt: skip
         return [dict(zip(columns, row)) for row in zip(*(column[:count].tolist() for column in columns.values()))]
+
+    def seconds_by_kind(self, i: int) -> dict[str, float]:
+        """Of the step of row i, the largest first: they add up to its seconds."""
+        return seconds_by_kind(self.launch(i), self.sizes, self.site, self.launcher)
 
     def first(self, wanted: np.ndarray) -> int | None:
         """The best of the launches for which `wanted` is true."""

@@ -47,6 +47,7 @@ class Launch:
     sequence_parallel: bool = False
     compiled: bool = False
     async_tensor: bool = False
+    async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
     rowwise: bool = False  # float8 scales per row
     uneven: bool = False  # the stages' layers are listed by the configuration, equal or not
 

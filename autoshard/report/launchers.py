@@ -23,8 +23,8 @@ SHORT = {"Interleaved1F1B": "interleaved", "selective_op": "op", "selective_laye
 DRAWN = 20_000  # launches in a picture: the best; more would be one blot
 
 
-def degrees_table(answer: Any, top: int) -> RenderableType:
-    """The best `top` launches, what was illegal, and the regret."""
+def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None) -> RenderableType:
+    """The best `top` launches, what was illegal, and the regret. apart: a row, with its seconds by kind."""
     ranked = answer.ranked
     fits, site = int(ranked.prices.fits.sum()), ranked.site
     best = ranked.launch(0)
@@ -35,7 +35,21 @@ def degrees_table(answer: Any, top: int) -> RenderableType:
     )
     illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
     splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
-    return shown(head, model, "", launches_table(ranked.rows(top)), "", splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
+    lines: list[Any] = [head, model, f"MFU of {_peak(site.mfu_of)}", "", launches_table(ranked.rows(top)), ""]
+    if apart is not None:
+        lines += [seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
+    return shown(*lines, splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
+
+
+def seconds_table(title: str, by_kind: Mapping[str, float]) -> ReportTable:
+    """Of one step; kinds that take nothing are left out."""
+    total = sum(by_kind.values())
+    rows = [(kind, seconds(value), f"{value / total:.1%}") for kind, value in by_kind.items() if seconds(value) != seconds(0.0)]
+    return ReportTable(title, numbers("", "time", "share"), [*rows, ("step", seconds(total), "")], "tight")
+
+
+def _peak(of: Mapping[str, Any]) -> str:
+    return f"the {of['dtype']} peak, {of['flops'] / 1e12:.0f} TFLOP/s"
 
 
 def _regret(answer: Any) -> str | None:
@@ -63,14 +77,17 @@ def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
     """One configuration: what it is, why it can't run, its rates, and the changes that gain most."""
     row = record["configuration"]
     degrees = ", ".join(f"{name} {row[name]}" for name in COLUMNS)
-    lines = [f"{path}: {record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}", degrees]
+    model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
+    lines: list[Any] = [f"{path}: {model}", degrees]
     lines += [f"illegal: {reason}" for reason in record["reasons"]]
     if record["legal"]:
         fits = "fits in" if record["fits"] else "needs more than"
         lines.append(f"memory {size(record['memory_bytes'])} per device, {fits} {size(record['usable_bytes'])}")
         low, high = record["tokens_per_second_per_device_interval"]
         rate, mfu = record["tokens_per_second_per_device"], record["mfu_interval"]
-        lines.append(f"{rate:.0f} tokens/s per device ({low:.0f} to {high:.0f}), MFU {record['mfu']:.1%} ({mfu[0]:.1%} to {mfu[1]:.1%})")
+        lines.append(f"{rate:.0f} tokens/s per device ({low:.0f} to {high:.0f}), {seconds(record['seconds'])} per step")
+        lines.append(f"MFU {record['mfu']:.1%} ({mfu[0]:.1%} to {mfu[1]:.1%}) of {_peak(record['mfu_of'])}")
+        lines += ["", seconds_table("Where the seconds go", record["seconds_by_kind"]), ""]
     for change in record["changes"]:
         gain = f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
         rate = change["tokens_per_second_per_device"]

@@ -47,11 +47,12 @@ class KernelGroup:
     first: int = 0
 
 
-def fused(graph: Graph) -> Graph:
-    """The same graph, whose ops know what they read and write in their groups (Op.fused)."""
-    groups, group_of = _groups(graph)
+def fused(graph: Graph, *, within_modules: bool = False) -> Graph:
+    """The same graph, whose ops know what they read and write in their groups (Op.fused). within_modules: of ops of one module only, as
+    libraries of fused norms, rotary positions and activations have them."""
+    groups, group_of = _groups(graph, within_modules)
     readers = _readers(graph, group_of)
-    cheap = _computed_again(graph, group_of, readers)
+    cheap = {} if within_modules else _computed_again(graph, group_of, readers)
     ops = list(graph.ops)
     for number, group in enumerate(groups):
         writes = {i: [_is_written(graph, (i, o), number, readers, cheap) for o in range(len(ops[i].outputs))] for i in group.ops}
@@ -119,7 +120,7 @@ def _computed_again(graph: Graph, group_of: dict[int, int], readers: dict[Value,
     return cheap
 
 
-def _groups(graph: Graph) -> tuple[list[KernelGroup], dict[int, int]]:
+def _groups(graph: Graph, within_modules: bool = False) -> tuple[list[KernelGroup], dict[int, int]]:
     groups: list[KernelGroup] = []
     group_of: dict[int, int] = {}
     needs: dict[int, set[int]] = {}  # of a group or, as - 1 - op, of an op outside: the same, of which it reads
@@ -135,8 +136,10 @@ def _groups(graph: Graph) -> tuple[list[KernelGroup], dict[int, int]]:
         size, results = _elements(graph, i)
         beside = {number for root in roots for number in read_by[root][-NEAR:]} - producers
         for number in sorted((p for p in producers if p >= 0), reverse=True) + sorted(beside, reverse=True):
-            group = groups[number]
-            if graph.ops[group.first].backward == op.backward and _fits(group, size, results, _sums_columns(graph, op)) and not any(
+            group, first = groups[number], graph.ops[groups[number].first]
+            if within_modules and (not op.module or first.module != op.module):
+                continue
+            if first.backward == op.backward and _fits(group, size, results, _sums_columns(graph, op)) and not any(
                 p != number and _reaches(p, number, needs, groups) for p in producers
             ):  # fmt: skip
                 break

@@ -46,8 +46,9 @@ class StackConstants:
     gathers8: Numbers  # 1: FSDP gathers parameters in float8 where matmuls run in it
     hides: Numbers  # 1: gradients are reduced during the last backward
     hides_gather: Numbers  # 1: ZeRO-1 gathers parameters during the next forward
-    eager_norms: Numbers  # 1: uncompiled, norms and rotary positions are chains of float32 ops rather than one kernel each
+    libraries: Numbers  # of kernels, uncompiled: 2: norms, rotary positions and activations are one each; 1: but activations; 0: none is
     overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
+    regathers: Numbers  # 1: the inputs of sequence parallel matmuls are gathered again in the backward
     fused_accumulation: Numbers  # 1: the matmul that computes a gradient adds it to those of earlier microbatches
     host: Numbers  # launches relative to the device's `host`
     traffic: Numbers  # elementwise bytes relative to the formula
@@ -69,7 +70,7 @@ class MemoryConstants:
     fixed: Numbers  # bytes
 
 
-DATA_SHEET, DESCRIPTION = 5, 9  # leading fields that are never fitted
+DATA_SHEET, DESCRIPTION = 5, 10  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))

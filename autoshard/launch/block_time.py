@@ -1,0 +1,221 @@
+"""Seconds of one block and microbatch of each run, and of the ends of its model, by kind, from the kernels of captured graphs.
+
+    kernels       as in a plan (captured_block.py), grouped as the run's software groups them; the host's launch where it takes longer
+    collectives   of tensor parallelism: beside kernels where the graph lets them, else exposed
+    again         what recomputation runs once more in front of the backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost import (
+    DeviceConstants,
+    MemoryConstants,
+    Ring,
+    StackConstants,
+    beside,
+    device_constants,
+    elementwise_seconds,
+    kernel_columns,
+    matmul_seconds,
+    memory_constants,
+    stack_constants,
+)
+from autoshard.devices import LAUNCHES, NEWEST, OF_HOPPER, AttentionKernel, ExpertsKernel, MatmulKernel, in_program, slower
+
+from .captured_block import BlockTask, Sizes, again, end_of, is_launched, kernel_seconds, tasks_of
+from .runs import TrainingRuns
+
+Names = Sequence[str] | np.ndarray
+Parts = dict[str, np.ndarray]  # seconds by kind
+RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
+GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, uncompiled, by StackConstants.libraries
+MICROSCALED = 0.93  # rate of float8 matmuls with scales per block of 32, relative to one scale per tensor
+ASYNC_TP = 0.5  # share of a tensor parallel transfer that its pieces leave exposed
+SCORE_BYTES = 10.0  # per score of unfused attention, forward: scale and mask, softmax, dropout
+FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
+
+
+def _every_second(tasks: tuple[BlockTask, ...]) -> tuple[BlockTask, ...]:
+    """By torchtitan's selective recomputation of ops: all but every second matmul, attention, and what was scattered."""
+    matmuls = [i for i, task in enumerate(tasks) if task.kind == "matmul"][::2]
+    return again(tasks, lambda i, task: task.kind == "attention" or task.collective == "reduce_scatter" or i in matmuls)
+
+
+# What of a block's forward is computed again.
+RECOMPUTED: dict[str, Callable[[tuple[BlockTask, ...]], tuple[BlockTask, ...]]] = {
+    "none": lambda tasks: (),
+    **dict.fromkeys(("full", "selective_frac", "selective_layer"), lambda tasks: again(tasks, lambda i, task: False)),
+    **dict.fromkeys(("selective_op", "default"), _every_second),
+    "attn": lambda tasks: tuple(replace(task, after=()) for task in tasks if task.kind == "attention"),  # Korthikanti et al.
+}
+PART = {"selective_frac": 0.5, "selective_layer": 0.5}  # of the blocks: every second one, or a share that is not published
+
+
+@dataclass(frozen=True)
+class RunConstants:
+    """Constants of devices and their software as columns: one entry per run, or one for all. `without`: effects that count nothing."""
+
+    device: DeviceConstants
+    stack: StackConstants
+    memory: MemoryConstants
+    matmul: MatmulKernel  # of the blocks' dtypes
+    matmul16: MatmulKernel
+    attention: AttentionKernel
+    experts: ExpertsKernel  # of the blocks' dtypes
+    without: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(devices: Names, stacks: Names, precisions: Names, *, fitted: bool = True) -> RunConstants:
+        """By the names of the runs' devices, stacks and precisions; fitted=False: published figures of devices and kernels alone."""
+        device, stack = device_constants(devices, fitted=fitted), stack_constants(stacks, fitted=fitted)
+        matmul = kernel_columns(MatmulKernel, devices, precisions)
+        matmul = replace(matmul, cast=np.minimum(matmul.cast, FUSED_CAST), launch=np.minimum(matmul.launch, 3e-6))
+        kernels = (matmul, *(kernel_columns(form, devices, "bf16") for form in (MatmulKernel, AttentionKernel)))
+        kernels = (*kernels, kernel_columns(ExpertsKernel, devices, precisions))
+        return RunConstants(device, stack, memory_constants(stacks, fitted=fitted), *kernels)
+
+    def in_program(self, matmul: MatmulKernel) -> MatmulKernel:
+        return in_program(matmul, np.minimum(matmul.bandwidth, self.memory_rate), self.device.training)
+
+    @property
+    def memory_rate(self) -> np.ndarray:
+        """Bytes/s that kernels reach."""
+        return self.device.memory_bandwidth * self.device.memory
+
+    def has(self, effect: str) -> float:
+        return 0.0 if effect in self.without else 1.0
+
+    def at(self, rows: np.ndarray) -> RunConstants:
+        """Of some of the runs."""
+
+        def of(record: Any) -> Any:
+            entries = {name: value[rows] for name, value in vars(record).items() if isinstance(value, np.ndarray) and value.size > 1}
+            return replace(record, **entries)
+
+        return replace(self, **{name: of(getattr(self, name)) for name in RECORDS})
+
+    def ring(self, runs: TrainingRuns, size: np.ndarray, stride: np.ndarray) -> Ring:
+        """Of `size` devices whose numbers are `stride` apart."""
+        return Ring.over(size, stride, runs.per_node, runs.network, self.device, self.stack)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Seconds of a block, or of the ends, and microbatch on one device, parameters at hand: by kind, which add up."""
+
+    forward: Parts
+    backward: Parts
+    launches: np.ndarray  # relative to one forward and backward without recomputation
+
+    @property
+    def seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the forward and of the backward."""
+        return sum(self.forward.values()), sum(self.backward.values())  # type: ignore[return-value]
+
+
+def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
+    """Of a block, and of the ends: token table, last norm, head and loss."""
+    family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
+    grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
+    kinds = np.array([family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute]).T
+    known = sorted({*map(tuple, kinds.tolist())})
+    rows_of = [np.flatnonzero((kinds == kind).all(1)) for kind in known]
+    blocks = [
+        _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme), recompute)
+        for rows, (family, scheme, how, recompute) in zip(rows_of, known)
+    ]
+    order = np.argsort(np.concatenate(rows_of))
+
+    def joined(columns: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.broadcast_to(column, len(rows)) for column, rows in zip(columns, rows_of)])[order]
+
+    def one(k: int) -> Block:
+        of = [both[k] for both in blocks]
+        ways = [b.forward for b in of], [b.backward for b in of]
+        forward, backward = ({kind: joined([parts[kind] for parts in way]) for kind in way[0]} for way in ways)
+        return Block(forward, backward, joined([b.launches for b in of]))
+
+    return one(0), one(1)
+
+
+class _OneKind:
+    """Of runs whose blocks have the same tasks."""
+
+    def __init__(self, runs: TrainingRuns, constants: RunConstants, how: str):
+        self.runs, self.constants, self.how, self.sizes = runs, constants, how, Sizes(runs)
+        self.ring, stack, device = constants.ring(runs, runs.tensor, np.ones(len(runs))), constants.stack, constants.device
+        self.exposed = np.where((runs.async_tensor > 0) | (stack.overlaps_tensor > 0), ASYNC_TP, 1.0) * constants.has("tensor parallel")
+        self.host = device.host * stack.host / LAUNCHES * constants.has("host")
+        self.known: dict[tuple, np.ndarray] = {}
+        newest = np.where(device.peak16 > OF_HOPPER, NEWEST / np.maximum(stack.flash, 1e-9), 1.0)
+        attention = slower(constants.attention, device.training * newest)
+        self.of_block, self.of_ends = (
+            SimpleNamespace(
+                kernels=SimpleNamespace(matmul=constants.in_program(matmul), attention=attention),
+                memory_rate=constants.memory_rate / stack.traffic, flops_for=lambda itemsize, convolution: device.peak16,
+            )
+            for matmul in (constants.matmul, constants.matmul16)
+        )  # fmt: skip
+
+    def blocks(self, tasks: Mapping[str, tuple[BlockTask, ...]], recompute: str) -> tuple[Block, Block]:
+        runs, constants, share = self.runs, self.constants, PART.get(recompute, 1.0)
+        forward, backward = tasks["forward block"], tasks["backward block"]
+        repeated = RECOMPUTED[recompute](forward) if constants.has("recompute") else ()
+        gathers = 2 * (runs.sequence_parallel > 0) * (runs.tensor > 1) * constants.stack.regathers  # of the inputs of matmuls
+        back, once_more = self._parts(backward, self.of_block), self._parts(repeated, self.of_block)
+        back = {kind: seconds + share * once_more[kind] for kind, seconds in back.items()}
+        back["tensor parallel"] = back["tensor parallel"] + gathers * self.exposed * self.ring.gather(2 * runs.tokens * runs.width)
+        counts = [sum(is_launched(task, self.how) for task in part) for part in (forward, backward, repeated)]
+        relative = np.array(1 + share * counts[2] / (counts[0] + counts[1]))
+        ends = Block(self._parts(tasks["forward ends"], self.of_ends), self._parts(tasks["backward ends"], self.of_ends), np.zeros(1))
+        return Block(self._parts(forward, self.of_block), back, relative), ends
+
+    def _parts(self, tasks: tuple[BlockTask, ...], on: SimpleNamespace) -> Parts:
+        end, by_kind = end_of(tasks, partial(self._seconds, on=on))
+        context = sum((self._context("backward" in task.target, self._core(task, on)) for task in tasks if task.kind == "attention"), 0.0)
+        kernels = {kind: seconds for kind, seconds in by_kind.items() if kind != "collective"}
+        exposed = end - sum(kernels.values())
+        return {**kernels, "attention": kernels["attention"] - context, "tensor parallel": exposed, "context parallel": np.asarray(context)}
+
+    def _seconds(self, task: BlockTask, on: SimpleNamespace) -> np.ndarray:
+        if task.kind == "collective":
+            bytes = self.sizes.of(task.bytes)
+            sent = self.ring.all_reduce(bytes) if task.collective == "all_reduce" else self.ring.gather(bytes)
+            return self.exposed * np.where(self.runs.tensor > 1, sent, 0.0)
+        kernel = self._core(task, on)
+        return kernel + self._context("backward" in task.target, kernel) if task.kind == "attention" else kernel
+
+    def _core(self, task: BlockTask, on: SimpleNamespace) -> np.ndarray:
+        """Of a kernel."""
+        key = (id(on), task.target, task.inputs, task.outputs, task.fused and task.fused.get(self.how))
+        if key not in self.known:
+            seconds = kernel_seconds(task, self.sizes, on, self.how)
+            if task.kind == "attention" and not (self.constants.stack.flash > 0).all():
+                seconds = np.where(self.constants.stack.flash > 0, seconds, self._written_attention() * (1 + ("backward" in task.target)))
+            if task.kind == "matmul":
+                seconds = seconds * np.where(self.runs.microscaling > 0, 1 / MICROSCALED, 1.0)
+            seconds = np.maximum(seconds, self.host * is_launched(task, self.how))
+            self.known[key] = seconds * self.constants.has(task.kind)
+        return self.known[key]
+
+    def _written_attention(self) -> np.ndarray:
+        """As matmuls and kernels on scores in memory."""
+        runs, heads = self.runs, self.runs.heads / self.runs.tensor
+        of16 = self.constants.in_program(self.constants.matmul16)
+        products = 2 * matmul_seconds(runs.seq, runs.head_dim, runs.seq, of16, runs.tokens / runs.seq * heads)
+        return products + elementwise_seconds(SCORE_BYTES * runs.tokens * runs.seq * heads, self.constants.device, self.constants.stack)
+
+    def _context(self, backward: bool, core: np.ndarray) -> np.ndarray:
+        """What attention waits for the keys and values of other devices, where the context is sharded."""
+        runs, tp = self.runs, self.runs.tensor
+        ring = self.constants.ring(runs, runs.context, tp)
+        sent = ring.gather(4 * runs.tokens * runs.context * np.maximum(runs.keys / tp, runs.head_dim)) * (1 + backward)
+        return beside(core, sent * self.constants.has("context parallel")) - core

@@ -1,0 +1,152 @@
+"""Seconds of a block and of the ends of a transformer for many launches at once, from the kernels of captured graphs.
+
+`captured/FAMILY_SCHEME.json` holds what benchmarks/captured_blocks.py found in the graph of a model under a scheme's layouts: kernels and
+collectives in order, what each waits for, and their tensors' dims as products of letters:
+
+    b microbatch   s tokens of a sequence on one device   h width   g heads per key head   k key heads   d width of a head
+    f width of the MLP   v vocabulary   /t  divided by the tensor parallel devices
+
+Kernels cost what they cost in a plan (`cost.busy_seconds`); collectives wait for kernels, and kernels for collectives, as on a time line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost import busy_seconds
+from autoshard.devices import SLOWED
+from autoshard.graph import Fused
+from autoshard.reading import text_of
+from autoshard.simulate import last_end
+
+from .runs import TrainingRuns
+
+FILES = Path(__file__).with_name("captured")
+GROUPED = ("compiled", "library", "norms")  # by compilers; by libraries of fused norms, rotary positions and activations; but activations
+KINDS = ("matmul", "attention", "elementwise", "collective")
+OF_KIND = {"mm": "matmul", "addmm": "matmul", "attention": "attention", "attention_backward": "attention"}
+Dims = tuple[float, tuple[str, ...], int]  # a factor, letters, and how often t divides
+
+
+@dataclass(frozen=True)
+class BlockTask:
+    """A kernel, or a collective."""
+
+    kind: str  # one of KINDS
+    after: tuple[int, ...]  # tasks of its part
+    inputs: tuple[tuple[tuple[Dims, ...], str], ...] = ()
+    outputs: tuple[tuple[tuple[Dims, ...], str] | None, ...] = ()
+    target: str = ""
+    share: float = 1.0
+    fused: Mapping[str, Fused] | None = None  # by GROUPED
+    kept: bool = False  # the backward reads it
+    collective: str = ""
+    bytes: Dims = (0.0, (), 0)
+
+
+@cache
+def tasks_of(family: str, scheme: str) -> Mapping[str, tuple[BlockTask, ...]]:
+    """Of "forward block", "backward block", "forward ends", "backward ends"."""
+    parts: dict[str, list[BlockTask]] = {}
+    places: list[int] = []  # of the rows in their parts
+    for row in json.loads(text_of(FILES / f"{family}_{scheme}.json", "measurements")):
+        part = parts.setdefault(row["part"], [])
+        after = tuple(places[j] for j in row["after"])
+        places.append(len(part))
+        if "collective" in row:
+            part.append(BlockTask("collective", after, collective=row["collective"], bytes=_dims(row["bytes"])))
+            continue
+        fused = {kind: Fused(tuple(r), tuple(w), n) for kind in GROUPED if kind in row for r, w, n in [row[kind]]}
+        kind = OF_KIND.get(row["op"].split(".")[1], "elementwise")
+        part.append(
+            BlockTask(kind, after, _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"])  # type: ignore[arg-type]
+        )
+    return {name: tuple(part) for name, part in parts.items()}
+
+
+def _tensors(texts: list[str | None]) -> tuple:
+    split = [None if text is None else text.split(": ") for text in texts]
+    return tuple(None if one is None else (tuple(_dims(d) for d in one[0].split(", ") if d), one[1]) for one in split)
+
+
+def _dims(text: str) -> Dims:
+    letters = tuple(re.findall(r"[bshgkdfv]", text))
+    factor = re.match(r"[\d/]+", text)
+    parts = [float(n) for n in factor[0].strip("/").split("/")] if factor else [1.0]
+    return parts[0] / math.prod(parts[1:]), letters, text.count("/t") - text.count("*t")
+
+
+class Sizes:
+    """The letters of runs, and what dims are of them."""
+
+    def __init__(self, runs: TrainingRuns):
+        self.tensor, self.keys = runs.tensor, runs.seq
+        self.letters = {
+            "b": runs.microbatch, "s": runs.seq / runs.context, "h": runs.width, "g": runs.heads / runs.kv_heads, "k": runs.kv_heads,
+            "d": runs.head_dim, "f": runs.ffn, "v": runs.vocab,
+        }  # fmt: skip
+        self.known: dict[Dims, np.ndarray] = {}
+
+    def of(self, dims: Dims) -> np.ndarray:
+        if dims not in self.known:
+            factor, letters, shards = dims
+            value = factor * np.ones(len(self.tensor))
+            for letter in letters:
+                value = value * self.letters[letter]
+            if shards > 0 and "k" in letters and "g" not in letters:  # a key head is replicated rather than divided
+                value = value / np.minimum(self.tensor, self.letters["k"])
+            elif shards:
+                value = value / self.tensor**shards
+            self.known[dims] = value
+        return self.known[dims]
+
+    def described(self, tensors: tuple) -> list[Any]:
+        return [None if one is None else (tuple(self.of(d) for d in one[0]), one[1]) for one in tensors]
+
+
+Seconds = Callable[[BlockTask], np.ndarray]
+
+
+def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> np.ndarray:
+    """Of one kernel. device: as cost.busy_seconds reads it. grouped: one of GROUPED, or "" where every op is a kernel."""
+    inputs, outputs = sizes.described(task.inputs), sizes.described(task.outputs)
+    if task.kind == "attention":  # of all keys, where the sequence is divided
+        at = 1 if task.target.split(".")[1] == "attention_backward" else 0
+        for i in (at + 1, at + 2):
+            (b, n, _, d), dtype = inputs[i]
+            inputs[i] = (b, n, sizes.keys, d), dtype
+    return busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped))
+
+
+def is_launched(task: BlockTask, grouped: str) -> bool:
+    """Whether a kernel begins with it."""
+    return task.kind != "collective" and (task.fused is None or grouped not in task.fused or task.fused[grouped].launches)
+
+
+def again(tasks: tuple[BlockTask, ...], kept: Callable[[int, BlockTask], bool]) -> tuple[BlockTask, ...]:
+    """What of a block's forward runs once more in front of its backward: what the backward reads, and what that is computed from, less
+    what `kept` keeps; of the block's input nothing."""
+    wanted = {i for i, task in enumerate(tasks) if task.kept and not kept(i, task)}
+    for i in reversed(range(len(tasks))):
+        if i in wanted:
+            wanted |= {j for j in tasks[i].after if not kept(j, tasks[j])}
+    at = {i: n for n, i in enumerate(sorted(wanted))}
+    return tuple(replace(tasks[i], after=tuple(at[j] for j in tasks[i].after if j in at)) for i in sorted(wanted))
+
+
+def end_of(tasks: tuple[BlockTask, ...], seconds: Seconds) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """When the last of some tasks ends, and their seconds by kind."""
+    each = [seconds(task) for task in tasks]
+    by_kind = {kind: sum((s for s, task in zip(each, tasks) if task.kind == kind), np.zeros(1)) for kind in KINDS}
+    line = [(int(task.kind == "collective"), task.after, s) for task, s in zip(tasks, each)]
+    end = last_end(line)
+    return end + SLOWED * (sum(by_kind.values()) - end), by_kind  # one of both runs at any time; what exceeds the end ran beside
