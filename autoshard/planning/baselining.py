@@ -6,6 +6,7 @@ A baseline that obeys the pins and the memory limit is also a choice that the se
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.instance import Instance
 from autoshard.planning.question import Question
 from autoshard.problem import evaluate
+from autoshard.simulate import timeline_of
 from autoshard.solvers import Answer, Status, solve
 
 BASELINE_SECONDS = 30.0  # at most, each
@@ -37,6 +39,7 @@ def solve_baselines(question: Question, instance: Instance) -> tuple[dict[str, d
         answer = _completed(question, instance, baseline, min(BASELINE_SECONDS, question.seconds_left() / 8))
         rows[baseline.name] = {
             "cost_seconds": answer.cost if answer.choice is not None else None,
+            "step_seconds": None if answer.choice is None else step_seconds(formulated, answer.choice),
             "peak_bytes": answer.peak,
             "status": answer.status.value,
             "matched": baseline.matched,
@@ -47,6 +50,11 @@ def solve_baselines(question: Question, instance: Instance) -> tuple[dict[str, d
             if evaluation.fits and math.isfinite(evaluation.cost):
                 starts.append(answer.choice)
     return rows, starts
+
+
+def step_seconds(formulated: Formulation, choice: Sequence[int]) -> float:
+    """Of the simulated time line, in which collectives run beside kernels."""
+    return timeline_of(formulated, choice, join=True).seconds
 
 
 def scheme_price(

@@ -18,6 +18,7 @@ from autoshard.graph import ACCUMULATED, KEPT, Graph, Tensor, is_drawn_in_full, 
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.mesh import Mesh
 from autoshard.planning.advice import Advice, advised
+from autoshard.planning.baselining import step_seconds
 from autoshard.planning.keeping import packed
 from autoshard.planning.options import Options
 from autoshard.planning.variants import Answered
@@ -37,6 +38,8 @@ def described(answered: Answered, advice: Sequence[Advice] = ()) -> Solution:
     with question.clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         formulated = answered.instance.formulated
         solution = describe(formulated, answered.plan, options, answered.baselines, question.assumptions)
+    if options.baselines and answered.plan.choice is not None:
+        solution.breakdown["step_seconds"] = step_seconds(formulated, answered.plan.choice)
     if (shortest := answered.overlapped) is not None:
         solution = replace(solution, overlapped=shortest.to_dict(), status=shortest.status(options.gap).value)
     if advice and not answered.plan.interrupted:

@@ -31,6 +31,7 @@ def usual(solution: Solution) -> list[dict]:
             {
                 "name": name,
                 "seconds": cost,
+                "step_seconds": row.get("step_seconds"),
                 "ratio": cost / solution.cost if known and cost is not None else None,
                 "peak_bytes": row.get("peak_bytes"),
                 "fits": not over and cost is not None,
@@ -47,15 +48,15 @@ def usual_table(solution: Solution) -> ReportTable | None:
     if not rows:
         return None
     slowest = max([row["seconds"] or 0.0 for row in rows] + [solution.cost if solution.cost < math.inf else 0.0]) or 1.0
-    ours = (seconds(solution.cost), "1.00x", size(solution.peak_bytes), solution.verdict)
+    ours = (seconds(solution.cost), "1.00x", seconds(solution.step_seconds), size(solution.peak_bytes), solution.verdict)
     width = 100 * solution.cost / slowest if solution.cost < math.inf else None
     listed = [TableRow(("ours", *ours), strong=True, kind="ours", share=width)]
     for row in rows:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-        cells = (row["name"], seconds(row["seconds"]), ratio, size(row["peak_bytes"]), row["status"])
+        cells = (row["name"], seconds(row["seconds"]), ratio, seconds(row["step_seconds"]), size(row["peak_bytes"]), row["status"])
         listed.append(TableRow(cells, note=row["matched"], kind="usual", share=100 * (row["seconds"] or 0) / slowest))
-    columns = ("plan", *numbers("cost", "to ours", "peak memory"), "status")
-    return ReportTable("Beside the usual plans", columns, listed, notes="how far it applies")
+    columns = ("plan", *numbers("cost", "to ours", "step", "peak memory"), "status")
+    return ReportTable("Beside the usual plans (step: with overlap)", columns, listed, notes="how far it applies")
 
 
 def time_table(solution: Solution) -> ReportTable | None:

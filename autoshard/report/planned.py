@@ -135,13 +135,14 @@ def verify_report(report: Mapping) -> RenderableType:
 
 def summary(solution: Solution) -> dict:
     """Plain data, which `plan --json` and `show --json` print; None where a number isn't known. Cost, bound and gap are of tasks one after
-    the other; `status` is of the objective, and `overlapped` has its own seconds, bound and gap."""
+    the other, `step_seconds` of the time line; `status` is of the objective, and `overlapped` has its own seconds, bound and gap."""
     return {
         "status": solution.status,
         "objective": solution.objective,
         "proof": proof(solution),
         "cost_seconds": _finite(solution.cost),
         "bound_seconds": _finite(solution.bound),
+        "step_seconds": solution.step_seconds,
         "interval_seconds": None if solution.interval is None else list(solution.interval),
         "gap": _finite(solution.gap),
         "overlapped": {**solution.overlapped, "gap": solution.objective_gap} if solution.overlapped else None,

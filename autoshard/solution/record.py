@@ -101,6 +101,11 @@ class Solution(ModelPlan):
         return "overlapped" if self.overlapped else "serial"
 
     @property
+    def step_seconds(self) -> float | None:
+        """Of the simulated time line, in which collectives run beside kernels; None where it was not simulated."""
+        return self.overlapped.get("seconds", self.breakdown.get("step_seconds"))
+
+    @property
     def objective_seconds(self) -> float:
         """The seconds that the objective counts."""
         return float(self.overlapped["seconds"]) if self.overlapped else self.cost
