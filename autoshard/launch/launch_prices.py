@@ -134,11 +134,12 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     reduce = constants.ring(runs, copies, ranks)
     exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
     reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (copies > 1)
-    passes = (runs.microbatches + (runs.pipeline - 1) / runs.virtual) * blocks
+    sent = beside(hidden_by, gathered) - hidden_by
     largest = split.largest / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
     exchanged = np.where(runs.async_expert > 0, beside(hidden_by, exchanged) - hidden_by, exchanged)
+    passes = blocks * runs.microbatches
     parts = {
         "expert parallel": passes * exchanged, "matmul": passes * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
-        "data parallel": passes * (beside(hidden_by, gathered) - hidden_by) + reduced,
+        "data parallel": passes * sent + reduced, "bubble": blocks * (runs.pipeline - 1) / runs.virtual * (exchanged + few + sent),
     }  # fmt: skip
     return parts, state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, stack)
