@@ -13,8 +13,8 @@ from autoshard.pipeline import SCHEMES as SCHEMES
 from autoshard.pipeline import Simulation as Simulation
 from autoshard.pipeline import simulate_grid as simulate_grid
 from autoshard.planning import Progress
+from autoshard.simulate import PREFETCH, Timeline, timeline_of_solution
 from autoshard.simulate import Parallel as Parallel
-from autoshard.simulate import Timeline, timeline_of_solution
 from autoshard.solution import Solution, replay
 
 
@@ -25,7 +25,7 @@ def simulate(
     solution: Solution,
     *,
     overlap: bool = True,
-    prefetch: int = 4,
+    prefetch: int = PREFETCH,
     join: bool = True,
     links: Sequence[int] | None = None,
     mesh: Mesh | None = None,

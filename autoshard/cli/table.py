@@ -232,7 +232,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "inference": opt("The forward pass of MODEL alone.", SWITCH),
         "no_overlap": opt("Collectives and kernels one after the other.", SWITCH),
         "no_join": opt("Of a plan: small reductions of gradients one by one.", SWITCH),
-        "prefetch": opt("Parameters fetched ahead of their use.", count(0), default=4),
+        "prefetch": opt("Parameters fetched ahead of their use.", count(0), default=12),
         "cluster": opt("Prices from a file of `calibrate measure`; a model uses all its devices.", CLUSTER),
         **LINKS, **shared("device", "tf32"),
         "devices_per_node": opt("Default: those of one stage.", count()),

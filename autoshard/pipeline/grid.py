@@ -28,7 +28,7 @@ from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwatch, baseline_only, plan_graph
 from autoshard.precision import Precision
-from autoshard.simulate import Parallel, Timeline, timeline_of_solution
+from autoshard.simulate import PREFETCH, Parallel, Timeline, timeline_of_solution
 from autoshard.solution import Solution
 
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
@@ -98,7 +98,7 @@ def simulate_grid(
     scheme: str = "auto",
     training: bool = True,
     overlap: bool = True,
-    prefetch: int = 4,
+    prefetch: int = PREFETCH,
     unit_seconds: float = 0.0,
     progress: Progress | None = None,
     **options: Any,

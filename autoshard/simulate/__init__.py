@@ -8,6 +8,7 @@ from autoshard.simulate.degrees import Parallel as Parallel
 from autoshard.simulate.engine import last_end as last_end
 from autoshard.simulate.engine import run_tasks as run_tasks
 from autoshard.simulate.tasks import COMPUTE as COMPUTE
+from autoshard.simulate.tasks import PREFETCH as PREFETCH
 from autoshard.simulate.tasks import Task as Task
 from autoshard.simulate.tasks import TaskProgram as TaskProgram
 from autoshard.simulate.tasks import program_of as program_of

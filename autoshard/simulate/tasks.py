@@ -37,6 +37,7 @@ from autoshard.layout import Layout, local_numel, text
 from autoshard.routes import Step
 
 COMPUTE = 0  # stream; mesh axis k has stream k + 1
+PREFETCH = 12  # fetches of parameters ahead of their readers: about a block of a transformer, as fully_shard has it
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class TaskProgram:
         return self.formulation.graph
 
 
-def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = 4) -> TaskProgram:
+def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = PREFETCH) -> TaskProgram:
     """The tasks of a plan. prefetch: how many fetches of parameters may be ahead of their readers (at least 1 with overlap)."""
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; expected a number of fetches, 0 or more")
@@ -263,6 +264,9 @@ class _Places:
         self.reductions = [k for k, link in enumerate(self.links) if kinds.get(link.a) == ACCUMULATED]
         for k, link in enumerate(self.links):
             self._read(k, link, n)
+        for i, op in enumerate(self.graph.ops):  # a view of a parameter can be fetched as early as the parameter
+            if op.alias is not None and not any(steps[k] for k in self.inputs.get(i, ())) and self.phases[op.inputs[op.alias][0]] == "rest":
+                self.phases[i] = "rest"
         self.late: set[int] = set()
         self.slots = self._overlapped(prefetch) if overlap else [self._at_need(k) for k in range(len(self.links))]
         filled = {self.links[k].b: self.slots[k] for k in self.hub_links}
@@ -283,9 +287,11 @@ class _Places:
         return self._when_produced(k) if self.results[k] or self.reader[k] == len(self.graph.ops) else 2 * self.reader[k]
 
     def _when_produced(self, k: int) -> int:
-        """After the op that produces the value; at the end for a parameter or input that is returned."""
+        """After the op that produces the value: a parameter or input, or a view of it, is there at the begin; returned, at the end."""
         i = self.links[k].value[0]
-        return 2 * len(self.graph.ops) if self.results[k] and self.phases[i] == "rest" else 2 * i + 1
+        if self.phases[i] == "rest":
+            return 2 * len(self.graph.ops) if self.results[k] else -1
+        return 2 * i + 1
 
     def _overlapped(self, prefetch: int) -> list[int]:
         slots = [0] * len(self.links)

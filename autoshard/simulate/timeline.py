@@ -27,7 +27,7 @@ from autoshard.problem import Usage
 from autoshard.simulate.engine import Times, run_in_turn, run_tasks
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.joining import with_joined_gradients
-from autoshard.simulate.tasks import COMPUTE, Task, TaskProgram, program_of
+from autoshard.simulate.tasks import COMPUTE, PREFETCH, Task, TaskProgram, program_of
 from autoshard.solution import Solution
 
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
@@ -112,7 +112,7 @@ def timeline_of(
     choice: Sequence[int],
     *,
     overlap: bool = True,
-    prefetch: int = 4,
+    prefetch: int = PREFETCH,
     join: bool = False,
     links: Sequence[int] | None = None,
 ) -> Timeline:
