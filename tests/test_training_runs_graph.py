@@ -108,9 +108,10 @@ def test_a_block_has_the_collectives_of_the_captured_graph():
         assert of == {(direction, names[kind], bytes): n for (direction, kind, bytes), n in found.items()}
 
 
-def test_the_kept_blocks_are_what_is_captured_now():
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_kept_blocks_are_what_is_captured_now(family):
     """As benchmarks/captured_blocks.py finds them: run it with --write where models, schemes or fusion have changed."""
-    model, inputs = captured_blocks.models()["llama"]
+    model, inputs = captured_blocks.models()[family]
     for scheme, rows in captured_blocks.captured(model, inputs).items():
-        kept = json.loads((captured_blocks.OUT / f"llama_{scheme}.json").read_text())
+        kept = json.loads((captured_blocks.OUT / f"{family}_{scheme}.json").read_text())
         assert rows == kept

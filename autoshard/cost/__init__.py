@@ -34,7 +34,6 @@ from autoshard.cost.devices import spread_of as spread_of
 from autoshard.cost.devices import stack_constants as stack_constants
 from autoshard.cost.kernels import Ring as Ring
 from autoshard.cost.kernels import beside as beside
-from autoshard.cost.kernels import elementwise_seconds as elementwise_seconds
 from autoshard.cost.measured_kernels import attention_seconds as attention_seconds
 from autoshard.cost.measured_kernels import experts_seconds as experts_seconds
 from autoshard.cost.measured_kernels import matmul_seconds as matmul_seconds

@@ -1,8 +1,8 @@
 """Seconds of the kernels and collectives of a training step, from constants of a kind of device and of a software stack.
 
     matmuls and attention                                                                                (measured_kernels.py)
-    elementwise bytes * traffic / (memory_bandwidth * memory)                                            (`elementwise_seconds`)
     ring        V (n-1)/n B / bandwidth + latency (n-1); bandwidth and latency of the slowest link of the ring   (`Ring`)
+    all_to_all  max(bytes between nodes / adapter, bytes inside / link)                                  (`Ring.all_to_all`)
     overlap     max(a, b) + s min(a, b)                                                                  (`beside`)
 
 Arguments are arrays with one entry per run, so that thousands of runs are priced at once. All functions increase with their work
@@ -22,10 +22,6 @@ from .devices import DeviceConstants, StackConstants
 # Bus bandwidth of all_reduce relative to all_gather and reduce_scatter over 4 to 16 nodes: 1.35, 1.44, 1.54 (nanotron ultrascale playbook).
 TREE = 1.45
 Numbers = np.ndarray  # one entry per run
-
-
-def elementwise_seconds(bytes: Numbers, device: DeviceConstants, stack: StackConstants) -> Numbers:
-    return bytes * stack.traffic / (device.memory_bandwidth * device.memory)
 
 
 def beside(kernels: Numbers, collectives: Numbers) -> Numbers:

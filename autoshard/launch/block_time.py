@@ -22,7 +22,6 @@ from autoshard.cost import (
     StackConstants,
     beside,
     device_constants,
-    elementwise_seconds,
     kernel_columns,
     matmul_seconds,
     memory_constants,
@@ -182,7 +181,7 @@ class _OneKind:
         end, by_kind = end_of(tasks, partial(self._seconds, on=on))
         context = sum((self._context("backward" in task.target, self._core(task, on)) for task in tasks if task.kind == "attention"), 0.0)
         kernels = {kind: seconds for kind, seconds in by_kind.items() if kind != "collective"}
-        exposed = end - sum(kernels.values())
+        exposed = np.maximum(end - sum(kernels.values()), 0.0)  # less only by rounding
         return {**kernels, "attention": kernels["attention"] - context, "tensor parallel": exposed, "context parallel": np.asarray(context)}
 
     def _seconds(self, task: BlockTask, on: SimpleNamespace) -> np.ndarray:
@@ -211,7 +210,8 @@ class _OneKind:
         runs, heads = self.runs, self.runs.heads / self.runs.tensor
         of16 = self.constants.in_program(self.constants.matmul16)
         products = 2 * matmul_seconds(runs.seq, runs.head_dim, runs.seq, of16, runs.tokens / runs.seq * heads)
-        return products + elementwise_seconds(SCORE_BYTES * runs.tokens * runs.seq * heads, self.constants.device, self.constants.stack)
+        moved = SCORE_BYTES * runs.tokens * runs.seq * heads
+        return products + moved * self.constants.stack.traffic / self.constants.memory_rate
 
     def _context(self, backward: bool, core: np.ndarray) -> np.ndarray:
         """What attention waits for the keys and values of other devices, where the context is sharded."""

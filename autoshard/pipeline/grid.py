@@ -23,7 +23,7 @@ from autoshard.mesh import Axis, Mesh
 from autoshard.pipeline.layers import Layers, layers_of
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedule_times import ScheduleRun
-from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwatch, baseline_only, plan_graph
@@ -139,15 +139,20 @@ def simulate_grid(
         if one.pipeline == 1 and K == 1:
             simulations.append(Simulation(one, stage, solution, timeline, "sequential"))
             continue
+        whole = Simulation(one, stage, solution, timeline, schedule)
         order = schedule_of(schedule, one.pipeline, K, chunks)
-        part_of, partial = divided(layers, order.parts), partial_gradients(layers)
-        parts = stage_costs_of(timeline.program, part_of, order.parts, partial=partial)
-        parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
-        silent = stage_costs_of(timeline.program, part_of, order.parts, partial=partial, communication=False)
-        axis: Axis | None = mesh.axes[0] if one.pipeline > 1 else None
-        chains = min(one.data, groups_on_link(axis, one.tensor))  # tensor parallel ranks are synchronous
-        simulations.append(Simulation(one, stage, solution, timeline, schedule, parts, silent, run_stages(parts, order, axis, chains)))
+        simulations.append(_in_stages(whole, layers, order, mesh.axes[0] if one.pipeline > 1 else None, unit_seconds))
     return simulations
+
+
+def _in_stages(whole: Simulation, layers: Layers, order: Schedule, axis: Axis | None, unit_seconds: float) -> Simulation:
+    """The simulation of one microbatch on one stage, divided into stages that run it many times. axis: between stages."""
+    part_of, partial = divided(layers, order.parts), partial_gradients(layers)
+    parts = stage_costs_of(whole.timeline.program, part_of, order.parts, partial=partial)
+    parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
+    silent = stage_costs_of(whole.timeline.program, part_of, order.parts, partial=partial, communication=False)
+    chains = min(whole.parallel.data, groups_on_link(axis, whole.parallel.tensor))  # tensor parallel ranks are synchronous
+    return replace(whole, parts=parts, silent=silent, run=run_stages(parts, order, axis, chains))
 
 
 def _shards(solution: Solution, axis: int) -> bool:
