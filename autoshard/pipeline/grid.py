@@ -139,20 +139,20 @@ def simulate_grid(
         if one.pipeline == 1 and K == 1:
             simulations.append(Simulation(one, stage, solution, timeline, "sequential"))
             continue
-        whole = Simulation(one, stage, solution, timeline, schedule)
+        alone = Simulation(one, stage, solution, timeline, schedule)
         order = schedule_of(schedule, one.pipeline, K, chunks)
-        simulations.append(_in_stages(whole, layers, order, mesh.axes[0] if one.pipeline > 1 else None, unit_seconds))
+        simulations.append(_in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, unit_seconds))
     return simulations
 
 
-def _in_stages(whole: Simulation, layers: Layers, order: Schedule, axis: Axis | None, unit_seconds: float) -> Simulation:
+def _in_stages(alone: Simulation, layers: Layers, order: Schedule, axis: Axis | None, unit_seconds: float) -> Simulation:
     """The simulation of one microbatch on one stage, divided into stages that run it many times. axis: between stages."""
     part_of, partial = divided(layers, order.parts), partial_gradients(layers)
-    parts = stage_costs_of(whole.timeline.program, part_of, order.parts, partial=partial)
+    parts = stage_costs_of(alone.timeline.program, part_of, order.parts, partial=partial)
     parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
-    silent = stage_costs_of(whole.timeline.program, part_of, order.parts, partial=partial, communication=False)
-    chains = min(whole.parallel.data, groups_on_link(axis, whole.parallel.tensor))  # tensor parallel ranks are synchronous
-    return replace(whole, parts=parts, silent=silent, run=run_stages(parts, order, axis, chains))
+    silent = stage_costs_of(alone.timeline.program, part_of, order.parts, partial=partial, communication=False)
+    chains = min(alone.parallel.data, groups_on_link(axis, alone.parallel.tensor))  # tensor parallel ranks are synchronous
+    return replace(alone, parts=parts, silent=silent, run=run_stages(parts, order, axis, chains))
 
 
 def _shards(solution: Solution, axis: int) -> bool:
