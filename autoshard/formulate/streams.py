@@ -1,19 +1,20 @@
 """The seconds of each choice by stream: kernels on the compute stream, collectives on the link that their mesh axis uses.
 
-    c_v[i]    = sum_s c_vs[i]        kernel and splits: stream 0; link k, which one or more mesh axes use: stream k + 1
-    T_uv[i,j] = sum_s T_uvs[i,j]
+    c_v[i]    = sum_s c_vs[i]        kernel and splits: stream 0; link k, which one or more mesh axes use: stream k + 1; the last stream:
+    T_uv[i,j] = sum_s T_uvs[i,j]     seconds in which the compute stream waits for messages within an op (a ring)
 
 A stream does one thing at a time, so no schedule of a plan ends before any stream has done its seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.cost import priced, shared_links
+from autoshard.formulate.build import op_stages
 from autoshard.formulate.records import Formulation, TensorEdge
 from autoshard.formulate.tables import distinct
 from autoshard.graph import KEPT
@@ -27,7 +28,7 @@ class StreamSeconds:
 
     nodes: tuple[np.ndarray, ...]
     edges: tuple[np.ndarray, ...]
-    num: int  # streams
+    num: int  # 1 + links + 1
 
 
 def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
@@ -42,7 +43,7 @@ class _Streams:
     def __init__(self, formulation: Formulation, links: Sequence[int], joined: bool):
         self.formulation, self.joined = formulation, joined
         order = sorted(set(links))
-        self.num = 1 + len(order)
+        self.num = 2 + len(order)
         self.to_link = np.eye(self.num)[[0, *(order.index(link) + 1 for link in links)]]  # stream of an axis -> stream of its link
         self.known: dict[tuple, np.ndarray] = {}
 
@@ -66,7 +67,17 @@ class _Streams:
             inside = self.formulation.microbatches * self._internal(v)
             parts[:, 0] = np.maximum(costs - inside.sum(axis=1), 0.0)
             parts += inside @ self.to_link
+            for k, busy in self._in_stages(v):
+                parts[k, -1] = max(parts[k, 0] - self.formulation.microbatches * busy, 0.0)
+                parts[k, 0] -= parts[k, -1]
         return parts
+
+    def _in_stages(self, v: int) -> Iterator[tuple[int, float]]:
+        """The choices of op v that compute while they send, and the seconds of their kernels."""
+        graph, mesh = self.formulation.graph, self.formulation.mesh
+        for k, candidate in enumerate(self.formulation.candidates.of[v]):
+            if stages := op_stages(graph.ops[v], graph.input_tensors(v), candidate, mesh):
+                yield k, sum(one.seconds for one in stages if one.axis < 0)
 
     def _internal(self, v: int) -> np.ndarray:
         """Seconds of the collectives inside op v, once: (choices, 1 + axes)."""

@@ -6,14 +6,18 @@
     gradient    param_dtype -> reduce_dtype, [sum over the ranks], reduce_dtype -> stored
     output      its dtype -> output_dtype; its tangent goes the other way
 
+The cast of a sum comes when LAG more gradients have been computed, so that kernels don't wait for the sum meanwhile.
+
 Whether a parameter is gathered before or after its cast is a layout like any other, and so is priced. Where a gradient's partial sums are
 added is part of the policy: an op of kind "cast_then_reduce" leaves them pending (`pending`), one of kind "reduce_then_cast" wants none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from autoshard.graph.records import Const, Graph, Op, Ref, Result, Tensor, Value
 from autoshard.graph.rewriting import Rewriting
@@ -21,6 +25,7 @@ from autoshard.precision import FLOATS, Precision
 
 CAST = "aten._to_copy.default"
 CAST_THEN_REDUCE, REDUCE_THEN_CAST = "cast_then_reduce", "reduce_then_cast"
+LAG = 12  # gradients: about those of a block of a transformer
 
 
 def mixed(graph: Graph, precision: Precision, stored: Mapping[str, str]) -> tuple[Graph, dict[Value, Value]]:
@@ -54,6 +59,7 @@ class _Mixing(Rewriting):
                 self.gradients[result.value] = self._stored_dtype(graph.index[result.name])
         self.casts: dict[tuple[Value, bool], Value] = {}  # (old value, whether its reader is of the backward pass): new value
         self.ends: dict[Value, Value] = {}  # old value: the new value that the program returns in its place
+        self.summed: deque[Callable[[], None]] = deque()  # the casts of sums that are to come, oldest first
 
     def mixed(self) -> Graph:
         waiting: list[Value] = []  # values of placeholders, which come first
@@ -66,6 +72,8 @@ class _Mixing(Rewriting):
                 waiting.append((i, k)) if op.is_placeholder else self._finish((i, k))
         for value in waiting:
             self._finish(value)
+        while self.summed:
+            self.summed.popleft()()
         return self.graph({r: self.ends[r.value] for r in self.source.results if r.value in self.ends and self._is_end(r)})
 
     def _is_end(self, result: Result) -> bool:
@@ -114,10 +122,16 @@ class _Mixing(Rewriting):
             computed, stored = self.source.tensor(value).dtype, self.gradients[value]
             reduced = self.precision.reduce_dtype or computed
             name = f"{op.name}_gradient" if len(op.outputs) == 1 else f"{op.name}_gradient_{k}"
-            for dtype, before, kind in ((reduced, computed, CAST_THEN_REDUCE), (stored, reduced, REDUCE_THEN_CAST)):
-                if dtype != before:
-                    at = self._cast(f"{name}_{dtype}", at, dtype, kind, op.module, True)
+            if reduced != computed:
+                at = self._cast(f"{name}_{reduced}", at, reduced, CAST_THEN_REDUCE, op.module, True)
             self.ends[value] = at
+            if stored != reduced:
+                self.summed.append(partial(self._finish_sum, value, f"{name}_{stored}", stored, op.module))
+            if len(self.summed) > LAG:
+                self.summed.popleft()()
+
+    def _finish_sum(self, value: Value, name: str, dtype: str, module: str) -> None:
+        self.ends[value] = self._cast(name, self.ends[value], dtype, REDUCE_THEN_CAST, module, True)
 
     def _cast(self, name: str, source: Value, dtype: str, kind: str, module: str, backward: bool) -> Value:
         tensor = self.ops[source[0]].outputs[source[1]]

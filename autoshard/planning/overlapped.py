@@ -13,27 +13,37 @@ Every search is counted in steps, so that the result is the same on every machin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.formulate import StreamSeconds, stream_seconds
 from autoshard.planning.batches import align_batches, with_choice
+from autoshard.planning.few_layers import FewLayers
 from autoshard.planning.instance import Instance
 from autoshard.planning.question import Question
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.tying import tied_groups
 from autoshard.problem import evaluate
-from autoshard.simulate import longest_chain, timeline_of
-from autoshard.solvers import Answer, Part, Status, best_prices, parts_that_differ, priced_by_stream, seconds_of_parts
+from autoshard.simulate import longest_chain, timeline_of, whole_streams
+from autoshard.solvers import (
+    Answer,
+    Part,
+    Status,
+    best_prices,
+    parts_that_differ,
+    priced_by_stream,
+    seconds_of_choice,
+    seconds_of_parts,
+    worst_mixture,
+)
 
 ROUNDS = 11  # prices that are tried
-DISCOUNTS = (0.0, 0.5, 0.2, 0.05)  # of the communication outside of a chain
 STEP = 0.3  # from the best prices so far
-GAP = 2e-3  # relative, of each of these problems
+GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
-SIMULATIONS = 400  # of polishing
+SIMULATIONS = 60  # of polishing
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
 
@@ -82,14 +92,26 @@ class _Search:
         self.question, self.instance, self.problem = question, instance, instance.problem
         self.streams: StreamSeconds = stream_seconds(instance.formulated, joined=True)
         self.tables = self.streams.nodes, self.streams.edges
-        self.parts = [self._all_of(stream) for stream in range(self.streams.num)]
+        self.few_tables: tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]] | None = None  # of few layers
+        self.parts = [Part(one.nodes, one.edges) for one in whole_streams(instance.formulated, self.streams)]
         self.groups = tied_groups(instance.formulated)
         self.seconds: dict[tuple[int, ...], float] = {}  # choice -> seconds of its time line
+        self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of the choices that the prices are made of
         self.bound = 0.0
+        self.priced = instance.problem  # at the prices of the bound
+        self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
+        for k, e in enumerate(self.problem.edges):
+            self.edges_of[e.a].append(k)
+            self.edges_of[e.b].append(k)
 
     @property
     def best(self) -> tuple[int, ...]:
         return min(self.seconds, key=lambda choice: self.seconds[choice])
+
+    @property
+    def is_proven(self) -> bool:
+        shortest = self.seconds[self.best]
+        return shortest - self.bound <= self.question.options.gap * shortest
 
     def offer(self, choice: Sequence[int]) -> float:
         """Simulate a choice that fits, once; inf for one that doesn't, or that unties equal layers where they are to be tied."""
@@ -102,63 +124,75 @@ class _Search:
             self.seconds[choice] = timeline_of(self.instance.formulated, choice, join=True).seconds
         return self.seconds[choice]
 
-    def _all_of(self, stream: int) -> Part:
-        nodes, edges = np.zeros((len(self.problem.node_costs), self.streams.num)), np.zeros((len(self.problem.edges), self.streams.num))
-        nodes[:, stream] = edges[:, stream] = 1.0
-        return Part(nodes, edges)
-
     # -- the bound
 
     def bound_from_prices(self) -> None:
-        """Prices that make the bound large; each answer on the way is offered, and its longest chain is one more part.
+        """Prices that make the bound large; each answer on the way is offered.
 
-        First only the chain of the serial plan counts, then the communication outside of it too, at discounts. From there the prices
-        move towards those that are best for the answers known (Ben-Ameur and Neto 2007), which alone would jump to and fro.
+        First those that are best for the plans known so far. From there the prices move towards those that are best for the answers known
+        (Ben-Ameur and Neto 2007), which alone would jump to and fro.
         """
-        tried = list(self.seconds)
-        for choice in tried:
-            self._add_chain(choice)
-        centre, highest = np.zeros(0), 0.0  # the prices with the highest bound since the last discount
+        for choice in list(self.seconds):
+            self._note(choice)
+        centre, highest = np.zeros(0), 0.0  # the prices with the highest bound
         for k in range(ROUNDS):
-            known = [seconds_of_parts(self.problem, *self.tables, self.parts, choice) for choice in tried]
-            best, most = best_prices(known)
-            if most - self.bound <= AGREED * most or self.question.is_over:
+            best, most = self._best_prices()
+            if most - self.bound <= AGREED * most or self.is_proven or self.question.is_over:
                 return
-            prices = self._discounted(DISCOUNTS[k]) if k < len(DISCOUNTS) else STEP * best
-            if k >= len(DISCOUNTS):
+            prices = best.copy()
+            if len(centre):
+                prices *= STEP
                 prices[: len(centre)] += (1 - STEP) * centre
             self._say(k)
             answer, bound = self._solved(prices)
             if answer is None:
                 return
-            if bound > highest or k < len(DISCOUNTS):
+            if bound > highest:
                 centre, highest = prices, bound
-            tried.append(answer)
             self.offer(answer)
-            self._add_chain(answer)
+            self._note(answer)
 
-    def _discounted(self, discount: float) -> np.ndarray:
-        """Prices at which seconds outside of the serial plan's chain count `discount` of those on it."""
-        prices, num = np.zeros(len(self.parts)), self.streams.num
-        prices[:num], prices[num] = discount, 1.0 - discount
-        return prices / prices.sum()
+    def _note(self, choice: Sequence[int]) -> None:
+        self.by_stream.append(seconds_of_choice(self.problem, *self.tables, choice))
 
-    def _add_chain(self, choice: Sequence[int]) -> None:
-        chain = longest_chain(self.instance.formulated, self.streams, choice)
-        if chain.seconds > self.bound or len(self.parts) == self.streams.num:
-            self.parts.append(Part(chain.nodes, chain.edges))
+    def _best_prices(self) -> tuple[np.ndarray, float]:
+        """The prices that are best for the known choices; every chain that matters to a mixture of them is a part."""
+        known = [seconds_of_parts(self.parts, *one) for one in self.by_stream]
+        while True:
+            shares, most = worst_mixture(known)
+            nodes, edges = (sum(share * one[k] for share, one in zip(shares, self.by_stream)) for k in (0, 1))
+            chain = longest_chain(self.instance.formulated, self.streams, nodes, edges)
+            part = Part(chain.nodes, chain.edges)
+            if seconds_of_parts([part], nodes, edges)[0] <= (1 + AGREED) * most:
+                return best_prices(known)
+            self.parts.append(part)
+            known = [np.append(row, seconds_of_parts([part], *one)) for row, one in zip(known, self.by_stream)]
 
     def _solved(self, prices: np.ndarray) -> tuple[tuple[int, ...] | None, float]:
         """The cheapest choice at these prices, and its bound, which is one on all time lines."""
-        problem = priced_by_stream(self.problem, *self.tables, self.parts, prices.tolist())
-        options = replace(
-            self.question.options, gap=max(GAP, self.question.options.gap), accepted=(0.05, self.question.clock.elapsed + 10.0)
-        )
-        quiet = replace(self.question, options=options, clock=self.question.clock.quiet())
-        answer = solve_instance(quiet, replace(self.instance, problem=problem, few_layers=None), [self.best]).in_passing()
+        of_nodes = sum((y * part.nodes for y, part in zip(prices, self.parts) if y), np.zeros_like(self.parts[0].nodes))
+        of_edges = sum((y * part.edges for y, part in zip(prices, self.parts) if y), np.zeros_like(self.parts[0].edges))
+        priced, few_layers = priced_by_stream(self.problem, *self.tables, of_nodes, of_edges), self._few_layers(of_nodes, of_edges)
+        instance = replace(self.instance, problem=priced, few_layers=few_layers)
+        gap, elapsed = max(GAP, self.question.options.gap), self.question.clock.elapsed
+        quiet = replace(self.question.with_options(gap=gap, accepted=(0.05, elapsed + 10.0)), clock=self.question.clock.quiet())
+        answer = solve_instance(quiet, instance, [self.best], preferred=False).in_passing()
         bound = answer.bound - SAFE * abs(answer.bound) if math.isfinite(answer.bound) else 0.0
-        self.bound = max(self.bound, bound)
+        if bound > self.bound:
+            self.bound, self.priced = bound, instance.problem
         return answer.choice, bound
+
+    def _few_layers(self, nodes: np.ndarray, edges: np.ndarray) -> FewLayers | None:
+        """The few layers at the mean of the prices of those that they stand for."""
+        few = self.instance.few_layers
+        if few is None:
+            return None
+        if self.few_tables is None:
+            streams = stream_seconds(few.formulated, joined=True)
+            self.few_tables = streams.nodes, streams.edges
+        problem, of = few.formulated.problem, few.correspondence
+        weights = _means(nodes, of.nodes, len(problem.node_costs)), _means(edges, of.edges, len(problem.edges))
+        return FewLayers(replace(few.formulated, problem=priced_by_stream(problem, *self.few_tables, *weights)), of, few.layers)
 
     def _say(self, k: int) -> None:
         shortest = self.seconds[self.best]
@@ -169,19 +203,40 @@ class _Search:
     # -- polishing
 
     def polish(self) -> None:
-        """Exchange parts of the best choice with those of the others, shortest first, until no exchange helps."""
-        others, left, before = sorted(self.seconds, key=lambda choice: self.seconds[choice]), SIMULATIONS, math.inf
+        """Exchange parts of the best choice with those of the others, those of the least extra cost first, until no exchange helps.
+
+        At the prices of the bound no choice costs more than its time line takes: one that costs more than the best takes isn't simulated.
+        """
+        left, before = SIMULATIONS, math.inf
         while self.seconds[self.best] < before:
-            before = self.seconds[self.best]
-            for other in others:
-                for nodes in self._exchanges(self.best, other):
-                    if not left or self.question.is_over:
-                        return
-                    mixed = list(self.best)
-                    for v in nodes:
-                        mixed[v] = other[v]
-                    left -= tuple(mixed) not in self.seconds
-                    self.offer(mixed)
+            before, moves = self.seconds[self.best], self._moves()
+            for _, other, nodes in moves:
+                if not left or self.question.is_over:
+                    return
+                mixed = list(self.best)
+                for v in nodes:
+                    mixed[v] = other[v]
+                left -= tuple(mixed) not in self.seconds
+                self.offer(mixed)
+
+    def _moves(self) -> list[tuple[float, tuple[int, ...], list[int]]]:
+        """The exchanges that may help: the extra cost of each, the other choice, and the nodes."""
+        x, moves = self.best, []
+        slack = self.seconds[x] - self._priced(x, range(len(x)))
+        for other in self.seconds:
+            for nodes in self._exchanges(x, other):
+                mixed = dict.fromkeys(nodes)
+                extra = self._priced([other[v] if v in mixed else i for v, i in enumerate(x)], nodes) - self._priced(x, nodes)
+                if extra < slack:
+                    moves.append((extra, other, nodes))
+        return sorted(moves, key=lambda move: move[0])
+
+    def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> float:
+        """The cost of these nodes and their edges at the prices of the bound."""
+        edges = {k for v in nodes for k in self.edges_of[v]}
+        costs, tables = self.priced.node_costs, self.priced.edges
+        of_edges = math.fsum(float(tables[k].table[choice[tables[k].a], choice[tables[k].b]]) for k in edges)
+        return math.fsum(float(costs[v][choice[v]]) for v in nodes) + of_edges
 
     def _exchanges(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:
         """Sets of nodes of which y's choices can take the place of x's: the parts of equal layers together, then the first and last."""
@@ -192,3 +247,10 @@ class _Search:
         together = [[v for part in parts for v in part] for parts in by_kind.values()]
         single = [part for parts in by_kind.values() if len(parts) > 1 for part in (parts[0], parts[-1])]
         return together + single
+
+
+def _means(weights: np.ndarray, of: Sequence[int], count: int) -> np.ndarray:
+    """Per group the mean of the rows that belong to it; 1 for an empty group."""
+    sums, sizes = np.zeros((count, weights.shape[1])), np.bincount(of, minlength=count)[:, None]
+    np.add.at(sums, np.asarray(of, dtype=int), weights)
+    return np.where(sizes > 0, sums / np.maximum(sizes, 1), 1.0)

@@ -91,6 +91,7 @@ class Routes:
         self._spaces: dict[tuple[int, int, bytes], _Space] = {}
         self._known: dict[tuple[tuple[int, ...], int], _Space] = {}
         self._states: dict[tuple[int, Layout], tuple[int, str]] = {}
+        self._routes: dict[tuple[tuple[int, ...], int, Layout, Layout], Route | None] = {}
         num = len(mesh.axes)  # for every set of axes, as bits, their sizes
         self._axis_sizes = [tuple(n for k, n in enumerate(mesh.shape) if mask >> k & 1) for mask in range(1 << num)]
 
@@ -112,6 +113,12 @@ class Routes:
 
     def route(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Route | None:
         """The cheapest route, its seconds equal to the table's entry; None where that is inf."""
+        key = (shape, itemsize, source, target)
+        if key not in self._routes:
+            self._routes[key] = self._cheapest(*key)
+        return self._routes[key]
+
+    def _cheapest(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Route | None:
         (s, t), (op, op_after) = self._encode((source, target), len(shape))
         space = self._space(shape, itemsize)
         costs = [c[:, 0] for c in _costs(space, [s])]

@@ -4,6 +4,7 @@
 and the other modules of this package don't use it.
 """
 from autoshard.simulate.chains import longest_chain as longest_chain
+from autoshard.simulate.chains import whole_streams as whole_streams
 from autoshard.simulate.degrees import Parallel as Parallel
 from autoshard.simulate.engine import last_end as last_end
 from autoshard.simulate.engine import run_tasks as run_tasks

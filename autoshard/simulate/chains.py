@@ -6,8 +6,8 @@ A chain leads from task to task in two ways:
     dependency   an op begins when its inputs are there: after the op that computes an input, and the route of that input
 
 so a collective whose result the next kernel reads is added to the seconds of the kernels, and one that waits is not. Which tasks a
-chain has is fixed; the seconds of each depend on the plan. `longest_chain` is the longest of all chains under one plan; under any other
-plan the same chain is a bound too.
+chain has is fixed; the seconds of each depend on the plan. `longest_chain` is the longest of all chains under one plan, or under the mean
+of several; under any other plan the same chain is a bound too.
 
     begin_i = max(S, inputs_i)         kernel i; S: the end of the kernels before it; inputs_i: when its last input is there
     ready_i = begin_i + c_i            its outputs are there; S becomes the end of its kernel
@@ -15,12 +15,21 @@ plan the same chain is a bound too.
 
 An op that some choice gives no kernel (a view) waits for its inputs only. In a step of several microbatches the chain is that of
 one microbatch, so many times, then the reductions of the sums, which begin when the last microbatch has ended.
+
+Kernels of a seconds beside collectives of b take max(a, b) + s min(a, b) (simulate.engine), so what is beside a chain lengthens it by s:
+
+    weight of     a kernel    a collective of link l    one of another link    a wait within an op
+    in the chain  1           1                         1 - s                  1 - s                   l: the link with most seconds beside
+    beside it     s           s                         0                      0                       the chain
+    all kernels   1           s                         0                      1 - s                   for each link l
+    all of link l s           1                         0                      0                       for each link l
+
+What is beside a collective of another link, or a wait, may slow nothing: hence 1 - s there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,16 +42,38 @@ START = -1  # of a chain
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Which seconds of each node and each edge the chain has: 0 or 1 per stream (formulate.streams)."""
+    """How much of the seconds of each node and each edge count, per stream (formulate.streams)."""
 
     nodes: np.ndarray  # (nodes, streams)
     edges: np.ndarray  # (edges, streams)
-    seconds: float  # under the plan for which it is the longest
 
 
-def longest_chain(formulation: Formulation, streams: StreamSeconds, choice: Sequence[int]) -> Chain:
-    """The longest chain under one plan."""
-    return _Longest(formulation, streams, choice).chain()
+def longest_chain(formulation: Formulation, streams: StreamSeconds, nodes: np.ndarray, edges: np.ndarray) -> Chain:
+    """The longest chain at these seconds of each node and each edge, by stream: those of one plan, or a mean of several plans'."""
+    chain, s = _Longest(formulation, streams, nodes, edges).chain(), _slowed(formulation)
+    beside = ((1 - chain.nodes) * nodes).sum(axis=0) + ((1 - chain.edges) * edges).sum(axis=0)
+    weights = np.zeros(streams.num)
+    weights[0] = s
+    if streams.num > 2:
+        weights[1 + int(np.argmax(beside[1:-1]))] = s
+    return Chain(weights + (1 - s) * chain.nodes, weights + (1 - s) * chain.edges)
+
+
+def whole_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain]:
+    """All seconds of the kernels, and of each link, with what those of the other slow them by."""
+    s, links = _slowed(formulation), range(1, streams.num - 1)
+    rows = np.zeros((max(2 * len(links), 1), streams.num))
+    rows[0, [0, -1]] = 1.0
+    for k, link in enumerate(links):
+        rows[2 * k, [0, link, -1]] = 1.0, s, 1.0 - s
+        rows[2 * k + 1, [0, link]] = s, 1.0
+    problem = formulation.problem
+    return [Chain(np.tile(row, (len(problem.node_costs), 1)), np.tile(row, (len(problem.edges), 1))) for row in rows]
+
+
+def _slowed(formulation: Formulation) -> float:
+    kernels = formulation.mesh.device.kernels
+    return kernels.slowed if kernels else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +91,13 @@ NEVER, BEGIN = _Link(-math.inf), _Link(0.0)
 
 
 class _Longest:
-    def __init__(self, formulation: Formulation, streams: StreamSeconds, choice: Sequence[int]):
+    def __init__(self, formulation: Formulation, streams: StreamSeconds, nodes: np.ndarray, edges: np.ndarray):
         self.formulation, self.streams = formulation, streams
-        self.kernel = [float(part[i, 0]) for part, i in zip(streams.nodes, choice)]
-        self.full = [float(part[i].sum()) for part, i in zip(streams.nodes, choice)]
-        edges = formulation.problem.edges
-        self.moved = [float(part[choice[e.a], choice[e.b]].sum()) for part, e in zip(streams.edges, edges)]
-        self.always = {id(part): bool((part[:, 0] > 0).all()) for part in streams.nodes}  # a kernel under every choice
+        self.kernel = (nodes[:, 0] + nodes[:, -1]).tolist()
+        self.full, self.moved = nodes.sum(axis=1).tolist(), edges.sum(axis=1).tolist()
+        self.always = {id(part): bool((part[:, 0] + part[:, -1] > 0).all()) for part in streams.nodes}  # a kernel under every choice
         self.into: dict[int, list[int]] = {}
-        for k, e in enumerate(edges):
+        for k, e in enumerate(formulation.problem.edges):
             self.into.setdefault(e.b, []).append(k)
         self.of_op: dict[int, list[int]] = {}  # op -> its hubs
         for (i, _), node in formulation.hubs.items():
@@ -137,11 +166,11 @@ class _Longest:
     def _traced(self, link: _Link | None) -> Chain:
         assert link is not None
         nodes = np.zeros((len(self.kernel), self.streams.num))
-        edges, seconds = np.zeros((len(self.moved), self.streams.num)), link.end
+        edges = np.zeros((len(self.moved), self.streams.num))
         while link is not None:
             if link.node >= 0:
-                nodes[link.node, : None if link.full else 1] = 1.0
+                nodes[link.node, : None if link.full else 1] = nodes[link.node, -1] = 1.0
             if link.edge >= 0:
                 edges[link.edge] = 1.0
             link = link.before
-        return Chain(nodes, edges, seconds)
+        return Chain(nodes, edges)

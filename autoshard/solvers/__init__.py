@@ -33,4 +33,6 @@ from .solve import solve as solve
 from .streams import Part as Part
 from .streams import best_prices as best_prices
 from .streams import priced_by_stream as priced_by_stream
+from .streams import seconds_of_choice as seconds_of_choice
 from .streams import seconds_of_parts as seconds_of_parts
+from .streams import worst_mixture as worst_mixture

@@ -5,7 +5,8 @@
     bound    : min over x of time(x)  >=  min over x of sum_r y_r F_r(x)        for any y >= 0 of sum 1         (`priced_by_stream`)
 
 The problem on the right is an ordinary one. Its proven bound is a bound on the time of every choice, and the y that make it large are
-those at which the cheapest known choice costs most (Kelley 1960).                                                    (`best_prices`)
+those at which the cheapest known choice costs most (Kelley 1960). At these no mixture of the known choices has all F_r small: the mixture
+says which further r would raise the bound.                                                          (`best_prices`, `worst_mixture`)
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ class Part:
     edges: np.ndarray  # (edges, streams)
 
 
-def seconds_of_parts(
-    problem: Problem, nodes: Sequence[np.ndarray], edges: Sequence[np.ndarray], parts: Sequence[Part], choice: Sequence[int]
-) -> np.ndarray:
-    """F_r of every part. nodes, edges: seconds by stream, of shape (choices, streams) and (choices of a, choices of b, streams)."""
+def seconds_of_choice(
+    problem: Problem, nodes: Sequence[np.ndarray], edges: Sequence[np.ndarray], choice: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The seconds of each node and each edge under a choice, of shape (nodes, streams) and (edges, streams), of those of all choices:
+    arrays of shape (choices, streams) and (choices of a, choices of b, streams)."""
     of_nodes = np.array([seconds[i] for seconds, i in zip(nodes, choice)])
-    num_streams = of_nodes.shape[1]
-    of_edges = np.array([seconds[choice[e.a], choice[e.b]] for seconds, e in zip(edges, problem.edges)]).reshape(-1, num_streams)
-    return np.array([float((of_nodes * part.nodes).sum() + (of_edges * part.edges).sum()) for part in parts])
+    of_edges = [seconds[choice[e.a], choice[e.b]] for seconds, e in zip(edges, problem.edges)]
+    return of_nodes, np.array(of_edges).reshape(-1, of_nodes.shape[1])
+
+
+def seconds_of_parts(parts: Sequence[Part], nodes: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """F_r of every part, of `seconds_of_choice`."""
+    return np.array([float(np.vdot(nodes, part.nodes) + np.vdot(edges, part.edges)) for part in parts])
 
 
 def priced_by_stream(
-    problem: Problem, nodes: Sequence[np.ndarray], edges: Sequence[np.ndarray], parts: Sequence[Part], prices: Sequence[float] | np.ndarray
+    problem: Problem, nodes: Sequence[np.ndarray], edges: Sequence[np.ndarray], of_nodes: np.ndarray, of_edges: np.ndarray
 ) -> Problem:
-    """The problem with the costs sum_r y_r F_r. What costs inf stays so; equal tables stay one table."""
-    of_nodes = np.sum([y * part.nodes for y, part in zip(prices, parts) if y], axis=0)
-    of_edges = np.sum([y * part.edges for y, part in zip(prices, parts) if y], axis=0)
+    """The problem with the costs sum_r y_r F_r; of_nodes, of_edges: sum_r y_r a_r and sum_r y_r b_r. What costs inf stays so; equal tables
+    stay one table."""
     known: dict[tuple, np.ndarray] = {}
 
     def priced(costs: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -63,3 +68,10 @@ def best_prices(seconds: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
     prices = np.where(prices < 1e-9, 0.0, prices)
     prices = prices / prices.sum()
     return prices, float((known @ prices).min())
+
+
+def worst_mixture(seconds: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+    """The shares, of sum 1, of the known choices of which the largest mean F_r is smallest, and that mean: the dual of `best_prices`."""
+    known = np.array(seconds)
+    shares = best_shares(np.zeros(known.shape[1]), known.max() - known.T)
+    return shares / shares.sum(), float((shares / shares.sum() @ known).max())

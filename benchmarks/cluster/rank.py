@@ -4,7 +4,7 @@
     {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
     {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
     {"do": "pipeline", "plan": "plan.pkl", "model": "mlp", "key": "a"}    {"stages": ...}: a step of a pipeline, kept under a key
-    {"do": "eager"}                                       {"seconds": ...}: of a step of a tiny model
+    {"do": "fully_shard", "model": "mlp", "way": "ahead"} {"groups": ...}: a step of torch's FSDP2, kept under the model and the way
     {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it;
                                                           "pipeline": of that key
     {"do": "stop"}
@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from plans import IDLE, MIDDLE_PIPELINES, MODELS, PIPELINED, SLOW, TINY_PIPELINES
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.calibrate.measure import agree_on, buffer_of, measure
@@ -45,6 +47,7 @@ class Rank:
         size = torch.Size(shape).numel()
         dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=HOURS)
         self.device_mesh: DeviceMesh = init_device_mesh("cpu", shape)
+        self.whole: DeviceMesh = init_device_mesh("cpu", (size,))
         self.rank, self.agree = rank, agree_on(torch.device("cpu"))
         self.pipelines: dict[str, Callable[[], None]] = {}
 
@@ -117,6 +120,33 @@ class Rank:
             optimizer.step()
 
         return step
+
+    def fully_shard(self, model: str, way: str) -> dict:
+        """A step of torch's own FSDP2 on this rank's half of the batch, kept under the model and the way (fully_shard.py)."""
+        module, inputs = MODELS[model]()
+        blocks = [block for part in module.children() if isinstance(part, torch.nn.ModuleList) for block in part]
+        if way != "alone":
+            for part in (*blocks, module):
+                fully_shard(part, mesh=self.whole)
+        module.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.copy_(0.02 * torch.randn(local.shape))
+        if way == "ahead":
+            module._set_unshard_async_op(True)
+            for one, following in zip((module, *blocks), blocks):
+                one.set_modules_to_forward_prefetch([following])
+        given = [torch.zeros((len(x) // 2, *x.shape[1:]), dtype=x.dtype) for x in inputs]
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            module(*given).backward()
+            optimizer.step()
+
+        self.pipelines[f"{model} {way}"] = step
+        return {"groups": len(blocks) + 1}
 
     def pipeline(self, plan: str, model: str, key: str) -> dict:
         """A step of a pipeline through `autoshard.parallelize`, as a user runs it: all microbatches, then AdamW on each rank's stages.
