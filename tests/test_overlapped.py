@@ -162,5 +162,5 @@ def test_reports_name_the_objective():
 
 
 def test_an_unknown_objective_is_refused():
-    with pytest.raises(ValueError, match="objective is 'fast'; expected one of serial, overlapped"):
+    with pytest.raises(ValueError, match="objective is 'fast'; expected one of overlapped, serial"):
         Options(objective="fast")

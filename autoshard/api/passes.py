@@ -74,8 +74,6 @@ class PassOptions(Options):
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
         if not (isinstance(self.mip_rel_gap, (int, float)) and self.mip_rel_gap >= 0):
             raise ValueError(f"mip_rel_gap is {self.mip_rel_gap!r}; expected a percentage of 0 or more")
-        if self.objective != "serial" and self.algo != "alpa":
-            raise ValueError(f"objective {self.objective!r} is for plans, and algo {self.algo!r} is a fixed scheme; leave one out")
         if self.preload_solution and not self.ilp_solution_file:
             raise ValueError("preload_solution needs ilp_solution_file, the file to read")
 

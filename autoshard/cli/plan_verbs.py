@@ -54,9 +54,8 @@ def plan(asked: Asked, output: Output) -> int:
 
 
 def _note_blocks(asked: Options, output: Output) -> None:
-    if asked.recompute == "auto" and asked.training and (asked.objective != "serial" or asked.tie_blocks):
-        beside = "--tie-blocks" if asked.tie_blocks else f"--objective {asked.objective}"
-        output.note(f"--recompute auto chooses blocks, not single tensors, beside {beside}")
+    if asked.recompute == "auto" and asked.training and asked.tie_blocks:
+        output.note("--recompute auto chooses blocks, not single tensors, beside --tie-blocks")
 
 
 def _plan(

@@ -49,7 +49,7 @@ class Way:
 def options_of(solution: Solution) -> Options:
     """The options that a plan was made with, to be solved to the optimum on a graph in which recomputed blocks are ops already."""
     noted = solution.noted(*having(Options, "reopened"))
-    return Options(**{**noted, "training": solution.training}, baselines=False)
+    return Options(**{**noted, "training": solution.training, "objective": solution.objective}, baselines=False)
 
 
 def captured(model: nn.Module, example_inputs: Any, solution: Solution, mesh: Mesh | None = None) -> Replay:

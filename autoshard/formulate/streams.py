@@ -17,7 +17,7 @@ from autoshard.cost import priced, shared_links
 from autoshard.formulate.build import op_stages
 from autoshard.formulate.records import Formulation, TensorEdge
 from autoshard.formulate.tables import distinct
-from autoshard.graph import KEPT
+from autoshard.graph import KEPT, OFFLOADED, RELOADED
 from autoshard.routes import stream_table
 from autoshard.strategies import internal_collectives
 
@@ -62,6 +62,8 @@ class _Streams:
     def _node(self, v: int) -> np.ndarray:
         costs, ops = self.formulation.problem.node_costs[v], self.formulation.graph.ops
         parts = np.zeros((len(costs), self.num))
+        if v < len(ops) and ops[v].kind in (OFFLOADED, RELOADED):  # beside all of these, on a stream of the host
+            return parts
         parts[:, 0] = costs
         if v < len(ops) and not ops[v].is_placeholder and ops[v].kind != KEPT:
             inside = self.formulation.microbatches * self._internal(v)

@@ -25,7 +25,7 @@ from autoshard.options.kinds import (
 )
 from autoshard.precision import Precision
 
-OBJECTIVES = ("serial", "overlapped")
+OBJECTIVES = ("overlapped", "serial")
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 SWEPT = ("plan", "frontier")  # verbs
@@ -138,10 +138,10 @@ class Options:
     expert_imbalance: float | None = declared(
         None, number(1.0), "Tokens of the busiest rank's experts per its share. Default: 1.", in_pass=False
     )
-    # seconds of all tasks one after the other; "overlapped": of their simulated time line
+    # seconds of the simulated time line; "serial": of all tasks one after the other
     objective: str = declared(
-        "serial", one_of(OBJECTIVES),
-        "What is made small: serial, the sum of all seconds; or overlapped, the seconds of the simulated time line.",
+        "overlapped", one_of(OBJECTIVES),
+        "What is made small: overlapped, the seconds of the simulated time line; or serial, the sum of all seconds.",
         not_in={"plan_programs": "the sum of all seconds is what is made small; plan the program alone"},
     )  # fmt: skip
     # check a capture of few layers against an eager run of all of them

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.formulate import StreamSeconds, stream_seconds
+from autoshard.graph import OFFLOADED
 from autoshard.planning.batches import align_batches, with_choice
 from autoshard.planning.few_layers import FewLayers
 from autoshard.planning.instance import Instance
@@ -43,6 +44,7 @@ ROUNDS = 11  # prices that are tried
 STEP = 0.3  # from the best prices so far
 GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
+MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative
 SIMULATIONS = 60  # of polishing
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
@@ -73,6 +75,8 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
     serial_seconds = search.offer(answer.choice)
     for start in starts:
         search.offer(start)
+    if instance.formulated.mesh.num_devices == 1 and not any(op.kind == OFFLOADED for op in question.graph.ops):  # a time line is the sum
+        search.bound = answer.bound
     try:
         search.bound_from_prices()
         search.polish()
@@ -109,9 +113,14 @@ class _Search:
         return min(self.seconds, key=lambda choice: self.seconds[choice])
 
     @property
+    def shortest(self) -> float:
+        return self.seconds[self.best]
+
+    @property
     def is_proven(self) -> bool:
-        shortest = self.seconds[self.best]
-        return shortest - self.bound <= self.question.options.gap * shortest
+        options = self.question.options
+        gap = max(options.gap, options.accepted[0] if self.question.clock.elapsed > options.accepted[1] else 0.0)
+        return self.shortest - self.bound <= gap * self.shortest
 
     def offer(self, choice: Sequence[int]) -> float:
         """Simulate a choice that fits, once; inf for one that doesn't, or that unties equal layers where they are to be tied."""
@@ -134,11 +143,12 @@ class _Search:
         """
         for choice in list(self.seconds):
             self._note(choice)
-        centre, highest = np.zeros(0), 0.0  # the prices with the highest bound
+        centre, highest, idle = np.zeros(0), 0.0, 0  # the prices with the highest bound; rounds that gained little
         for k in range(ROUNDS):
             best, most = self._best_prices()
-            if most - self.bound <= AGREED * most or self.is_proven or self.question.is_over:
+            if most - self.bound <= AGREED * most or self.is_proven or idle == MOST_IDLE or self.question.is_over:
                 return
+            known = self.bound, self.shortest
             prices = best.copy()
             if len(centre):
                 prices *= STEP
@@ -151,6 +161,7 @@ class _Search:
                 centre, highest = prices, bound
             self.offer(answer)
             self._note(answer)
+            idle = idle + 1 if max(self.bound - known[0], known[1] - self.shortest) < LITTLE * self.shortest else 0
 
     def _note(self, choice: Sequence[int]) -> None:
         self.by_stream.append(seconds_of_choice(self.problem, *self.tables, choice))
@@ -195,9 +206,8 @@ class _Search:
         return FewLayers(replace(few.formulated, problem=priced_by_stream(problem, *self.few_tables, *weights)), of, few.layers)
 
     def _say(self, k: int) -> None:
-        shortest = self.seconds[self.best]
-        gap = (shortest - self.bound) / shortest if shortest else 0.0
-        proven = f"best {shortest * 1e3:.3f} ms, proven within {gap:.2%} of the best"
+        gap = (self.shortest - self.bound) / self.shortest if self.shortest else 0.0
+        proven = f"best {self.shortest * 1e3:.3f} ms, proven within {gap:.2%} of the best"
         self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {ROUNDS} prices", 0.6 + 0.3 * k / ROUNDS)
 
     # -- polishing
@@ -208,8 +218,8 @@ class _Search:
         At the prices of the bound no choice costs more than its time line takes: one that costs more than the best takes isn't simulated.
         """
         left, before = SIMULATIONS, math.inf
-        while self.seconds[self.best] < before:
-            before, moves = self.seconds[self.best], self._moves()
+        while self.shortest < before and not self.is_proven:
+            before, moves = self.shortest, self._moves()
             for _, other, nodes in moves:
                 if not left or self.question.is_over:
                     return
@@ -222,7 +232,7 @@ class _Search:
     def _moves(self) -> list[tuple[float, tuple[int, ...], list[int]]]:
         """The exchanges that may help: the extra cost of each, the other choice, and the nodes."""
         x, moves = self.best, []
-        slack = self.seconds[x] - self._priced(x, range(len(x)))
+        slack = self.shortest - self._priced(x, range(len(x)))
         for other in self.seconds:
             for nodes in self._exchanges(x, other):
                 mixed = dict.fromkeys(nodes)

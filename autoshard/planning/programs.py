@@ -144,7 +144,7 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
             raise ValueError(f"recompute is 'auto' for program {name!r}; expected a number of blocks or 'all': plan it alone to see which")
     if (idle := [key for key in having(Options, "of_training") if key in options]) and not any(p.training for p in programs.values()):
         raise ValueError(f"{idle[0]} has no effect on forward passes; add training=True to the Program that trains, or leave it out")
-    return checked_options(Options, options)
+    return checked_options(Options, {**options, "objective": "serial"})
 
 
 def _switches_of(switches: float | None | Mapping[str, float | None], name: str, programs: Mapping[str, Program]) -> float | None:

@@ -21,7 +21,7 @@ from autoshard.planning.variants import Tried, Variant
 
 GAP = 0.01  # relative: how well "auto" plans at least, the numbers of blocks that "blocks" compares and the one that it chooses
 QUICK_SHARE = 1 / 4  # of the time left, for one number of blocks: the plan to within GAP needs time too
-BLOCKWISE = "blocks: single tensors are chosen for objective=serial without tie_blocks"
+BLOCKWISE = "blocks: single tensors are chosen without tie_blocks"
 
 
 def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
@@ -30,7 +30,7 @@ def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Varia
     if not (options.training and options.recompute in ("auto", "blocks")):
         yield Variant("as many blocks recomputed as asked for", with_recomputed_blocks)
         return
-    if options.recompute == "auto" and (options.tie_blocks or options.objective != "serial"):
+    if options.recompute == "auto" and options.tie_blocks:
         noted = {"recompute_by": BLOCKWISE}
     elif options.recompute == "auto":
         yield Variant("per tensor", lambda part: part.with_options(gap=max(part.options.gap, GAP)))

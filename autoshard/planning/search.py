@@ -60,7 +60,7 @@ def _best(tried: Sequence[Tried]) -> Answered:
     if last.answered is not None and not last.is_interrupted:
         return last.answered
     if known:
-        return min(known, key=lambda one: one.answer.cost)
+        return min(known, key=lambda one: one.seconds)
     if last.refusal is not None:
         raise last.refusal
     raise KeyboardInterrupt
@@ -69,12 +69,12 @@ def _best(tried: Sequence[Tried]) -> Answered:
 def answered(question: Question) -> Answered:
     """The fastest plan of the question's graph, or with recompute="auto" of those that get each saved value in some way; in the shortest
     time line for the objective "overlapped". `Infeasible` where nothing fits."""
-    if question.options.recompute == "auto":
-        return answered_per_tensor(question)
-    best = best_choice(question)
+    best = answered_per_tensor(question) if question.options.recompute == "auto" else best_choice(question)
     if question.options.objective == "overlapped":
         with question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
             return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
+    if question.options.recompute == "auto":
+        return best
     formulated, problem = best.instance.formulated, best.instance.problem
     return replace(best, answer=align_batches(formulated, problem, best.answer, question.options.gap))
 

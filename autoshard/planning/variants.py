@@ -47,6 +47,11 @@ class Answered:
         return self.answer if self.overlapped is None else self.overlapped.answer
 
     @property
+    def seconds(self) -> float:
+        """What the objective counts."""
+        return self.answer.cost if self.overlapped is None else self.overlapped.seconds
+
+    @property
     def choice(self) -> tuple[int, ...]:
         assert self.plan.choice is not None
         return self.plan.choice
