@@ -3,12 +3,12 @@
     valid    the graph is the one that was planned (fingerprint); every name, shape and layout fits it; memory is under the limit.
              A fingerprint that differs is accepted where names, wiring, shapes of parameters and bytes at the peak are unchanged:
              then the model has other constants, or another version of autoshard writes them differently
-    c        = cost(x) of the plan's choice on today's problem
+    c        = cost(x) of the plan's choice on today's problem; for the objective "overlapped" the seconds of its time line
     V, bound = cost of the best plan now under the plan's own options, and a lower bound on it (`Reopened.best`; bound alone: `certified`)
     ok       = valid and c <= (1 + within) bound
 
-The bound decides, so a plan passes only where this is proven. With `tie_blocks` the cost of the best tied plan replaces the bound, since
-only tied plans were asked for.
+The bound decides, so a plan passes only where this is proven, but for the gap that its own proof left open. With `tie_blocks` the cost of
+the best tied plan replaces the bound, since only tied plans were asked for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torch import nn
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning import Infeasible, ModelGraphs, Question, Stopwatch, fingerprint, plan_captured
+from autoshard.planning import Infeasible, Instance, ModelGraphs, Question, Stopwatch, fingerprint, overlapped, plan_captured
 from autoshard.problem import Problem, evaluate
+from autoshard.simulate import timeline_of
 from autoshard.solution import VERSION, AnyPlan, Replay, Solution, differences, plain
 from autoshard.solvers import certified
 from autoshard.units import seconds, size
@@ -101,10 +102,15 @@ class Inspection:
         forgiven = not self.same_graph or (changes.constants_only and same_peak)
         reasons = (*changes.misfits, *(() if forgiven else changes.graph), *more)
         notes = (*(changes.graph if forgiven else ()), *changes.around)
-        return Checked(reasons, notes, cost, self.plan.cost, best, bound, self.within, peak, self.plan.memory_limit)
+        planned = self.plan.objective_seconds if isinstance(self.plan, Solution) else self.plan.cost
+        return Checked(reasons, notes, cost, planned, best, bound, self.within, peak, self.plan.memory_limit)
 
-    def judge(self, changes: Changes, problem: Problem, choice: Choice, best_now: Callable[[], tuple[float, float]]) -> Checked:
-        """The answer where the plan fits the graph. best_now: the cost of the best plan now and a lower bound on it."""
+    def judge(
+        self, changes: Changes, problem: Problem, choice: Choice, best_now: Callable[[], tuple[float, float]],
+        price: Callable[[], float] | None = None,
+    ) -> Checked:  # fmt: skip
+        """The answer where the plan fits the graph. best_now: the cost of the best plan now and a lower bound on it; price: that of this
+        plan, by default the sum of all seconds."""
         judged = evaluate(problem, choice)
         if not math.isfinite(judged.cost):
             return self.answer(changes, "its layouts, or its own pins, are no longer possible under today's rules")
@@ -113,8 +119,10 @@ class Inspection:
             return self.answer(changes, over, cost=judged.cost, peak=judged.peak)
         with self.watch.phase("solve", "planning anew" if self.solve else "looking for a bound", 0.5):
             best, bound = best_now()
-        checked = self.answer(changes, cost=judged.cost, best=best, bound=bound, peak=judged.peak)
-        if judged.cost <= (1 + self.within) * bound * (1 + ROUNDING):
+        cost = judged.cost if price is None else price()
+        checked = self.answer(changes, cost=cost, best=best, bound=bound, peak=judged.peak)
+        left_open = self.plan.objective_gap if isinstance(self.plan, Solution) and self.plan.overlapped else 0.0
+        if cost <= (1 + self.within) * min(best, bound / (1 - left_open)) * (1 + ROUNDING):
             return checked
         return replace(checked, reasons=(*checked.reasons, self._too_expensive(checked)))
 
@@ -147,7 +155,8 @@ def check_program(model: nn.Module, example_inputs: Any, solution: Solution, ins
             plan = reopened(now.graph, solution, today)
         except ValueError as error:  # a layout or a pin that is not possible any more
             return inspection.answer(changes, str(error))
-    return inspection.judge(changes, plan.problem, plan.choice, lambda: _best(plan, solve, time_limit))
+    price = None if plan.options.objective == "serial" else lambda: timeline_of(plan.formulated, plan.choice, join=True).seconds
+    return inspection.judge(changes, plan.problem, plan.choice, lambda: _best(plan, solve, time_limit), price)
 
 
 @dataclass(frozen=True)
@@ -199,17 +208,23 @@ def _anew(graph: Graph, solution: Solution, mesh: Mesh, time_limit: float) -> tu
     """The cost of the best plan of the graph under the plan's own options and pins; inf, and why, where there is none."""
     try:
         options = replace(options_of(solution), time_limit=time_limit)
-        return (plan_captured(Question(ModelGraphs(graph), mesh, options, Stopwatch(None))).cost,)
+        return (plan_captured(Question(ModelGraphs(graph), mesh, options, Stopwatch(None))).objective_seconds,)
     except (ValueError, Infeasible) as error:
         return math.inf, f"and its options allow no plan now: {error}"
 
 
 def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]:
     """The cost of the best plan now (inf where it was not searched for), and a lower bound on it."""
-    if not solve:
-        return math.inf, certified(plan.problem, plan.choice, messages=plan.messages, time_limit=time_limit).bound
-    answer = plan.best(plan.problem, starts=[plan.choice], time_limit=time_limit)
-    return answer.cost, answer.cost if plan.options.tie_blocks else answer.bound
+    answer = plan.best(plan.problem, starts=[plan.choice], time_limit=time_limit) if solve else None
+    if answer is None:
+        answer = certified(plan.problem, plan.choice, messages=plan.messages, time_limit=time_limit)
+    cost, bound = answer.cost, answer.bound
+    if plan.options.objective == "overlapped":
+        formulated, options = plan.formulated, replace(plan.options, time_limit=time_limit)
+        question = Question(ModelGraphs(formulated.graph), formulated.mesh, options, Stopwatch(None))
+        found = overlapped(question, Instance(formulated, plan.problem), answer, [plan.choice])
+        cost, bound = found.seconds, found.bound
+    return (cost, cost if plan.options.tie_blocks else bound) if solve else (math.inf, bound)
 
 
 def _percent(share: float) -> str:

@@ -25,6 +25,7 @@ from autoshard.planning.options import Progress as Progress
 from autoshard.planning.options import Stopwatch as Stopwatch
 from autoshard.planning.options import bytes_text as bytes_text
 from autoshard.planning.options import checked_options as checked_options
+from autoshard.planning.overlapped import overlapped as overlapped
 from autoshard.planning.plan import baseline_only as baseline_only
 from autoshard.planning.plan import plan as plan
 from autoshard.planning.plan import plan_captured as plan_captured

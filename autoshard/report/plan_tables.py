@@ -21,25 +21,26 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def usual(solution: Solution) -> list[dict]:
-    """The usual plans at the same prices, fastest first. ratio: of their seconds to this plan's, None where one is not known."""
-    rows = []
+    """The usual plans at the same prices, fastest first. ratio: of what the objective counts of them to that of this plan, None where one
+    is not known."""
+    rows, ours = [], solution.objective_seconds
     for name, row in solution.baselines.items():
         cost, over = row.get("cost_seconds"), row.get("fits") is False
         cost = cost if cost is not None and math.isfinite(cost) else None
-        known = cost is not None and 0 < solution.cost < math.inf
+        counts = row.get("step_seconds") if solution.overlapped and cost is not None else cost
         rows.append(
             {
                 "name": name,
                 "seconds": cost,
                 "step_seconds": row.get("step_seconds"),
-                "ratio": cost / solution.cost if known and cost is not None else None,
+                "ratio": counts / ours if counts is not None and 0 < ours < math.inf else None,
                 "peak_bytes": row.get("peak_bytes"),
                 "fits": not over and cost is not None,
                 "matched": str(row.get("matched") or ""),
                 "status": "over the memory limit" if over else usual_verdict(row),
             }  # fmt: skip
         )
-    return sorted(rows, key=lambda row: math.inf if row["seconds"] is None else row["seconds"])
+    return sorted(rows, key=lambda row: math.inf if row["ratio"] is None else row["ratio"])
 
 
 def usual_table(solution: Solution) -> ReportTable | None:
@@ -47,16 +48,16 @@ def usual_table(solution: Solution) -> ReportTable | None:
     rows = usual(solution)
     if not rows:
         return None
-    slowest = max([row["seconds"] or 0.0 for row in rows] + [solution.cost if solution.cost < math.inf else 0.0]) or 1.0
-    ours = (seconds(solution.cost), "1.00x", seconds(solution.step_seconds), size(solution.peak_bytes), solution.verdict)
-    width = 100 * solution.cost / slowest if solution.cost < math.inf else None
-    listed = [TableRow(("ours", *ours), strong=True, kind="ours", share=width)]
+    slowest = max([row["ratio"] or 0.0 for row in rows] + [1.0])
+    ours = (seconds(solution.cost), seconds(solution.step_seconds), "1.00x", size(solution.peak_bytes), solution.verdict)
+    listed = [TableRow(("ours", *ours), strong=True, kind="ours", share=100 / slowest if solution.cost < math.inf else None)]
     for row in rows:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-        cells = (row["name"], seconds(row["seconds"]), ratio, seconds(row["step_seconds"]), size(row["peak_bytes"]), row["status"])
-        listed.append(TableRow(cells, note=row["matched"], kind="usual", share=100 * (row["seconds"] or 0) / slowest))
-    columns = ("plan", *numbers("cost", "to ours", "step", "peak memory"), "status")
-    return ReportTable("Beside the usual plans (step: with overlap)", columns, listed, notes="how far it applies")
+        cells = (row["name"], seconds(row["seconds"]), seconds(row["step_seconds"]), ratio, size(row["peak_bytes"]), row["status"])
+        listed.append(TableRow(cells, note=row["matched"], kind="usual", share=100 * (row["ratio"] or 0) / slowest))
+    columns = ("plan", *numbers("cost", "step", "to ours", "peak memory"), "status")
+    title = f"Beside the usual plans (step: with overlap; to ours: of the {'step' if solution.overlapped else 'cost'})"
+    return ReportTable(title, columns, listed, notes="how far it applies")
 
 
 def time_table(solution: Solution) -> ReportTable | None:

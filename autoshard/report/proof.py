@@ -28,7 +28,7 @@ def proof(solution: Solution) -> str:
         return "layouts only: nothing is known about their cost"
     gap, said = solution.objective_gap, " with overlap" if solution.overlapped else ""
     if solution.overlapped and solution.status != "optimal":
-        return "the shortest time line that the search found; no plan has one shorter than the bound"
+        return f"the fastest with overlap that the search found; no plan is faster by more than {100 * gap:.2g} % under these prices"
     return sentence(solution.status, gap, said)
 
 
