@@ -19,7 +19,7 @@ MESH = autoshard.Mesh.from_bandwidths((2, 4))
 
 
 def planned(**options) -> autoshard.Solution:
-    return autoshard.plan(MODEL, INPUTS, MESH, training=True, **options)
+    return autoshard.plan(MODEL, INPUTS, MESH, training=True, objective="serial", **options)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ BASELINES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 
 @cache
 def planned(name: str, training: bool, sizes: tuple[int, ...]) -> Solution:
-    return plan(*TINY[name](), fast_mesh(sizes), training=training)
+    return plan(*TINY[name](), fast_mesh(sizes), training=training, objective="serial")
 
 
 def problem_of(name: str, training: bool, mesh: Mesh):
@@ -57,6 +57,14 @@ def test_the_plan_is_optimal_and_no_baseline_is_cheaper(name, training, sizes):
     assert set(solution.baselines) == set(BASELINES)
     assert all(b["cost_seconds"] >= solution.cost * (1 - 1e-9) for b in solution.baselines.values())
     assert solution.replicated_ops == ()
+
+
+@pytest.mark.parametrize(("name", "training", "sizes"), [case for case in CASES if case[0] in ("mlp", "gpt2")])
+def test_by_default_no_usual_plan_has_a_shorter_time_line(name, training, sizes):
+    solution, serial = plan(*TINY[name](), fast_mesh(sizes), training=training), planned(name, training, sizes)
+    assert solution.objective == "overlapped" and 0 < solution.objective_bound <= solution.objective_seconds
+    assert all(b["step_seconds"] >= solution.objective_seconds * (1 - 1e-9) for b in solution.baselines.values())
+    assert solution.objective_seconds <= serial.step_seconds * (1 + 1e-9) and solution.cost >= serial.cost * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("name", "training", "sizes"), [case for case in CASES if case[0] in ("mlp", "gpt2")])
@@ -258,9 +266,9 @@ SMALL = {"layers": 1}
 
 
 def test_a_limit_is_obeyed_and_costs_time():
-    free = plan(*mlp.tiny(**SMALL), Mesh.from_bandwidths((2,)), training=True)
+    free = plan(*mlp.tiny(**SMALL), Mesh.from_bandwidths((2,)), training=True, objective="serial")
     limit = 0.7 * free.peak_bytes
-    tight = plan(*mlp.tiny(**SMALL), Mesh.from_bandwidths((2,)), training=True, memory_limit=limit)
+    tight = plan(*mlp.tiny(**SMALL), Mesh.from_bandwidths((2,)), training=True, memory_limit=limit, objective="serial")
     assert tight.status == "optimal" and tight.peak_bytes <= limit and tight.cost > free.cost
     assert tight.baselines["data_parallel"]["fits"] is False
 

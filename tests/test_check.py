@@ -27,7 +27,8 @@ def model(**sizes) -> tuple:
 
 
 def planned(mesh: Mesh = MESH, **asked) -> Solution:
-    return plan(*model(), mesh, training=True, baselines=False, assumptions={"model": MODEL, "set": SIZES}, **asked)
+    settings = {"training": True, "baselines": False, "assumptions": {"model": MODEL, "set": SIZES}, "objective": "serial"}
+    return plan(*model(), mesh, **{**settings, **asked})
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_a_plan_with_pins_is_judged_among_plans_with_these_pins(solution):
 def test_a_tied_plan_is_judged_among_tied_plans():
     sizes = SIZES | {"layers": 2, "batch": 4096}
     module, inputs = load_model(MODEL, sizes, training=True)
-    tied = plan(module, inputs, MESH, training=True, baselines=False, tie_blocks=True)
+    tied = plan(module, inputs, MESH, training=True, baselines=False, tie_blocks=True, objective="serial")
     found = check(module, inputs, tied, within=0.0)
     assert found.ok and found.cost == pytest.approx(tied.cost) and found.best == pytest.approx(tied.cost)
 
@@ -124,6 +125,16 @@ def test_ops_of_another_torch_are_named_and_planned_anew_with_the_same_pins(solu
     assert not found.ok and found.best == pytest.approx(planned(pins={UP: "R,R"}).cost)
     same = check(*model(), replace(solution, layouts=layouts), time_limit=30)  # the same torch: another model
     assert not any("traced it" in reason for reason in same.reasons) and math.isinf(same.best)
+
+
+def test_a_plan_of_the_shortest_time_line_is_judged_by_time_lines(solution):
+    plan, slow = planned(objective="overlapped"), planned(objective="overlapped", pins={UP: "R,R"})
+    found = check(*model(), plan)
+    assert found.ok and found.cost == pytest.approx(found.planned_cost) == plan.objective_seconds
+    assert 0 < found.bound <= found.best <= found.cost
+    unpinned = replace(slow, assumptions={**slow.assumptions, "pins": {}})
+    assert slow.objective_seconds > 1.05 * plan.objective_seconds and check(*model(), slow).ok
+    assert "more than a plan that there is now" in check(*model(), unpinned).reasons[0]
 
 
 def test_another_mesh_is_stale(solution):

@@ -77,7 +77,7 @@ def test_the_pass_in_a_compiler_pipeline():
     example = load("compiler_pipeline")
     graph, info = example.pipeline(example.MLP(64), (torch.empty(512, 64),))
     held = example.local_bytes(graph)
-    assert {"x", "up", "gelu", "down", "add"} <= set(held) and info["gap"] == 0
+    assert {"x", "up", "gelu", "down", "add"} <= set(held) and 0 <= info["gap"] < 0.1
     cut = [node.meta["autoshard"].num_shards for node in graph.graph.nodes if node.name == "x"]
     assert held["x"] == 512 * 64 * 4 // cut[0]
 

@@ -31,7 +31,7 @@ def model(training: bool = True, sizes: dict = SETTINGS) -> tuple:
 
 def planned(training: bool = True, sizes: dict = SETTINGS, **asked) -> Solution:
     settings = {"model": MODEL, "set": sizes | {"loss": training}}
-    return plan(*model(training, sizes), MESH, training=training, baselines=False, assumptions=settings, **asked)
+    return plan(*model(training, sizes), MESH, training=training, baselines=False, assumptions=settings, **{"objective": "serial", **asked})
 
 
 def cost_of_a_cold_plan(*words, **asked) -> float:

@@ -79,7 +79,7 @@ test_what_is_no_question_about_meshes_is_one_sentence = refusals(
 
 def test_each_mesh_is_planned_as_alone_and_the_best_is_taken():
     said: list[str] = []
-    given = {"training": True, "baselines": False}
+    given = {"training": True, "baselines": False, "objective": "serial"}
     found = plan_meshes(*mlp.mlp(**MODEL), meshes_of(4, 2), progress=lambda what, fraction: said.append(f"{fraction:.2f} {what}"), **given)
     alone = [autoshard.plan(*mlp.mlp(**MODEL), mesh, **given) for mesh in meshes_of(4, 2)]
     assert [plan.solution.cost for plan in found.plans] == [plan.cost for plan in alone]
@@ -100,7 +100,7 @@ def test_meshes_of_equal_cost_leave_the_first():
 
 
 def test_a_limit_that_some_meshes_meet():
-    given = {"baselines": False}
+    given = {"baselines": False, "objective": "serial"}
     free = plan_meshes(*mlp.tiny(layers=1), meshes_of(4), **given)
     limit = 0.5 * free.plans[-1].solution.peak_bytes
     rows = plan_meshes(*mlp.tiny(layers=1), meshes_of(4), memory_limit=limit, **given).to_dicts()
@@ -113,7 +113,7 @@ def test_a_limit_that_some_meshes_meet():
 
 def test_pins_leave_the_meshes_of_as_many_axes():
     found = pinned(pins={"layers.*.up.weight": "*,S(0)"}, baselines=False)
-    assert [row["status"] for row in found.to_dicts()] == ["skipped", "optimal", "optimal", "skipped", "skipped"]
+    assert [row["status"] == "skipped" for row in found.to_dicts()] == [True, False, False, True, True]
     assert found.to_dicts()[0]["message"] == "the layouts of pins have 2 placements"
     assert found.best.parameters["layers.0.up.weight"]["layout"].endswith(",S(0)")
 
@@ -123,7 +123,8 @@ def test_pins_leave_the_meshes_of_as_many_axes():
 
 def test_auto_on_the_command_line(tmp_path):
     path = str(tmp_path / "best.json")
-    words = ("plan", MLP, "--mesh", "auto", "--devices", "4", "--devices-per-node", "2", "--train", "--no-baselines")
+    words = ["plan", MLP, "--mesh", "auto", "--devices", "4", "--devices-per-node", "2", "--train", "--no-baselines"]
+    words += ["--objective", "serial"]
     code, out, err = run(*words, "--json", "--out", path)
     found = json.loads(out)
     assert code == 0 and [row["mesh"] for row in found["meshes"]] == ["4", "2x2", "1"] and f"wrote {path}" in err

@@ -14,7 +14,7 @@ from autoshard.planning.plan import plan_graph
 from autoshard.planning.random_choice import random_choice
 from autoshard.report import as_text, plan_report, summary
 from autoshard.report.proof import proof, verdict
-from autoshard.simulate.chains import longest_chain, whole_streams
+from autoshard.simulate.chains import full_streams, longest_chain
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import (
@@ -99,7 +99,7 @@ def test_the_longest_chain_of_one_plan_is_no_longer_than_the_time_line_of_any(ca
     of = [seconds_of_choice(formulated.problem, streams.nodes, streams.edges, choice) for choice in plans]
     mean = tuple(sum(one[k] for one in of) / len(of) for k in (0, 1))
     chains = [longest_chain(formulated, streams, *one) for one in (*of, mean)]
-    parts = [Part(chain.nodes, chain.edges) for chain in (*chains, *whole_streams(formulated, streams))]
+    parts = [Part(chain.nodes, chain.edges) for chain in (*chains, *full_streams(formulated, streams))]
     if formulated.mesh.device.kernels.slowed == 0 or streams.num == 3:  # else a longest chain is that without what slows it
         for k, one in enumerate((*of, mean)):
             assert seconds_of_parts(parts[: len(chains)], *one).max() <= seconds_of_parts([parts[k]], *one)[0] * (1 + 1e-9)

@@ -234,8 +234,9 @@ def test_a_shard_of_a_batch_holds_what_the_plan_gives_the_rank_and_shards_of_one
 
 def test_a_plan_lays_the_inputs_of_a_batch_out_alike_where_that_is_as_good_as_was_asked_for():
     module, inputs = gpt2.tiny(vocab=256, layers=1)
-    exact = autoshard.plan(module, inputs, fast_mesh((2, 2)), training=True, baselines=False)
-    near = autoshard.plan(module, inputs, fast_mesh((2, 2)), training=True, baselines=False, gap=1e-3)
+    asked = {"training": True, "baselines": False, "objective": "serial"}
+    exact = autoshard.plan(module, inputs, fast_mesh((2, 2)), **asked)
+    near = autoshard.plan(module, inputs, fast_mesh((2, 2)), **asked, gap=1e-3)
     first, second = (near.layouts[name].outputs[0] for name in near.inputs)
     assert first == second and near.gap <= 1e-3
     assert exact.layouts["input_0"] != exact.layouts["input_1"] and exact.gap <= 1e-9  # alike costs more, so the proof comes first

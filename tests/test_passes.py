@@ -95,7 +95,7 @@ def test_every_tensor_node_carries_a_legal_spec_and_every_parameter_is_in_the_ma
                     check_spec(spec, tuple(tensor.shape), tensor.dtype, mesh_shape)
         else:
             assert "autoshard" not in node.meta
-    assert info["status"] == "optimal" and info["gap"] <= 1e-9
+    assert info["objective"] == "overlapped" and 0 < info["bound_seconds"] <= info["cost_seconds"]
     written = [w for placed in info["solution"].layouts.values() for w in placed.outputs if w]
     assert sum("S(" in w for w in written) > len(written) / 3  # a plan that cuts; parameters may stay whole
     if kind != "aten":  # there the parameters came as plain inputs
@@ -244,7 +244,7 @@ def test_forbidden_layouts_reach_the_planner():
     weights = [name for name, row in free.parameters.items() if len(row["shape"]) == 2]
     had = {name: free.layouts[name].outputs[0] for name in weights}
     one = run(kind="joint", forbid={weights[0]: had[weights[0]]})[1]["solution"]
-    assert one.layouts[weights[0]].outputs[0] != had[weights[0]] and one.cost >= free.cost * (1 - 1e-9)
+    assert one.layouts[weights[0]].outputs[0] != had[weights[0]] and one.objective_seconds >= free.objective_bound * (1 - 1e-9)
     all_of_them = run(kind="joint", forbid={"*.weight": list(dict.fromkeys(had.values()))})[1]["solution"]
     assert not {all_of_them.layouts[name].outputs[0] for name in weights} & set(had.values())
     with pytest.raises(Infeasible, match="no plan exists under forbid layers.0.up.weight=R,R and algo=data_parallel"):
@@ -313,7 +313,7 @@ def test_a_preloaded_plan_is_not_judged_by_a_certificate_for_something_else(opti
     run(kind="joint", ilp_solution_file="plan.pkl")
     _, info = run(kind="joint", preload_solution=True, ilp_solution_file="plan.pkl", **options)
     if said is None:
-        assert info["status"] == "optimal" and info["bound_seconds"] > 0 and "planned for other" not in caplog.text
+        assert info["status"] != "unjudged" and info["bound_seconds"] > 0 and "planned for other" not in caplog.text
     else:
         assert (info["status"], info["cost_seconds"], info["bound_seconds"]) == ("unjudged", float("inf"), 0.0)
         assert f"plan.pkl was planned for other {said}" in caplog.text

@@ -35,7 +35,7 @@ def planned(name, ranks, **settings):
         for path, part in model.named_modules()
         if isinstance(part, nn.Linear) and part.weight.shape[0] % ranks == 0 and "lm_head" not in path
     }
-    return autoshard.plan(model, inputs, Mesh.from_bandwidths((ranks,), device="cpu"), pins=pins)
+    return autoshard.plan(model, inputs, Mesh.from_bandwidths((ranks,), device="cpu"), pins=pins, objective="serial")
 
 
 def linears(name, *, base):
@@ -98,7 +98,7 @@ def test_a_plan_of_a_base_model_keeps_its_names():
         model = transformers.LlamaModel(config).eval()
     inputs = {"input_ids": torch.empty(4, 8, dtype=torch.int64, device="meta")}
     pins = {"layers.*.mlp.up_proj.weight": "S(0)", "layers.*.mlp.gate_proj.weight": "S(0)", "layers.*.mlp.down_proj.weight": "S(1)"}
-    plan = export(autoshard.plan(model, inputs, Mesh.from_bandwidths((2,), device="cpu"), pins=pins), "vllm")
+    plan = export(autoshard.plan(model, inputs, Mesh.from_bandwidths((2,), device="cpu"), pins=pins, objective="serial"), "vllm")
     assert plan[r"layers\.\d+\.mlp\.up_proj$"] == "colwise" and plan[r"layers\.\d+\.mlp\.down_proj$"] == "rowwise"
 
 

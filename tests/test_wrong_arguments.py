@@ -94,8 +94,8 @@ def test_options_that_would_be_ignored_are_refused():
 
 def test_a_plan_says_that_blocks_were_chosen_to_be_recomputed(capsys):
     words = ["plan", "models/mlp.py:tiny", "--mesh", "2", "--train", "--recompute", "auto", "--no-baselines"]
-    assert main([*words, "--objective", "overlapped"]) == 0
+    assert main([*words, "--tie-blocks"]) == 0
     out, err = capsys.readouterr()
-    assert "--recompute auto chooses blocks, not single tensors, beside --objective overlapped" in err
+    assert "--recompute auto chooses blocks, not single tensors, beside --tie-blocks" in err
     assert "recompute_by blocks" in " ".join(out.split())
     assert main(words) == 0 and "single tensors" not in " ".join(capsys.readouterr())

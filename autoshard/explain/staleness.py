@@ -222,8 +222,8 @@ def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]
     if plan.options.objective == "overlapped":
         formulated, options = plan.formulated, replace(plan.options, time_limit=time_limit)
         question = Question(ModelGraphs(formulated.graph), formulated.mesh, options, Stopwatch(None))
-        found = overlapped(question, Instance(formulated, plan.problem), answer, [plan.choice])
-        cost, bound = found.seconds, found.bound
+        shortest = overlapped(question, Instance(formulated, plan.problem), answer, [plan.choice])
+        cost, bound = shortest.seconds, shortest.bound
     return (cost, cost if plan.options.tie_blocks else bound) if solve else (math.inf, bound)
 
 

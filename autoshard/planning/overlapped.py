@@ -27,7 +27,7 @@ from autoshard.planning.question import Question
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.tying import tied_groups
 from autoshard.problem import evaluate
-from autoshard.simulate import longest_chain, timeline_of, whole_streams
+from autoshard.simulate import full_streams, longest_chain, timeline_of
 from autoshard.solvers import (
     Answer,
     Part,
@@ -45,6 +45,7 @@ STEP = 0.3  # from the best prices so far
 GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative
+MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS = 60  # of polishing
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
@@ -84,9 +85,9 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
         answer = replace(answer, interrupted=True)
     choice = search.best
     polished = with_choice(answer, choice, evaluate(instance.problem, choice))
-    aligned = align_batches(instance.formulated, instance.problem, polished, 0.0)
+    aligned = align_batches(instance.formulated, instance.problem, polished, MOST_ALIGNED)
     assert aligned.choice is not None
-    if search.offer(aligned.choice) <= search.seconds[choice]:
+    if search.offer(aligned.choice) <= max(search.seconds[choice], search.bound * (1 + question.options.gap)):
         choice, polished = aligned.choice, aligned
     return OverlappedPlan(polished, search.seconds[choice], min(search.bound, search.seconds[choice]), serial_seconds)
 
@@ -97,7 +98,7 @@ class _Search:
         self.streams: StreamSeconds = stream_seconds(instance.formulated, joined=True)
         self.tables = self.streams.nodes, self.streams.edges
         self.few_tables: tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]] | None = None  # of few layers
-        self.parts = [Part(one.nodes, one.edges) for one in whole_streams(instance.formulated, self.streams)]
+        self.parts = [Part(one.nodes, one.edges) for one in full_streams(instance.formulated, self.streams)]
         self.groups = tied_groups(instance.formulated)
         self.seconds: dict[tuple[int, ...], float] = {}  # choice -> seconds of its time line
         self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of the choices that the prices are made of

@@ -30,7 +30,7 @@ def solve_tied(
     solver: str,
     time_limit: float,
     gap: float,
-    preference: Sequence[np.ndarray],
+    preference: Sequence[np.ndarray] | None,
     progress: Callable[[float, float], None] | None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
@@ -39,9 +39,10 @@ def solve_tied(
     groups = tied_groups(formulated)
     small = tied(problem, groups)
     tied_preference = [np.zeros(len(c)) for c in small.node_costs]
-    for v, p in zip(groups, preference, strict=True):
+    for v, p in zip(groups, preference or (), strict=preference is not None):
         tied_preference[v] = tied_preference[v] + p
-    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=tied_preference, clock=clock)
+    preferred = None if preference is None else tied_preference
+    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=preferred, clock=clock)
     if answer.choice is None:
         return answer
     choice = tuple(answer.choice[v] for v in groups)

@@ -3,8 +3,8 @@
 `distir.py` reproduces a published simulator, its rules and constants unchanged, so that its figures can be compared with ours; planning
 and the other modules of this package don't use it.
 """
+from autoshard.simulate.chains import full_streams as full_streams
 from autoshard.simulate.chains import longest_chain as longest_chain
-from autoshard.simulate.chains import whole_streams as whole_streams
 from autoshard.simulate.degrees import Parallel as Parallel
 from autoshard.simulate.engine import last_end as last_end
 from autoshard.simulate.engine import run_tasks as run_tasks

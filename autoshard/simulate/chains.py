@@ -59,7 +59,7 @@ def longest_chain(formulation: Formulation, streams: StreamSeconds, nodes: np.nd
     return Chain(weights + (1 - s) * chain.nodes, weights + (1 - s) * chain.edges)
 
 
-def whole_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain]:
+def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain]:
     """All seconds of the kernels, and of each link, with what those of the other slow them by."""
     s, links = _slowed(formulation), range(1, streams.num - 1)
     rows = np.zeros((max(2 * len(links), 1), streams.num))
