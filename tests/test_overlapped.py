@@ -1,17 +1,24 @@
 """The objective "overlapped": streams, chains and prices bound every time line, and the plan's is never above the serial plan's."""
 
+import itertools
+import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from autoshard import api
-from autoshard.formulate import stream_seconds
+from autoshard.formulate import stream_seconds, with_pins
 from autoshard.mesh import Mesh
 from autoshard.planning.instance import instance_of
-from autoshard.planning.options import Options
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.overlapped import overlapped
 from autoshard.planning.plan import plan_graph
+from autoshard.planning.question import ask
 from autoshard.planning.random_choice import random_choice
+from autoshard.problem import evaluate
 from autoshard.report import as_text, plan_report, summary
 from autoshard.report.proof import proof, verdict
 from autoshard.simulate.chains import full_streams, longest_chain
@@ -164,3 +171,66 @@ def test_reports_name_the_objective():
 def test_an_unknown_objective_is_refused():
     with pytest.raises(ValueError, match="objective is 'fast'; expected one of overlapped, serial"):
         Options(objective="fast")
+
+
+# -- against all plans ---------------------------------------------------------------------------------------------------------------
+
+
+class Chain(torch.nn.Module):
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@cache
+def few_choices(layers: int, training: bool, seed: int, most: int = 4000):
+    """A chain's question and instance, in which some choices are forbidden at random until there are few plans; and all these plans."""
+    with torch.device("meta"):
+        module, x = Chain(layers), torch.empty(8192, 1024)
+    mesh = Mesh.from_bandwidths((2,), intra_node_bandwidth=60e9 if seed % 2 else 400e9)
+    question = ask(module, (x,), mesh, Options(training=training), Stopwatch(None))
+    instance = instance_of(question)
+    formulated, random = instance.formulated, np.random.default_rng(seed)
+    allowed = [np.isfinite(costs) for costs in formulated.problem.node_costs]
+    kept = solve(formulated.problem).choice  # so that there is a plan
+    while math.prod(int(mask.sum()) for mask in allowed) > most:
+        v = max(range(len(allowed)), key=lambda v: (allowed[v].sum(), random.random()))
+        allowed[v][random.choice([i for i in np.flatnonzero(allowed[v]) if i != kept[v]])] = False
+    problem = with_pins(formulated, dict(enumerate(allowed)))
+    all_plans = itertools.product(*(np.flatnonzero(mask).tolist() for mask in allowed))
+    return question, instance, problem, [plan for plan in all_plans if math.isfinite(evaluate(problem, plan).cost)]
+
+
+def shortest_of_all(formulated, problem, plans) -> float:
+    return min(timeline_of(formulated, plan, join=True).seconds for plan in plans if evaluate(problem, plan).fits)
+
+
+TINY_CHAINS = [(layers, training, seed) for layers, training in ((3, False), (4, False), (5, False), (3, True)) for seed in range(3)]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("chain", TINY_CHAINS)
+def test_of_all_plans_of_a_tiny_chain_none_is_below_the_bound_or_a_percent_faster(chain, limited):
+    question, instance, problem, plans = few_choices(*chain)
+    peaks = sorted(evaluate(problem, plan).peak for plan in plans)
+    problem = replace(problem, usage_limit=peaks[len(peaks) // 3]) if limited else problem
+    best = shortest_of_all(instance.formulated, problem, plans)
+    answer = solve(problem)
+    found = overlapped(question, replace(instance, problem=problem, few_layers=None), answer, [])
+    assert found.bound <= best * (1 + 1e-9)
+    assert found.seconds <= 1.01 * best
+
+
+def test_the_control_a_bound_a_percent_too_high_is_seen():
+    """On some chain the bound is that near to the optimum."""
+    nearest = 0.0
+    for chain in TINY_CHAINS:
+        question, instance, problem, plans = few_choices(*chain)
+        found = overlapped(question, replace(instance, problem=problem, few_layers=None), solve(problem), [])
+        nearest = max(nearest, 1.01 * found.bound / shortest_of_all(instance.formulated, problem, plans))
+    assert nearest > 1
