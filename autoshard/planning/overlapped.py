@@ -221,26 +221,36 @@ class _Search:
         left, before = SIMULATIONS, math.inf
         while self.shortest < before and not self.is_proven:
             before, moves = self.shortest, self._moves()
-            for _, other, nodes in moves:
+            for _, changes in moves:
                 if not left or self.question.is_over:
                     return
                 mixed = list(self.best)
-                for v in nodes:
-                    mixed[v] = other[v]
+                for v, i in changes.items():
+                    mixed[v] = i
                 left -= tuple(mixed) not in self.seconds
                 self.offer(mixed)
 
-    def _moves(self) -> list[tuple[float, tuple[int, ...], list[int]]]:
-        """The exchanges that may help: the extra cost of each, the other choice, and the nodes."""
-        x, moves = self.best, []
-        slack = self.shortest - self._priced(x, range(len(x)))
+    def _moves(self) -> list[tuple[float, dict[int, int]]]:
+        """The exchanges that may help, and other choices of equal nodes: the extra cost of each, and the choices that change."""
+        x, moves = self.best, self._flips(self.best)
         for other in self.seconds:
             for nodes in self._exchanges(x, other):
-                mixed = dict.fromkeys(nodes)
-                extra = self._priced([other[v] if v in mixed else i for v, i in enumerate(x)], nodes) - self._priced(x, nodes)
-                if extra < slack:
-                    moves.append((extra, other, nodes))
-        return sorted(moves, key=lambda move: move[0])
+                changes = {v: other[v] for v in nodes}
+                moves.append((self._priced([changes.get(v, i) for v, i in enumerate(x)], nodes) - self._priced(x, nodes), changes))
+        slack = self.shortest - self._priced(x, range(len(x)))
+        return sorted((move for move in moves if move[0] < slack), key=lambda move: move[0])
+
+    def _flips(self, x: Sequence[int]) -> list[tuple[float, dict[int, int]]]:
+        """Every other choice of a group of equal nodes, all else as in x, with about its extra cost."""
+        extra: dict[int, np.ndarray] = {}
+        for v, (group, costs) in enumerate(zip(self.groups, self.priced.node_costs)):
+            tables = [self.priced.edges[k] for k in self.edges_of[v]]
+            costs = costs + sum(e.table[:, x[e.b]] if e.a == v else e.table[x[e.a]] for e in tables)
+            extra[group] = extra.get(group, 0.0) + costs - costs[x[v]]
+        members: dict[int, list[int]] = {}
+        for v, group in enumerate(self.groups):
+            members.setdefault(group, []).append(v)
+        return [(float(more), dict.fromkeys(members[g], i)) for g, row in extra.items() for i, more in enumerate(row)]
 
     def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> float:
         """The cost of these nodes and their edges at the prices of the bound."""
