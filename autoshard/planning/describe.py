@@ -41,7 +41,8 @@ def described(answered: Answered, advice: Sequence[Advice] = ()) -> Solution:
     if options.baselines and answered.plan.choice is not None:
         solution.breakdown["step_seconds"] = step_seconds(formulated, answered.plan.choice)
     if (shortest := answered.overlapped) is not None:
-        solution = replace(solution, overlapped=shortest.to_dict(), status=shortest.status(options.gap).value)
+        prices = price_errors(solution.mesh, options.objective)
+        solution = replace(solution, overlapped=shortest.to_dict(), status=shortest.status(options.gap).value, prices=prices)
     if advice and not answered.plan.interrupted:
         solution = advised(answered, solution, advice)
     return replace(solution, seconds=question.clock.seconds())

@@ -46,9 +46,11 @@ def header(solution: Solution) -> ReportTable:
     rows = [("plan", f"{verdict(solution)}: {proof(solution)}")]
     if solution.overlapped:
         rows.append(("overlapped", f"{seconds(solution.objective_seconds)} per {what}; {overlapped_words(solution)}"))
+        rows.append(("", interval_words(solution)))
     alone = ", one task after the other" if solution.overlapped else ""
     least = f"no plan takes less than {seconds(solution.bound)}{alone and ' so'}"
-    rows += [("cost", f"{seconds(solution.cost)} per {what}{alone}; {least}"), ("", interval_words(solution))]
+    rows.append(("cost", f"{seconds(solution.cost)} per {what}{alone}; {least}"))
+    rows.append(("", "" if solution.overlapped else interval_words(solution)))
     rows += [("prices", plan_tables.prices_known_from(solution)), ("memory", _memory(solution)), ("saved", _saved(solution.chosen))]
     device = f"{solution.mesh.device.name}{', float32 matmuls as TF32' if solution.mesh.device.tf32 else ''}"
     rows.append(("mesh", "; ".join([f"{shape_text(solution.mesh.shape)} of {device}", *map(axis_line, solution.mesh.axes)])))

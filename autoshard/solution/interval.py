@@ -4,7 +4,8 @@
     low  = sum_j c_j / (1 + e_j)
     high = sum_j c_j (1 + e_j)                         e_j = mean relative error of the price of part j        (`interval`)
 
-Where the device's kernels have constants that published training steps have tested (mesh.Kernels.serial), the interval is theirs instead:
+Where the device's kernels have constants that published training steps have tested (mesh.Kernels.serial, and overlapped for plans of the
+shortest time line), the interval is theirs instead:
 
     low, high = c times the ends between which 80 % of measured / predicted seconds were, of steps that the constants were not fitted to
 
@@ -20,13 +21,13 @@ from dataclasses import asdict
 from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Mesh
 
 
-def price_errors(mesh: Mesh) -> dict:
-    """{"device": error, "links": {axis: {collective: error}}}, relative, None or absent where it is unknown; "steps": mesh.TestedSteps."""
+def price_errors(mesh: Mesh, objective: str = "serial") -> dict:
+    """{"device": error, "links": {axis: {collective: error}}}, relative, None or absent where it is unknown; "steps": mesh.TestedSteps of
+    the objective."""
     links = {axis.name: {curve.collective: curve.error or None for curve in axis.curves} for axis in mesh.axes}
     kernels = mesh.device.kernels
-    untested = kernels is None or kernels.serial is None or mesh.device.error is not None
-    tested = {} if untested else {"steps": asdict(kernels.serial)}  # type: ignore[union-attr, arg-type]
-    return {"device": mesh.device.error, "links": links, **tested}
+    tested = None if kernels is None or mesh.device.error is not None else getattr(kernels, objective)
+    return {"device": mesh.device.error, "links": links, **({} if tested is None else {"steps": asdict(tested)})}
 
 
 def parts(breakdown: Mapping, errors: Mapping) -> list[dict]:
@@ -44,7 +45,8 @@ def parts(breakdown: Mapping, errors: Mapping) -> list[dict]:
 
 
 def interval(cost: float, breakdown: Mapping, errors: Mapping) -> tuple[float, float] | None:
-    """Least and most seconds, for a cost of these parts; None where the parts are unknown, and nothing was tested."""
+    """Least and most seconds, for a cost of these parts, or the seconds of their time line; None where the parts are unknown, and nothing
+    was tested."""
     if "steps" in errors and 0 < cost < float("inf"):
         return cost * errors["steps"]["low"], cost * errors["steps"]["high"]
     rows = parts(breakdown, errors)

@@ -239,8 +239,8 @@ class Solution(ModelPlan):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Least and most seconds that the errors of the prices allow for the cost (solution.interval)."""
-        return interval(self.cost, self.breakdown, self.prices or price_errors(self.mesh))
+        """Least and most seconds that the errors of the prices allow for what the objective counts (solution.interval)."""
+        return interval(self.objective_seconds, self.breakdown, self.prices or price_errors(self.mesh, self.objective))
 
     def extrapolate(self, model: Any, example_inputs: Any, **options: Any) -> Solution:
         """`autoshard.extrapolate(self, model, example_inputs)`: this plan of few layers for the same model with many."""
