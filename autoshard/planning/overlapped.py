@@ -83,7 +83,7 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
         search.polish()
     except KeyboardInterrupt:
         answer = replace(answer, interrupted=True)
-    choice = search.best
+    choice = search.plainest()
     polished = with_choice(answer, choice, evaluate(instance.problem, choice))
     aligned = align_batches(instance.formulated, instance.problem, polished, MOST_ALIGNED)
     assert aligned.choice is not None
@@ -230,6 +230,19 @@ class _Search:
                 left -= tuple(mixed) not in self.seconds
                 self.offer(mixed)
 
+    def plainest(self) -> tuple[int, ...]:
+        """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""
+        best, members = self.best, list(_members(self.groups).values())
+        alike = []
+        for j in sorted({0, 1, max(map(len, members)) // 2, max(map(len, members)) - 1}):
+            choice = list(best)
+            for group in members:
+                for v in group:
+                    choice[v] = best[group[min(j, len(group) - 1)]]
+            alike.append((self.offer(choice), tuple(choice)))
+        seconds, plain = min(alike)
+        return plain if seconds <= (1 + self.question.options.gap) * self.seconds[best] else self.best
+
     def _moves(self) -> list[tuple[float, dict[int, int]]]:
         """The exchanges that may help, and other choices of equal nodes: the extra cost of each, and the choices that change."""
         x, moves = self.best, self._flips(self.best)
@@ -247,9 +260,7 @@ class _Search:
             tables = [self.priced.edges[k] for k in self.edges_of[v]]
             costs = costs + sum(e.table[:, x[e.b]] if e.a == v else e.table[x[e.a]] for e in tables)
             extra[group] = extra.get(group, 0.0) + costs - costs[x[v]]
-        members: dict[int, list[int]] = {}
-        for v, group in enumerate(self.groups):
-            members.setdefault(group, []).append(v)
+        members = _members(self.groups)
         return [(float(more), dict.fromkeys(members[g], i)) for g, row in extra.items() for i, more in enumerate(row)]
 
     def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> float:
@@ -268,6 +279,13 @@ class _Search:
         together = [[v for part in parts for v in part] for parts in by_kind.values()]
         single = [part for parts in by_kind.values() if len(parts) > 1 for part in (parts[0], parts[-1])]
         return together + single
+
+
+def _members(groups: Sequence[int]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for v, group in enumerate(groups):
+        members.setdefault(group, []).append(v)
+    return members
 
 
 def _means(weights: np.ndarray, of: Sequence[int], count: int) -> np.ndarray:

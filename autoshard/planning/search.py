@@ -12,6 +12,7 @@ from autoshard.cycles import no_search_for_cycles
 from autoshard.planning.baselining import solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.chunking import chunks
+from autoshard.planning.describe import described
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
@@ -71,6 +72,8 @@ def answered(question: Question) -> Answered:
     time line for the objective "overlapped". `Infeasible` where nothing fits."""
     best = answered_per_tensor(question) if question.options.recompute == "auto" else best_choice(question)
     if question.options.objective == "overlapped":
+        if question.on_plan is not None:  # that of the sum of all seconds, until the search for the shortest time line has ended
+            question.on_plan(described(best))
         with question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
             return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
     if question.options.recompute == "auto":
