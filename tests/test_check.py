@@ -128,13 +128,13 @@ def test_ops_of_another_torch_are_named_and_planned_anew_with_the_same_pins(solu
 
 
 def test_a_plan_of_the_shortest_time_line_is_judged_by_time_lines(solution):
-    plan, slow = planned(objective="overlapped"), planned(objective="overlapped", pins={UP: "R,R"})
+    plan, slow = planned(objective="overlapped"), planned(objective="overlapped", pins={"input_*": "R,R", "addmm*": "R,R"})
     found = check(*model(), plan)
     assert found.ok and found.cost == pytest.approx(found.planned_cost) == plan.objective_seconds
     assert 0 < found.bound <= found.best <= found.cost
     unpinned = replace(slow, assumptions={**slow.assumptions, "pins": {}})
-    assert slow.objective_seconds > 1.005 * plan.objective_seconds and check(*model(), slow).ok
-    assert "more than a plan that there is now" in check(*model(), unpinned, within=0.001).reasons[0]
+    assert slow.objective_seconds > 1.05 * plan.objective_seconds and check(*model(), slow).ok
+    assert "more than a plan that there is now" in check(*model(), unpinned).reasons[0]
 
 
 def test_another_mesh_is_stale(solution):

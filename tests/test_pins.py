@@ -53,7 +53,7 @@ def planned() -> Solution:
 
 
 def plan_mlp(**options) -> Solution:
-    return plan(*mlp.tiny(), MESH, training=True, baselines=False, **options)
+    return plan(*mlp.tiny(), MESH, training=True, baselines=False, objective="serial", **options)
 
 
 # -- which tensors a pin means ------------------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ SMALL = (TINY_FILE, "--set", "layers=1", "--no-baselines", "--quiet")
 
 
 def plan_json(capsys, *words: str) -> dict:
-    code, out, _ = run(capsys, "plan", *SMALL, *words, "--json")
+    code, out, _ = run(capsys, "plan", *SMALL, *words, "--objective", "serial", "--json")
     assert code == 0
     return json.loads(out)
 
@@ -392,7 +392,7 @@ def test_an_edited_file_is_kept_with_its_mesh_and_options(capsys, tmp_path):
     data = json.loads(path.read_text())
     data["parts"][0]["parameters"]["layers.0.up.weight"]["layout"] = "S(1),R"
     path.write_text(json.dumps(data))
-    code, out, err = run(capsys, "plan", *SMALL[:-1], "--keep", str(path), "--json", "--out", str(again))
+    code, out, err = run(capsys, "plan", *SMALL[:-1], "--keep", str(path), "--objective", "serial", "--json", "--out", str(again))
     found = json.loads(out)
     edit_said = f"1 of them edited: layers.0.up.weight {first['parameters']['layers.0.up.weight']} -> S(1),R"
     assert code == 0 and f"keeping 4 layouts of {path}, {edit_said}" in err
@@ -413,7 +413,8 @@ def test_an_edited_input_and_op_are_kept_on_the_command_line(capsys, tmp_path):
     had = data["parts"][0]["layouts"]["gelu"]["outputs"][0]
     data["parts"][0]["layouts"]["gelu"]["outputs"] = ["R,S(0)"]
     path.write_text(json.dumps(data))
-    code, out, err = run(capsys, "plan", *SMALL[:-1], "--keep", str(path), "--json", "--out", str(tmp_path / "again.json"))
+    words = ["--keep", str(path), "--objective", "serial", "--json", "--out", str(tmp_path / "again.json")]
+    code, out, err = run(capsys, "plan", *SMALL[:-1], *words)
     assert code == 0 and f"keeping 5 layouts of {path}, 1 of them edited: gelu {had} -> R,S(0)" in err
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["parts"][0]["layouts"]["gelu"]["outputs"] == ["R,S(0)"]

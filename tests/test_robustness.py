@@ -30,7 +30,7 @@ MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandw
 
 def planned(mesh: Mesh) -> Solution:
     module, inputs = load_model(MODEL, SETTINGS, training=True)
-    return plan(module, inputs, mesh, training=True, baselines=False, assumptions={"model": MODEL, "set": SETTINGS})
+    return plan(module, inputs, mesh, training=True, baselines=False, objective="serial", assumptions={"model": MODEL, "set": SETTINGS})
 
 
 @pytest.fixture(scope="module")

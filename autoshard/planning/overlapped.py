@@ -46,9 +46,10 @@ GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
-SIMULATIONS = 60  # of polishing
+SIMULATIONS, SIMULATED = (60, 600), 300_000  # of polishing: least and most, and nodes of all together
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
+CROSSED = 1e-7  # relative: a bound this far above a time line is an error
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
     assert aligned.choice is not None
     if search.offer(aligned.choice) <= max(search.seconds[choice], search.bound * (1 + question.options.gap)):
         choice, polished = aligned.choice, aligned
-    return OverlappedPlan(polished, search.seconds[choice], min(search.bound, search.seconds[choice]), serial_seconds)
+    seconds = search.seconds[choice]
+    assert search.bound <= (1 + CROSSED) * seconds, f"a bound of {search.bound} s is above a time line of {seconds} s"
+    return OverlappedPlan(polished, seconds, min(search.bound, seconds), serial_seconds)
 
 
 class _Search:
@@ -218,7 +221,7 @@ class _Search:
 
         At the prices of the bound no choice costs more than its time line takes: one that costs more than the best takes isn't simulated.
         """
-        left, before = SIMULATIONS, math.inf
+        left, before = int(np.clip(SIMULATED // len(self.groups), *SIMULATIONS)), math.inf
         while self.shortest < before and not self.is_proven:
             before, moves = self.shortest, self._moves()
             for _, changes in moves:
