@@ -40,7 +40,7 @@ from autoshard.solvers import (
     worst_mixture,
 )
 
-ROUNDS = 11  # prices that are tried
+ROUNDS = 24  # prices that are tried
 STEP = 0.3  # from the best prices so far
 GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
