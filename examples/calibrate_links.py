@@ -43,6 +43,6 @@ if __name__ == "__main__":
         model, inputs = net(), (torch.empty(4096, 2048),)
     for name, priced in (("data sheet", nominal), ("measured", mesh)):
         plan = autoshard.plan(model, inputs, priced, training=True, baselines=False)
-        low, high = plan.interval or (plan.cost, plan.cost)
-        print(f"{name}: {plan.cost * 1e3:.3f} ms, between {low * 1e3:.3f} and {high * 1e3:.3f} as far as the prices are known")
+        low, high = plan.interval or (plan.objective_seconds,) * 2
+        print(f"{name}: {plan.objective_seconds * 1e3:.3f} ms, between {low * 1e3:.3f} and {high * 1e3:.3f} as far as the prices are known")
         print("    " + ", ".join(f"{weight} {row['layout']}" for weight, row in plan.parameters.items()))

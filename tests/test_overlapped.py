@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autoshard import api
+from autoshard.capture import capture
 from autoshard.formulate import stream_seconds, with_pins
 from autoshard.mesh import Mesh
 from autoshard.planning.instance import instance_of
@@ -34,6 +35,7 @@ from autoshard.solvers import (
     solve,
     worst_mixture,
 )
+from models import mlp
 from tests.helpers import TINY, tiny_graph
 from tests.helpers_models import asked
 
@@ -171,6 +173,21 @@ def test_reports_name_the_objective():
 def test_an_unknown_objective_is_refused():
     with pytest.raises(ValueError, match="objective is 'fast'; expected one of overlapped, serial"):
         Options(objective="fast")
+
+
+def test_equal_layers_are_alike_where_no_other_choice_gains_more_than_the_gap():
+    graph = capture(*mlp.mlp(batch=4096, layers=5), training=True)
+    solution = plan_graph(asked(graph, mesh_of((2, 2)), objective="overlapped", baselines=False, gap=0.05))
+    for name in ("up.weight", "up.bias", "down.weight", "down.bias"):
+        assert len({solution.layouts[f"layers.{i}.{name}"].outputs for i in range(5)}) == 1
+
+
+def test_a_plan_is_told_before_the_search_for_the_shortest_time_line():
+    told: list[Solution] = []
+    question = replace(asked(tiny_graph("mlp", True), mesh_of((2, 2)), objective="overlapped", baselines=False), on_plan=told.append)
+    solution = plan_graph(question)
+    assert told[0].objective == "serial" and solution.objective == "overlapped"
+    assert solution.objective_seconds <= solution.overlapped["serial_plan_seconds"]
 
 
 # -- against all plans ---------------------------------------------------------------------------------------------------------------
