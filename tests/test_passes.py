@@ -344,7 +344,7 @@ def test_the_output_node_says_in_which_layouts_results_are_returned():
         return (y.detach(), *torch.autograd.grad(y, given))
 
     joint = make_fx(step, tracing_mode="fake")(x, *(p.detach().requires_grad_() for p in parameters.values()))
-    graph, info = autosharding_pass(joint, mesh_shape=(2, 4), ilp_solution_file=None)
+    graph, info = autosharding_pass(joint, mesh_shape=(2, 4), objective="serial", ilp_solution_file=None)
     node = next(node for node in graph.graph.nodes if node.op == "output")
     returned = [text(spec.placements) for spec in pytree.tree_leaves(node.meta["autoshard"])]
     assert returned == list(info["solution"].results.values()) and len(returned) == 7
