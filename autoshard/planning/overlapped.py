@@ -42,7 +42,6 @@ from autoshard.solvers import (
 
 ROUNDS = 11  # prices that are tried
 STEP = 0.3  # from the best prices so far
-LEAST_PATIENCE = 1.0  # seconds
 GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative
@@ -74,7 +73,7 @@ class OverlappedPlan:
 def overlapped(question: Question, instance: Instance, answer: Answer, starts: Sequence[tuple[int, ...]]) -> OverlappedPlan:
     """The plan with the shortest time line that the search finds, from the answer to the serial problem and other choices that fit."""
     assert answer.choice is not None
-    search = _Search(question, instance, max(LEAST_PATIENCE, answer.seconds.get("total", 0.0)))
+    search = _Search(question, instance)
     serial_seconds = search.offer(answer.choice)
     for start in starts:
         search.offer(start)
@@ -97,9 +96,8 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
 
 
 class _Search:
-    def __init__(self, question: Question, instance: Instance, patience: float):
+    def __init__(self, question: Question, instance: Instance):
         self.question, self.instance, self.problem = question, instance, instance.problem
-        self.patience = patience  # seconds for the answer at some prices
         self.streams: StreamSeconds = stream_seconds(instance.formulated, joined=True)
         self.tables = self.streams.nodes, self.streams.edges
         self.few_tables: tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]] | None = None  # of few layers
@@ -191,9 +189,10 @@ class _Search:
         of_edges = sum((y * part.edges for y, part in zip(prices, self.parts) if y), np.zeros_like(self.parts[0].edges))
         priced, few_layers = priced_by_stream(self.problem, *self.tables, of_nodes, of_edges), self._few_layers(of_nodes, of_edges)
         instance = replace(self.instance, problem=priced, few_layers=few_layers)
-        options, until = self.question.options, self.question.clock.elapsed + self.patience
-        limits = {"gap": max(GAP, options.gap), "time_limit": min(until, options.time_limit)}
-        quiet = replace(self.question.with_options(**limits), clock=self.question.clock.quiet())
+        options = self.question.options
+        solver = "prices" if options.solver == "auto" else options.solver  # no branching: its seconds would decide the plan
+        asked = self.question.with_options(gap=max(GAP, options.gap), solver=solver)
+        quiet = replace(asked, clock=self.question.clock.quiet())
         answer = solve_instance(quiet, instance, [self.best], preferred=False).in_passing()
         bound = answer.bound - SAFE * abs(answer.bound) if math.isfinite(answer.bound) else 0.0
         if bound > self.bound:

@@ -41,7 +41,7 @@ def solve_instance(
     limits |= {"patience": patience(options, question.seconds_left()), "homes": instance.layers}
     limits |= {"accepted": options.accepted, "prices": prices, "explains": question.explains}
     if instance.few_layers is not None:
-        return instance.few_layers.solve(problem, starts=starts, preferred=preferred, **limits)
+        return instance.few_layers.solve(problem, solver=options.solver, starts=starts, preferred=preferred, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)
 
 
