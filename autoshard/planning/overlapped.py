@@ -2,12 +2,14 @@
 
     candidates   the plan of the serial objective, the usual plans, and the answers to the problems that the bound is made of
     judge        the time line of each (simulate); the shortest is kept
-    polishing    the parts in which another candidate differs are exchanged, those of equal layers together, while the time line gets
-                 shorter
+    polishing    the parts in which another candidate differs are exchanged, those of equal layers together, and equal ops get another
+                 layout, while the time line gets shorter
     bound        prices on streams and on chains of tasks (solvers.streams, simulate.chains): at any prices the proven bound of an
-                 ordinary problem is a bound here. A chain that is longer under a new answer than every bound is the next part.
+                 ordinary problem is a bound here. The longest chain of the best mixture of known plans is the next part.
+    plainest     equal layers are made alike where that is as good as was asked for
 
-Every search is counted in steps, so that the result is the same on every machine; only a time limit ends it earlier.
+Every search is counted in steps, so that the result is the same on every machine; only a time limit, and the gap that is enough after
+some time, end it earlier.
 """
 
 from __future__ import annotations
