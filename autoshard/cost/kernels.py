@@ -1,7 +1,8 @@
 """Seconds of the kernels and collectives of a training step, from constants of a kind of device and of a software stack.
 
     matmuls and attention                                                                                (measured_kernels.py)
-    ring        V (n-1)/n B / bandwidth + latency (n-1); bandwidth and latency of the slowest link of the ring   (`Ring`)
+    ring        V (n-1)/n B / bandwidth + latency rounds; bandwidth and latency of the slowest link of the ring   (`Ring`)
+                rounds: V ceil(log2 n) within a node, as of an axis of a mesh (collectives.py), and of a tree; else n - 1
     all_to_all  max(bytes between nodes / adapter, bytes inside / link)                                  (`Ring.all_to_all`)
     overlap     max(a, b) + s min(a, b)                                                                  (`beside`)
 
@@ -35,7 +36,7 @@ class Ring:
 
     size: Numbers  # n
     bandwidth: Numbers  # bytes/s of each device in the ring
-    latency: Numbers  # seconds per hop
+    latency: Numbers  # seconds per round
     nodes: Numbers  # that the ring passes through
 
     @staticmethod
@@ -53,7 +54,8 @@ class Ring:
 
     def gather(self, bytes: Numbers) -> Numbers:
         """All-gather to, or reduce-scatter from, `bytes` per device; 0 on one device."""
-        return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency * (self.size - 1)
+        rounds = np.where(self.nodes > 1, self.size - 1, np.ceil(np.log2(self.size)))
+        return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency * rounds
 
     def all_to_all(self, bytes: Numbers, copies: Numbers, inside: Numbers, adapter: Numbers) -> Numbers:
         """Each token of `bytes` in all to `copies` devices of the ring, chosen at random: once to each node that has one of them, over the
@@ -66,6 +68,6 @@ class Ring:
         return np.maximum(bytes * others / adapter, bytes * within / inside) + self.latency * np.ceil(np.log2(self.size))
 
     def all_reduce(self, bytes: Numbers) -> Numbers:
-        """Twice the gather's transfer, at TREE times its rate between nodes; a tree needs only 2 log2 n hops."""
+        """Twice the gather's transfer, at TREE times its rate between nodes; a tree needs only 2 log2 n rounds."""
         rate = self.bandwidth * np.where(self.nodes > 1, TREE, 1.0)
-        return 2 * (self.size - 1) / self.size * bytes / rate + 2 * self.latency * np.log2(self.size)
+        return 2 * (self.size - 1) / self.size * bytes / rate + 2 * self.latency * np.ceil(np.log2(self.size))

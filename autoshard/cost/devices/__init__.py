@@ -31,7 +31,7 @@ class DeviceConstants:
     training: Numbers  # how much longer kernels take in training than alone on a warm device
     memory: Numbers  # share of the memory bandwidth that elementwise kernels reach
     link: Numbers  # share of link_bandwidth that collectives reach
-    link_latency: Numbers  # seconds per hop
+    link_latency: Numbers  # seconds per round inside a node
     network: Numbers  # share of the adapters' bandwidth that collectives reach
     host: Numbers  # seconds in which the host launches one block's forward and backward, uncompiled
 
