@@ -7,6 +7,7 @@ cost/devices/NAME.json, each with its source, and are records here, which a plan
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -67,6 +68,14 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True)
+class LatentAttentionKernel(AttentionKernel):
+    """Multi-head latent attention: its bytes miss the cache where they are more than that holds."""
+
+    cache: Amount = math.inf  # bytes
+    beyond: Amount = math.inf  # bytes/s of those that miss it, beside the scores
+
+
+@dataclass(frozen=True)
 class ExpertsKernel:
     """Fused experts, forward, of one dtype on one kind of device."""
 
@@ -86,10 +95,11 @@ ITEMSIZE = {"bfloat16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625}  # n
 
 def kernel_form(form: type, sheet: Mapping[str, float], dtype: str, constants: Mapping[str, float]) -> Any:
     """A form with the constants of a device file, whose rates are shares of the data sheet's. Attention's are of 16 bits in every dtype."""
-    peak = sheet["peak16" if form is AttentionKernel else PEAKS[dtype]]
+    peak = sheet["peak16" if issubclass(form, AttentionKernel) else PEAKS[dtype]]
     known: dict[str, Any] = {**sheet, "itemsize": ITEMSIZE[dtype], **constants}
     dims = tuple((float(name.split()[1]), value) for name, value in constants.items() if name.startswith("dim "))
-    known |= {"by_dims": dims, "rate": constants["rate"] * peak, "bandwidth": constants["bandwidth"] * sheet["memory_bandwidth"]}
+    moved = {name: constants[name] * sheet["memory_bandwidth"] for name in ("bandwidth", "beyond") if name in constants}
+    known |= {"by_dims": dims, "rate": constants["rate"] * peak, **moved}
     return form(**{field.name: known[field.name] for field in fields(form)})
 
 

@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from autoshard.cost import attention_seconds, experts_seconds, matmul_seconds
+from autoshard.cost import attention_seconds, experts_seconds, latent_attention_seconds, matmul_seconds
 from autoshard.devices import (
     DEVICE_FILES,
     AttentionKernel,
     ExpertsKernel,
+    LatentAttentionKernel,
     MatmulKernel,
     device_file,
     kernel_form,
@@ -69,10 +70,10 @@ def of_attention(c: Columns, form: AttentionKernel) -> np.ndarray:
     return attention_seconds(b * h * s * s / 2, s, 2 * d, 2 * b * s * d * (2 * h + 2 * g), form)
 
 
-def of_latent_attention(c: Columns, form: AttentionKernel) -> np.ndarray:
+def of_latent_attention(c: Columns, form: LatentAttentionKernel) -> np.ndarray:
     """Scores of 128 + 64 dims, values of 128, a latent of 512 + 64; heads are those of a rank."""
     b, s, h = (c[name] for name in ("batch", "seq", "heads"))
-    return attention_seconds(b * h * s * s / 2, s, 192 + 128, 2 * b * s * (h * (2 * 192 + 3 * 128) + 576), form)
+    return latent_attention_seconds(b * h * s * s / 2, s, 192 + 128, 2 * b * s * (h * (2 * 192 + 3 * 128) + 576), form)
 
 
 def of_experts(c: Columns, form: ExpertsKernel) -> np.ndarray:
@@ -119,7 +120,10 @@ KINDS = {
         "attention", ("batch", "seq", "heads", "kv_heads", "head_dim"), lambda c: c["batch"] * c["seq"], AttentionKernel, OF_ATTENTION,
         of_attention,
     ),
-    "mla": Kind("mla", ("heads", "batch", "seq"), lambda c: c["batch"] * c["seq"], AttentionKernel, OF_ATTENTION, of_latent_attention),
+    "mla": Kind(
+        "mla", ("heads", "batch", "seq"), lambda c: c["batch"] * c["seq"], LatentAttentionKernel,
+        OF_ATTENTION | {"beyond": (0.5, 0.1, 3.0)}, of_latent_attention,
+    ),
     "experts": Kind(
         "moe", ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep", "distribution"), lambda c: c["tokens"], ExpertsKernel,
         {"rate": (0.4, 0.05, 1.5), "narrow": (64, 0.1, 5000), "bandwidth": (0.7, 0.1, 5.0), "others": (0.2, 1e-4, 10.0),

@@ -36,6 +36,7 @@ from autoshard.cost.kernels import Ring as Ring
 from autoshard.cost.kernels import beside as beside
 from autoshard.cost.measured_kernels import attention_seconds as attention_seconds
 from autoshard.cost.measured_kernels import experts_seconds as experts_seconds
+from autoshard.cost.measured_kernels import latent_attention_seconds as latent_attention_seconds
 from autoshard.cost.measured_kernels import matmul_seconds as matmul_seconds
 
 from .collectives import COLLECTIVES as COLLECTIVES
