@@ -24,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
 
+from benchmarks.own_process import in_own_process
+
 ANSWERS = ROOT / "benchmarks" / "replay.json"
 
 
@@ -387,19 +389,6 @@ def run_case(case: dict) -> dict:
 # -- the comparison --------------------------------------------------------------------------------------------------------------------
 
 
-def run_in(checkout: Path, case: dict) -> dict:
-    """The case run by this script's code on a checkout's package, in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
-    core = min(os.sched_getaffinity(0))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), "--order", json.dumps(case)], cwd=checkout, env=environment, text=True,
-        capture_output=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{case}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def differing(ours: dict, theirs: dict | None) -> list[str]:
     """The keys in which two answers differ."""
     if theirs is None:
@@ -409,10 +398,10 @@ def differing(ours: dict, theirs: dict | None) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("answers", nargs="?", type=Path, default=ANSWERS)
+    parser.add_argument("answers", nargs="?", type=lambda word: Path(word).resolve(), default=ANSWERS)
     parser.add_argument("--only", nargs="*", help="cases whose name begins so")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--against", type=lambda word: Path(word).resolve(), help="another checkout")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--order", help=argparse.SUPPRESS)
@@ -421,6 +410,7 @@ def main() -> int:
         sys.path.remove(str(ROOT))  # the package is that of PYTHONPATH: the checkout's
         print(json.dumps(run_case(json.loads(given.order))))
         return 0
+    os.chdir(ROOT)
     known = json.loads(given.answers.read_text())["answers"] if given.answers.exists() else {}
     rows, answers = [], {}
     for name, case in CASES.items():
@@ -428,8 +418,8 @@ def main() -> int:
             continue
         ours, theirs = [], []
         for _ in range(given.runs):
-            ours.append(run_in(ROOT, case))
-            theirs += [run_in(given.against.resolve(), case)] if given.against else []
+            ours.append(in_own_process(__file__, case))
+            theirs += [in_own_process(__file__, case, checkout=given.against)] if given.against else []
         reference = theirs[0]["answer"] if theirs else known.get(name)
         answers[name] = ours[0]["answer"]
         row = {"case": name, "cpu_seconds": statistics.median(run["cpu_seconds"] for run in ours)}
