@@ -67,12 +67,6 @@ def refusal(call: Callable, *args: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def assert_refused(sentence: str, call: Callable, *args: Any, **options: Any) -> None:
-    """That a call is refused with this sentence, a pattern as `pytest.raises` has it."""
-    with pytest.raises(ValueError, match=sentence):
-        call(*args, **options)
-
-
 def said(call: Callable, *args: Any, **options: Any) -> str:
     """What a call is refused with, on a rank that goes on; "nothing" where it isn't."""
     try:

@@ -18,5 +18,11 @@ def refusals(*rows: tuple[Callable[[], Any], str]) -> Callable:
     return test
 
 
+def assert_refused(sentence: str, call: Callable, *args: Any, **options: Any) -> None:
+    """That a call is refused with this sentence, a pattern as `pytest.raises` has it."""
+    with pytest.raises(ValueError, match=sentence):
+        call(*args, **options)
+
+
 def _names(sentences: Iterable[str]) -> list[str]:
     return [f"{k}-{sentence[:40]}" for k, sentence in enumerate(sentences)]

@@ -25,6 +25,7 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from models import gpt2, mlp
 from tests.helpers import TINY, fast_mesh, tiny_graph
+from tests.helpers_refusals import assert_refused
 
 BOTH = (True, False)
 CASES = [
@@ -245,8 +246,7 @@ def test_what_is_no_model_or_mesh_is_one_sentence():
     module, inputs = TINY["mlp"]()
     with pytest.raises(ValueError, match=r"^mesh is tuple; expected an autoshard.Mesh, for example Mesh.from_bandwidths\(\(2, 4\)\)$"):
         plan(module, inputs, (2, 4))
-    with pytest.raises(ValueError, match="^model is function; expected a torch.nn.Module$"):
-        plan(TINY["mlp"], inputs, fast_mesh((2,)))
+    assert_refused("^model is function; expected a torch.nn.Module$", plan, TINY["mlp"], inputs, fast_mesh((2,)))
 
 
 def test_pins_that_forbid_each_other_are_one_sentence():
@@ -343,8 +343,7 @@ def test_five_random_layouts_compute_the_same_on_every_mesh(name, training, size
 def test_a_plan_is_verified_at_a_smaller_batch():
     solution = plan(*gpt2.tiny(batch=32), fast_mesh((2, 2)), training=True)
     assert verify(*gpt2.tiny(batch=8), solution)["ok"]
-    with pytest.raises(ValueError, match="^the solution does not fit this model: "):
-        verify(*gpt2.tiny(batch=1, seq=15), solution)
+    assert_refused("^the solution does not fit this model: ", verify, *gpt2.tiny(batch=1, seq=15), solution)
 
 
 def test_the_plan_of_another_model_is_refused():

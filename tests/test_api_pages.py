@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
+from tests.helpers_refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -132,5 +133,4 @@ def test_a_name_without_a_docstring_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(API, "ROOT", tmp_path)
     names = ["mute.Mute", "mute.Pair", "mute.Quiet", "mute.nothing", "mute.said"]
     assert silent(names) == names[:-1]
-    with pytest.raises(ValueError, match="no class or function mute.gone"):
-        API.definition("mute.gone")
+    assert_refused("no class or function mute.gone", API.definition, "mute.gone")

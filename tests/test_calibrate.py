@@ -22,7 +22,7 @@ from autoshard.cost import collective_seconds, op_seconds, presets
 from autoshard.cost.curves import load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
 from tests.helpers_command import record_of, refusal, run
-from tests.helpers_refusals import refusals
+from tests.helpers_refusals import assert_refused, refusals
 
 DATA = Path(__file__).parent / "data" / "collectives"
 ROOT = Path(__file__).parent.parent
@@ -139,8 +139,7 @@ def test_what_an_interruption_leaves_is_a_cluster_too():
 def test_a_file_that_is_no_cluster_is_refused(tmp_path, content, sentence):
     path = tmp_path / "cluster.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=sentence):
-        load_cluster(str(path))
+    assert_refused(sentence, load_cluster, str(path))
 
 
 # -- presets -------------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
 from tests import helpers_models
 from tests.helpers_models import refusal, right_plan
+from tests.helpers_refusals import assert_refused
 
 MESH = Mesh.from_bandwidths((2, 2))
 BOTH = pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
@@ -388,8 +389,7 @@ def test_a_class_that_needs_other_inputs_gets_them_or_says_which(kind, name, con
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [name]} | config))
     if labels is None:
-        with pytest.raises(ValueError, match=expected):
-            load_huggingface(str(tmp_path), {}, training=training)
+        assert_refused(expected, load_huggingface, str(tmp_path), {}, training=training)
         return
     model, inputs = load_huggingface(str(tmp_path), {"batch": 2, "seq": 4}, training=training)
     assert {key: tuple(tensor.shape) for key, tensor in inputs.items()} == expected | (labels if training else {})
@@ -400,8 +400,7 @@ def test_a_class_that_returns_no_loss_for_its_labels_says_so(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForPreTraining"]} | TINY))
     model, inputs = load_huggingface(str(tmp_path), {}, training=True)
-    with pytest.raises(ValueError, match="BertForPreTraining returns no loss for the inputs input_ids, labels"):
-        capture(model, inputs, training=True)
+    assert_refused("BertForPreTraining returns no loss for the inputs input_ids, labels", capture, model, inputs, training=True)
 
 
 # -- depth ----------------------------------------------------------------------------------------------------------------------------

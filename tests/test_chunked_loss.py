@@ -26,6 +26,7 @@ from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
 from tests.helpers_models import Held
+from tests.helpers_refusals import assert_refused
 
 graph_of_loss, cost_of_loss = sys.modules["autoshard.graph.chunked_loss"], sys.modules["autoshard.cost.several_kernels"]
 
@@ -194,5 +195,4 @@ def test_chunks_of_the_loss_can_be_asked_for(rows):
     with pytest.raises(ValueError, match="no training loss that can be chunked"):
         api.plan(Head(returns_logits=True), (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)), asked.mesh, training=True,
                  chunked_loss="always")  # fmt: skip
-    with pytest.raises(ValueError, match="expected one of auto, always, never"):
-        planned(chunked_loss="sometimes")
+    assert_refused("expected one of auto, always, never", planned, chunked_loss="sometimes")

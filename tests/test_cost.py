@@ -15,6 +15,7 @@ from autoshard import cost
 from autoshard.cost import bytes_sent, collective_seconds, op_flops, op_seconds
 from autoshard.cost.compute import EFFICIENCY
 from autoshard.mesh import DEVICES, Axis, Device
+from tests.helpers_refusals import assert_refused
 
 aten = torch.ops.aten
 PRICED = list(itertools.product(cost.COLLECTIVES, (1, 2, 3, 4, 7, 8, 64)))
@@ -254,8 +255,7 @@ def test_optimizer_step_moves_parameter_gradient_and_states(optimizer, bytes_per
 
 
 def test_an_unknown_optimizer_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown optimizer 'adam'; expected adamw, sgd, momentum"):
-        cost.optimizer_step_seconds(1, 4, "adam", DEVICE)
+    assert_refused("unknown optimizer 'adam'; expected adamw, sgd, momentum", cost.optimizer_step_seconds, 1, 4, "adam", DEVICE)
 
 
 def test_tf32_prices_matmuls_and_convolutions_as_torch_runs_them():

@@ -19,7 +19,7 @@ from autoshard.cost import bytes_sent, collective_seconds
 from autoshard.cost.curves.device_counts import over_nodes
 from autoshard.mesh import LinkCurve, Mesh
 from benchmarks.calibration import table, together
-from tests.helpers_refusals import refusals
+from tests.helpers_refusals import assert_refused, refusals
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
 OURS = ("piecewise", "pchip", "p_norm", "alpha_beta")
@@ -275,8 +275,7 @@ WRONG = [
 def test_a_curve_that_can_not_be_is_refused(change, sentence):
     data = measured_mesh().to_dict()
     data["axes"][0]["curves"] = [{**data["axes"][0]["curves"][0], **change}]
-    with pytest.raises(ValueError, match=sentence):
-        Mesh.from_dict(data)
+    assert_refused(sentence, Mesh.from_dict, data)
 
 
 # -- the table of benchmarks/calibration.py fits 80 columns, however many systems were measured

@@ -22,6 +22,7 @@ from autoshard.solution import Solution
 from autoshard.strategies.candidates import Candidate
 from autoshard.strategies.ring import FORWARD
 from models import mlp
+from tests.helpers_refusals import assert_refused
 
 H100 = DEVICES["h100"]
 FAST_HOST = replace(H100, kernels=replace(H100.kernels, host=0.0))
@@ -118,8 +119,7 @@ def test_kernels_that_cannot_be_are_refused(wrong):
     module, inputs = mlp.tiny()
     data = plan(module, inputs, Mesh.from_bandwidths((2,)), baselines=False).to_dict()
     data["mesh"]["device"]["kernels"] = wrong
-    with pytest.raises(ValueError, match="kernels|not a mesh|memory"):
-        Solution.from_dict(data)
+    assert_refused("kernels|not a mesh|memory", Solution.from_dict, data)
 
 
 PEAK, SMALL, MEMORY = 600e12, 100.0, 2e12
@@ -174,10 +174,8 @@ def test_without_matmuls_in_16_bits_there_is_no_device_file(tmp_path):
     times = {(0, "all_gather"): {1e6: 1e-4, 1e8: 1e-3}}
     record = cluster((2,), times, samples, backend="nccl", device="mine", memory=8e10, complete=True, assumptions={})
     save_cluster(str(tmp_path / "cluster.json"), record)
-    with pytest.raises(ValueError, match="no constants of its device; expected 16-bit matmuls"):
-        load_device(str(tmp_path / "cluster.json"))
-    with pytest.raises(ValueError, match="is no device file, for lack of 'constants'"):
-        Kernels.of_file({}, "x")
+    assert_refused("no constants of its device; expected 16-bit matmuls", load_device, str(tmp_path / "cluster.json"))
+    assert_refused("is no device file, for lack of 'constants'", Kernels.of_file, {}, "x")
 
 
 def test_kernels_of_older_files_are_read_as_rates_and_what_short_ones_take():

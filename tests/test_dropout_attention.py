@@ -14,6 +14,7 @@ from autoshard.mesh import DEVICES
 from autoshard.strategies.candidates import candidates
 from tests.helpers_lower import mesh_of
 from tests.helpers_models import right_plan
+from tests.helpers_refusals import assert_refused
 
 FORWARD, BACKWARD = "autoshard.dropout_attention.default", "autoshard.dropout_attention_backward.default"
 BATCH, HEADS, TOKENS, WIDTH = 4, 4, 6, 4
@@ -90,8 +91,7 @@ def test_queries_are_sharded_unless_causal_and_heads_with_their_keys():
 
 
 def test_without_training_dropout_is_refused():
-    with pytest.raises(ValueError, match=r"^dropout is on .*call model.eval\(\) first$"):
-        capture(built(), inputs(), training=False)
+    assert_refused(r"^dropout is on .*call model.eval\(\) first$", capture, built(), inputs(), training=False)
     assert "autoshard.attention.default" in {op.target for op in capture(built().eval(), inputs(), training=False).ops}
 
 

@@ -21,7 +21,7 @@ from autoshard.lower.program import lower
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers_lower import mesh_of
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 
 aten = torch.ops.aten
 BUNDLED = ("gpt2", "llama", "bert", "moe", "resnet", "unet", "dlrm", "mlp")

@@ -22,6 +22,7 @@ from autoshard.strategies import candidates, internal_collectives, is_experts
 from tests.helpers_lower import mesh_of
 from tests.helpers_models import losses_of, scheme_plan
 from tests.helpers_ranks import results
+from tests.helpers_refusals import assert_refused
 from tests.test_grouped_mm import experts as grouped_experts
 
 HF = Path(__file__).parent / "data" / "hf"
@@ -130,8 +131,7 @@ def test_rows_that_go_missing_are_an_error(monkeypatch):
     monkeypatch.setattr(expert_exchange.Exchange, "forth", loses_one)
     x, up, down = torch.randn(8, 4), torch.randn(2, 4, 4), torch.randn(2, 4, 4)
     tensors = [x, x, torch.arange(8).reshape(8, 1) % 4, torch.ones(8, 1), up, down]
-    with pytest.raises(ValueError, match="expects"):
-        simulated(mesh_of(2), (0,), (True,), False, [tensors, tensors])
+    assert_refused("expects", simulated, mesh_of(2), (0,), (True,), False, [tensors, tensors])
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------
@@ -170,8 +170,7 @@ def test_imbalance_is_priced_noted_and_needs_memory():
     solution = api.plan(module, inputs, mesh, training=True, baselines=False, expert_imbalance=1.5)
     assert solution.assumptions["expert_imbalance"] == 1.5 and solution.mesh.expert_imbalance == 1.5
     assert Mesh.from_dict(solution.mesh.to_dict()) == solution.mesh
-    with pytest.raises(ValueError, match="expert_imbalance"):
-        replace(mesh, expert_imbalance=0.5)
+    assert_refused("expert_imbalance", replace, mesh, expert_imbalance=0.5)
 
 
 # -- gloo ranks --------------------------------------------------------------------------------------------------------------------

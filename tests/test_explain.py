@@ -14,6 +14,7 @@ from autoshard.explain.subjects import subject, ways
 from autoshard.explain.why import explain
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
+from tests.helpers_refusals import assert_refused
 from tests.test_cli import ROOT, check_refused, run
 
 MODEL = f"{ROOT}/models/mlp.py:mlp"
@@ -193,8 +194,7 @@ def test_a_block_that_is_pinned_to_a_scheme_takes_it_and_no_other_does(opened, s
     [("layers.0.up.weihgt", WEIGHT), ("up.weight", WEIGHT), ("layer.1", "layers.1"), ("geluu", "gelu")],
 )
 def test_of_a_name_that_is_not_there_near_ones_are_said(solution, name, near):
-    with pytest.raises(ValueError, match=f"there is no parameter, buffer, input, op or block '{name}'.*near are .*{near}"):
-        explain(*model(), solution, name)
+    assert_refused(f"there is no parameter, buffer, input, op or block '{name}'.*near are .*{near}", explain, *model(), solution, name)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +240,9 @@ def test_what_time_did_not_prove_is_said(capsys, tmp_path):
 
 
 def test_another_model_and_words_that_are_no_layout_are_refused(solution):
-    with pytest.raises(ValueError, match="does not fit this model"):
-        explain(*load_model(MODEL, SETTINGS | {"layers": 1}), solution, WEIGHT)
-    with pytest.raises(ValueError, match="expected R, S"):
-        explain(*model(), solution, WEIGHT, why_not="rows")
-    with pytest.raises(ValueError, match="most is -1"):
-        explain(*model(), solution, WEIGHT, most=-1)
+    assert_refused("does not fit this model", explain, *load_model(MODEL, SETTINGS | {"layers": 1}), solution, WEIGHT)
+    assert_refused("expected R, S", explain, *model(), solution, WEIGHT, why_not="rows")
+    assert_refused("most is -1", explain, *model(), solution, WEIGHT, most=-1)
 
 
 # --- the command line

@@ -8,7 +8,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autoshard.exports import FORMATS, portable, sharding_map
 from autoshard.mesh import Mesh
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import export_anyway as export
 from tests.helpers_solutions import linear_solution
 

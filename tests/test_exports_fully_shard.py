@@ -22,6 +22,7 @@ from autoshard.precision import Precision
 from models import gpt2, llama, mlp, moe
 from tests.helpers_models import asked
 from tests.helpers_ranks import results
+from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import export_anyway
 
 STEPS, BATCH, SEQ, VOCAB = 3, 8, 16, 128
@@ -175,8 +176,7 @@ def test_what_is_held_is_a_share_of_the_seconds_that_can_be_chosen(capsys, tmp_p
         autoshard.export(solution, "tp_plan", within=longer * 0.99)
     solution.save(tmp_path / "plan.json")
     assert main(["export", str(tmp_path / "plan.json"), "--to", "tp_plan", "--within", f"{100 * longer * 1.01}%"]) == 0
-    with pytest.raises(ValueError, match="within is -1; expected a share of 0 or more"):
-        autoshard.export(solution, "json", within=-1)
+    assert_refused("within is -1; expected a share of 0 or more", autoshard.export, solution, "json", within=-1)
 
 
 class Forgetful(dict):

@@ -10,6 +10,7 @@ import autoshard
 from autoshard import exports
 from autoshard.exports import source
 from autoshard.mesh import Mesh
+from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import export_anyway as export
 from tests.helpers_solutions import linear_solution
 
@@ -110,6 +111,5 @@ def test_a_hostile_file_writes_python_that_runs_nothing(tmp_path):
 
 def test_a_parameter_that_is_planned_as_a_sum_is_refused_as_python(tmp_path):
     solution = linear_solution(parameters={"w": {"layout": "R,P", "shape": [8, 8], "dtype": "float32", "local_bytes": 64}})
-    with pytest.raises(ValueError, match="parameter 'w' is planned as"):
-        export(solution, "distribute_module", tmp_path / "a.py")
+    assert_refused("parameter 'w' is planned as", export, solution, "distribute_module", tmp_path / "a.py")
     assert not (tmp_path / "a.py").exists()

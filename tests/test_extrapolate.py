@@ -17,7 +17,7 @@ from autoshard.solvers import certified, converged, solve
 from autoshard.strategies import candidates
 from models import gpt2, llama, mlp
 from tests.helpers import fast_mesh
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 
 MODELS = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": llama.tiny}
 MESH = fast_mesh((2, 2))

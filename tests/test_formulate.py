@@ -23,6 +23,7 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates, internal_collectives
 from models import gpt2, mlp
+from tests.helpers_refusals import assert_refused
 
 MODELS = {"mlp": (mlp.tiny, {"layers": 1}), "gpt2": (gpt2.tiny, {"layers": 1})}
 CASES = [(name, training, sizes) for name in MODELS for training in (True, False) for sizes in ((2,), (2, 2))]
@@ -136,8 +137,7 @@ def test_a_value_in_a_layout_that_it_cannot_have_is_refused():
     name, placed = next((name, placed) for name, placed in solution.layouts.items() if any(placed.hubs))
     for layout, sentence in (("S(5)", f"{name}: its layout in the plan, S.5., is none that"), ("P", "is that of none of its readers")):
         wrong = replace(placed, hubs=tuple(hub and layout for hub in placed.hubs))
-        with pytest.raises(ValueError, match=sentence):
-            formulation_of_solution(f.graph, replace(solution, layouts={**solution.layouts, name: wrong}))
+        assert_refused(sentence, formulation_of_solution, f.graph, replace(solution, layouts={**solution.layouts, name: wrong}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -20,6 +20,7 @@ from autoshard.report import frontier as report
 from benchmarks import study
 from benchmarks.studies.limits import frontier_judged
 from models import mlp
+from tests.helpers_refusals import assert_refused
 
 TIGHT = 1e-8  # relative: what bounds are lowered by
 
@@ -83,8 +84,7 @@ def test_the_record_holds_what_readers_rely_on(tiny, tmp_path):
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(given, said):
-    with pytest.raises(ValueError, match=said):
-        autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), **given)
+    assert_refused(said, autoshard.frontier, *mlp.tiny(), Mesh.from_bandwidths((2,)), **given)
 
 
 @pytest.mark.slow

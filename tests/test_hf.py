@@ -16,7 +16,7 @@ from autoshard.cli import launchers, main
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from benchmarks.coverage import HF
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 
 MODELS = sorted(path.parent.name for path in HF.glob("*/config.json"))
 

@@ -23,8 +23,8 @@ from autoshard.tables.plan import MOST_DEVICES as MOST_OF_TABLES
 from autoshard.tables.records import Table
 from models import mlp
 from tests.helpers import Ticking, fast_mesh
-from tests.helpers_models import assert_refused
 from tests.helpers_problems import random_problem
+from tests.helpers_refusals import assert_refused
 
 
 @cache

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.calibrate.importers import known, parse
+from tests.helpers_refusals import assert_refused
 
 DATA = Path(__file__).parent / "data" / "collectives"
 
@@ -133,5 +134,4 @@ def test_what_the_caller_says_overrules_the_file():
 
 
 def test_nnscaler_key_that_is_no_collective():
-    with pytest.raises(ValueError, match="a key is 'matmul'"):
-        parse(json.dumps({"matmul": [[1], [1]]}), "intra_2.json")
+    assert_refused("a key is 'matmul'", parse, json.dumps({"matmul": [[1], [1]]}), "intra_2.json")

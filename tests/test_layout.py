@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autoshard import layout as layouts
 from autoshard.layout import P, R, S, is_legal, parse, rank_bounds, text
 from autoshard.mesh import Mesh
+from tests.helpers_refusals import assert_refused
 
 MESHES = [Mesh.from_bandwidths(shape) for shape in ((2,), (1, 4), (2, 4), (2, 3), (2, 2, 2))]
 SHAPES = [(), (8,), (6,), (13,), (12, 8), (4, 3, 8), (7, 15)]
@@ -100,8 +101,7 @@ def test_short_forms_are_read(written, layout):
 
 @pytest.mark.parametrize("written", ["", "S", "S()", "S(-1)", "S(64)", "T", "P(mean)", "R,,R", "S(0) R", "r", "S(0", "S0)"])
 def test_what_is_no_layout_is_one_sentence(written):
-    with pytest.raises(ValueError, match=r"^layout .* has .*; expected R, S\(dim\) or P per mesh axis, for example S\(0\),R$"):
-        parse(written)
+    assert_refused(r"^layout .* has .*; expected R, S\(dim\) or P per mesh axis, for example S\(0\),R$", parse, written)
 
 
 ILLEGAL = [

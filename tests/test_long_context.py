@@ -32,7 +32,8 @@ from autoshard.strategies.candidates import Candidate, _rows_of, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
-from tests.helpers_models import Model, asked, assert_refused
+from tests.helpers_models import Model, asked
+from tests.helpers_refusals import assert_refused
 from tests.test_attention import BACKWARD, FORWARD, ops, random
 
 

@@ -12,7 +12,7 @@ from autoshard.lower.run import SimulatedRanks, check, run_together
 from autoshard.lower.sharding import assemble, distance, gap, local_tensors, reduce_tensors
 from autoshard.routes import Routes, Step
 from tests.helpers_lower import mesh_of
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 
 
 def parts_of(whole, layout, mesh, reduce_op):

@@ -10,6 +10,7 @@ from autoshard.lower.kernels import recurrent
 from autoshard.lower.kernels.table import KERNELS
 from autoshard.lower.program import RunOp
 from tests.helpers_lower import check_op, crossed, laid, mesh_of, one_op
+from tests.helpers_refusals import assert_refused
 from tests.test_coverage_ops import CASES as MORE_CASES
 
 MESHES = [(2,), (4,), (2, 2), (2, 3), (2, 2, 2)]
@@ -141,5 +142,4 @@ def test_the_plain_op_runs_where_it_is_right():
 )
 def test_layouts_without_a_local_program_are_refused_by_name(name, inputs, outputs, why):
     target, arguments, _ = CASES[name]
-    with pytest.raises(ValueError, match=f"op op .* has no local program for the input layouts .*{why}"):
-        runs(target, arguments, inputs, outputs, 2)
+    assert_refused(f"op op .* has no local program for the input layouts .*{why}", runs, target, arguments, inputs, outputs, 2)

@@ -19,7 +19,7 @@ from autoshard.strategies import candidates
 from models import gpt2, llama, mlp
 from tests.helpers import tiny_graph
 from tests.helpers_lower import laid, mesh_of, one_op, random_layouts, values_of, with_placed
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 
 MODELS = ("mlp", "gpt2", "llama", "bert")
 

@@ -21,6 +21,7 @@ from autoshard.solution import replay
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from tests.helpers import TINY, tiny_graph
+from tests.helpers_refusals import assert_refused
 
 R, S0, S1, P = (parse(text) for text in ("R", "S(0)", "S(1)", "P"))
 MATMUL = ((R, R, R), (S0, R, S0), (R, S1, S1), (S1, S0, P))  # a, b, a b
@@ -203,8 +204,7 @@ def test_the_examples_of_a_step_give_the_number_of_microbatches():
         ({"accumulation_dtype": "int8"}, "accumulation_dtype is 'int8'"),
         ({"microbatches": 2, "training": False}, "microbatches is 2, which has no effect on a forward pass"),
     ):
-        with pytest.raises(ValueError, match=sentence):
-            plan(model, inputs, mesh, **{"training": True, "baselines": False, **options})
+        assert_refused(sentence, plan, model, inputs, mesh, **{"training": True, "baselines": False, **options})
 
 
 def test_sums_have_the_dtype_asked_for():

@@ -12,6 +12,7 @@ from autoshard.solvers import Hull, HullPoint, exchange_parts, hull, memory_hull
 from autoshard.solvers.binding_times import load
 from autoshard.solvers.lagrangian import Lagrangian, Line
 from tests.helpers_problems import random_problem
+from tests.helpers_refusals import assert_refused
 
 TIGHT = memory_hull.LEAST_GAP  # relative
 SEEDS = [seed for seed in range(40) if math.prod(map(len, random_problem(seed).node_costs)) <= 2000]
@@ -201,8 +202,7 @@ def wrong_order(found: Hull) -> list:
 
 @pytest.mark.parametrize("given", [{"points": 0}, {"gap": -1.0}, {"time_limit": 0.0}])
 def test_options_that_cannot_be_are_refused(given):
-    with pytest.raises(ValueError, match="points is"):
-        hull(layers(2), **given)
+    assert_refused("points is", hull, layers(2), **given)
 
 
 def test_below_the_least_memory_no_answer_exists():

@@ -23,7 +23,8 @@ from autoshard.planning.options import Infeasible
 from autoshard.strategies import Row
 from autoshard.strategies.rows import RULES
 from tests.helpers import TINY, given_graphs
-from tests.helpers_models import assert_refused, refusal
+from tests.helpers_models import refusal
+from tests.helpers_refusals import assert_refused
 
 SLOW_DEVICE = Device("slow", 1e7, 1e7, 1e9, 1e12, launch=0.0)  # beside its compute, links are fast: tiny models are cut
 FAST = dict(intra_node_bandwidth=1e14, inter_node_bandwidth=1e14, device=SLOW_DEVICE)

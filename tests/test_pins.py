@@ -24,7 +24,8 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from models import mlp
 from tests.helpers import fast_mesh
-from tests.helpers_models import Model, assert_refused, refusal
+from tests.helpers_models import Model, refusal
+from tests.helpers_refusals import assert_refused
 from tests.test_cli import TINY as TINY_FILE
 from tests.test_cli import check_refused, run
 

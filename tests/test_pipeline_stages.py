@@ -14,6 +14,7 @@ from autoshard.pipeline.layers import clustered, layers_of
 from autoshard.pipeline.stage_programs import crossing_bytes, stage_program
 from autoshard.solution import RECEIVED, SENT
 from models import gpt2, llama, mlp, unet
+from tests.helpers_refusals import assert_refused
 
 MODELS = {
     "mlp": lambda: mlp.tiny(layers=4), "gpt2": lambda: gpt2.tiny(layers=3), "llama": lambda: llama.tiny(layers=3),
@@ -153,7 +154,5 @@ def test_clusters_have_the_least_largest_cut_of_all_that_are_even_enough(seed):
 
 def test_there_are_no_such_layers():
     layers = layers_of(graph_of("mlp", True))
-    with pytest.raises(ValueError, match="expected 0 <= first < last"):
-        stage_program(layers, 2, 2)
-    with pytest.raises(ValueError, match="layers is 0"):
-        layers_of(graph_of("mlp", True), 0)
+    assert_refused("expected 0 <= first < last", stage_program, layers, 2, 2)
+    assert_refused("layers is 0", layers_of, graph_of("mlp", True), 0)

@@ -16,6 +16,7 @@ from autoshard.runtime import pipeline_verify
 from autoshard.runtime.stages import sharded_further
 from autoshard.runtime.transfers import Held, simulated, transfer
 from models import unet
+from tests.helpers_refusals import assert_refused
 
 
 def test_two_stages_compute_what_the_model_computes():
@@ -32,17 +33,14 @@ def test_a_file_of_a_pipeline_is_the_pipeline(tmp_path):
     loaded = autoshard.load(tmp_path / "pipeline.json")
     assert loaded.stages == plan.stages and loaded == plan and loaded.mesh == plan.mesh
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a plan: it holds nothing and no 'format'"):
-        autoshard.load(tmp_path / "plan.json")
+    assert_refused("is not a plan: it holds nothing and no 'format'", autoshard.load, tmp_path / "plan.json")
 
 
 def test_a_pipeline_of_another_model_is_refused():
     plan = planned("gpt2", 2, stages=2, microbatches=2)
-    with pytest.raises(ValueError, match="the pipeline is of another model"):
-        autoshard.verify(*MODELS["gpt2"].tiny(layers=3, vocab=64, batch=8), plan)
+    assert_refused("the pipeline is of another model", autoshard.verify, *MODELS["gpt2"].tiny(layers=3, vocab=64, batch=8), plan)
     old = replace(plan, stages=tuple(replace(stage, prices=None) for stage in plan.stages))
-    with pytest.raises(ValueError, match="has no layouts to run"):
-        autoshard.verify(*MODELS["gpt2"].tiny(layers=2, vocab=64, batch=8), old)
+    assert_refused("has no layouts to run", autoshard.verify, *MODELS["gpt2"].tiny(layers=2, vocab=64, batch=8), old)
 
 
 # -- check, and the verbs on a file ---------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from autoshard.solution import replay
 from autoshard.strategies import candidates
 from models import gpt2, llama, mlp
 from tests.helpers import fast_mesh
-from tests.helpers_models import Model, assert_refused, parallel, right_plan
+from tests.helpers_models import Model, parallel, right_plan
 from tests.helpers_ranks import run_ranks
+from tests.helpers_refusals import assert_refused
 
 DTYPES = (None, "bfloat16", "float16", "float32")
 TINY = {"gpt2": gpt2.tiny, "llama": partial(llama.tiny, layers=1), "mlp": mlp.mlp}

@@ -14,6 +14,7 @@ from autoshard.api import html_report
 from autoshard.cli import main
 from autoshard.report.programs import SECTIONS
 from models import mlp
+from tests.helpers_refusals import assert_refused
 from tests.helpers_report import HOSTILE, Elements
 
 MESH = Mesh.from_bandwidths((4,))
@@ -66,8 +67,7 @@ def test_a_plan_that_is_good_no_more_says_which_program_and_why():
     worse = {name: replace(sharded(name), assumptions=one.assumptions) for name, one in plan.programs.items()}
     checked = check_all(models(), replace(plan, programs=worse))
     assert any("more than a plan that there is now" in line for line in checked.reasons), checked
-    with pytest.raises(ValueError, match="no model for program 'use'"):
-        check_all({"train": models()["train"]}, plan)
+    assert_refused("no model for program 'use'", check_all, {"train": models()["train"]}, plan)
 
 
 # -- verify ---------------------------------------------------------------------------------------------------------------------------
@@ -131,8 +131,7 @@ def test_names_on_the_page_are_text():
 
 
 def test_a_time_line_is_of_one_program():
-    with pytest.raises(ValueError, match="pass one of them: train, use"):
-        html_report(planned(), *models()["train"])
+    assert_refused("pass one of them: train, use", html_report, planned(), *models()["train"])
 
 
 # -- words ----------------------------------------------------------------------------------------------------------------------------

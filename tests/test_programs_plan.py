@@ -17,6 +17,7 @@ from autoshard.planning.programs import sub_mesh
 from autoshard.report import as_text, comparison, programs_record, programs_report
 from autoshard.routes import DeviceSet, Transfers
 from models import mlp
+from tests.helpers_refusals import assert_refused
 
 MESH = Mesh.from_bandwidths((4,))
 
@@ -41,10 +42,8 @@ def test_a_plan_is_what_its_file_holds(tmp_path, suffix):
     plan.save(path)
     assert autoshard.load(path) == plan
     assert autoshard.load(f"{path}#use") == plan["use"]
-    with pytest.raises(ValueError, match="several programs; name one of them, as .*#train"):
-        autoshard.api.load_one(path)
-    with pytest.raises(ValueError, match="no program 'serve'; the plan has train, use"):
-        autoshard.load(f"{path}#serve")
+    assert_refused("several programs; name one of them, as .*#train", autoshard.api.load_one, path)
+    assert_refused("no program 'serve'; the plan has train, use", autoshard.load, f"{path}#serve")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,7 @@ def test_a_plan_is_what_its_file_holds(tmp_path, suffix):
 def test_a_file_whose_parts_do_not_belong_together_is_refused(tmp_path, key, value, sentence):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(planned().to_dict() | {key: value}))
-    with pytest.raises(ValueError, match=sentence):
-        autoshard.load(path)
+    assert_refused(sentence, autoshard.load, path)
 
 
 def test_the_table_says_what_sharing_costs_and_what_is_kept_twice():
@@ -137,8 +135,7 @@ def test_nothing_fits_is_said_of_all_programs():
     ],
 )
 def test_what_can_not_be_planned_is_refused_in_a_sentence(programs, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        autoshard.plan(programs, MESH, **options)
+    assert_refused(sentence, autoshard.plan, programs, MESH, **options)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +144,7 @@ def test_what_can_not_be_planned_is_refused_in_a_sentence(programs, options, sen
 )
 def test_a_program_that_is_none_is_refused(fields, sentence):
     module, batch = mlp.tiny()
-    with pytest.raises(ValueError, match=sentence):
-        Program(**{"model": module, "inputs": batch, **fields})
+    assert_refused(sentence, Program, **{"model": module, "inputs": batch, **fields})
 
 
 # -- part of the devices ----------------------------------------------------------------------------------------------------------------

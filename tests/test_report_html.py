@@ -23,6 +23,7 @@ from autoshard.solution import Placed, Solution, load
 from autoshard.solution.record import parsed
 from autoshard.units import seconds, size
 from models import mlp
+from tests.helpers_refusals import assert_refused
 from tests.helpers_report import HOSTILE, Elements, frontier, hostile_solution
 from tests.helpers_solutions import linear_solution
 
@@ -360,8 +361,7 @@ def test_a_frontier_is_drawn_with_this_plan_on_it():
     ],
 )
 def test_a_file_that_is_no_frontier_is_refused(data, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        frontiers.frontier_points(data)
+    assert_refused(re.escape(said), frontiers.frontier_points, data)
 
 
 # --- the verb

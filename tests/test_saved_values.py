@@ -24,6 +24,7 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from benchmarks.studies.peaks import measured_peak, measured_peak_on_device
 from models import bert, gpt2, llama, mlp
+from tests.helpers_refusals import assert_refused
 from tests.test_memory import as_solution
 
 HOST = replace(DEVICES["h100"], launch=0.0, kernels=None, host_bandwidth=55e9)
@@ -169,8 +170,7 @@ def test_the_policy_is_what_selective_checkpointing_takes():
 
 def test_a_plan_without_choices_has_no_policy():
     solution = plan(*mlp.tiny(layers=1), PAIR, training=True, baselines=False)
-    with pytest.raises(ValueError, match="plan with recompute='auto'"):
-        export(solution, "checkpoint_policy")
+    assert_refused("plan with recompute='auto'", export, solution, "checkpoint_policy")
 
 
 # -- whole blocks ------------------------------------------------------------------------------------------------------------------
@@ -213,5 +213,4 @@ def test_blocks_are_recomputed_only_where_the_limit_asks_for_it():
 
 def test_a_wrong_number_of_blocks_is_one_sentence():
     model, inputs = gpt2.tiny()
-    with pytest.raises(ValueError, match="expected a number of blocks, 'all', 'blocks' or 'auto'"):
-        plan(model, inputs, GRID, training=True, recompute="some")
+    assert_refused("expected a number of blocks, 'all', 'blocks' or 'auto'", plan, model, inputs, GRID, training=True, recompute="some")

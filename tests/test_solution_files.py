@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed, load
+from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import MESH, linear_solution
 
 
@@ -108,10 +109,8 @@ def test_a_truncated_file_is_refused(tmp_path, suffix, kept):
 
 
 def test_a_folder_and_a_missing_file_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="is a folder; expected a plan's file"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match="there is no file .*nothing.json; expected a plan's file"):
-        load(tmp_path / "nothing.json")
+    assert_refused("is a folder; expected a plan's file", load, tmp_path)
+    assert_refused("there is no file .*nothing.json; expected a plan's file", load, tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -204,8 +203,7 @@ def test_an_old_plan_that_can_not_be_read_says_why(tmp_path, record, options, se
 def test_a_plan_of_ours_has_its_own_mesh(tmp_path):
     linear_solution().save(tmp_path / "a.json")
     assert load(tmp_path / "a.json", MESH).mesh == MESH
-    with pytest.raises(ValueError, match="was planned for mesh 2x4, not for 8"):
-        load(tmp_path / "a.json", Mesh.from_bandwidths((8,)))
+    assert_refused("was planned for mesh 2x4, not for 8", load, tmp_path / "a.json", Mesh.from_bandwidths((8,)))
 
 
 def test_files_of_the_first_release_load_for_ever(tmp_path):

@@ -10,7 +10,7 @@ import transformers
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, Result, Tensor, check, repeated_blocks, tile
 from models import bert, gpt2, llama
-from tests.helpers_models import assert_refused
+from tests.helpers_refusals import assert_refused
 
 CONTAINERS = {"gpt2": "h", "llama": "layers", "bert": "layers", "mixtral": "model.layers", "t5": ""}
 TOKENS = torch.empty(2, 8, dtype=torch.int64, device="meta")

@@ -7,6 +7,7 @@ from typer.main import get_command
 
 from autoshard.cli.app import app
 from autoshard.cli.loading import model_of
+from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import linear_solution
 from tests.test_cli import check_refused, run
 
@@ -73,5 +74,4 @@ def test_words_of_the_plan_are_quoted_for_a_shell():
 
 @pytest.mark.parametrize("noted", [{"model": 3}, {"model": ["a.py:f"]}, {"model": "a.py:f", "set": [1]}])
 def test_a_note_of_a_wrong_type_is_refused(noted):
-    with pytest.raises(ValueError, match="plan.json says its model is"):
-        model_of(linear_solution(assumptions=noted), None, {}, "plan.json", True)
+    assert_refused("plan.json says its model is", model_of, linear_solution(assumptions=noted), None, {}, "plan.json", True)

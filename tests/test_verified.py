@@ -4,7 +4,6 @@ import json
 import logging
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +14,7 @@ from autoshard.cli import main
 from autoshard.solution import Placed
 from tests.helpers_lower import mesh_of
 from tests.helpers_ranks import run_ranks
+from tests.helpers_refusals import assert_refused
 
 MODEL = ("models/mlp.py:tiny",)
 
@@ -46,8 +46,7 @@ def test_other_layouts_than_those_that_ran_are_not_verified():
 
 def test_a_plan_that_is_wrong_can_not_be_marked():
     model, inputs, solution = planned()
-    with pytest.raises(ValueError, match="does not compute what the model computes"):
-        solution.marked(api.verify(model, inputs, solution, plant_fault=True))
+    assert_refused("does not compute what the model computes", solution.marked, api.verify(model, inputs, solution, plant_fault=True))
 
 
 def test_verify_marks_the_file_where_that_is_asked_for_and_the_answer_is_ok(tmp_path, capsys):

@@ -15,6 +15,7 @@ from autoshard.cli import main
 from autoshard.cli.arguments import check_out
 from autoshard.solution.files import clear_folder
 from autoshard.writing import is_stream, replacement, write_atomically
+from tests.helpers_refusals import assert_refused
 
 EXAMPLE = str(Path(__file__).parent / "data" / "iopddl" / "example.json")
 
@@ -113,8 +114,7 @@ def test_what_is_no_file_is_refused_before_the_work_and_after_it(tmp_path, monke
     before = path.lstat()
     with pytest.raises(OSError, match=sentence), replacement(path) as beside:
         beside.write_text("content")
-    with pytest.raises(ValueError, match=f"--out .*{sentence}"):
-        check_out(str(path))
+    assert_refused(f"--out .*{sentence}", check_out, str(path))
     assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode) and only(tmp_path) == ["out.json"]
 
 

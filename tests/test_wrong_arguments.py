@@ -9,6 +9,7 @@ from autoshard import Cluster, Mesh, Program
 from autoshard.api.kinds import KINDS, checked_kinds
 from autoshard.cli import main
 from models import mlp
+from tests.helpers_refusals import assert_refused
 
 MESH = Mesh.from_bandwidths((2,))
 MODEL, INPUTS = mlp.tiny()
@@ -34,8 +35,7 @@ CASES = [(key, k, wrong) for key, functions in FUNCTIONS.items() for k in range(
 
 @pytest.mark.parametrize(("key", "k", "wrong"), CASES)
 def test_an_argument_of_another_kind_is_named(key, k, wrong):
-    with pytest.raises(ValueError, match=f"^{key} is .*; expected "):
-        FUNCTIONS[key][k](wrong)
+    assert_refused(f"^{key} is .*; expected ", FUNCTIONS[key][k], wrong)
 
 
 def test_what_is_of_the_right_kind_comes_through():  # else any refusal would do above
@@ -43,8 +43,7 @@ def test_what_is_of_the_right_kind_comes_through():  # else any refusal would do
         return model, name, path
 
     assert checked_kinds(show)(MODEL, path=None) == (MODEL, "w", None) and "model" in KINDS
-    with pytest.raises(ValueError, match="^name is None; expected the name of a parameter"):
-        checked_kinds(show)(MODEL, None)
+    assert_refused("^name is None; expected the name of a parameter", checked_kinds(show), MODEL, None)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +78,12 @@ def test_an_option_of_plan_that_can_not_be_is_refused(options):
     ],
 )
 def test_programs_meshes_pipelines_and_backends_say_what_they_expect(made):
-    with pytest.raises(ValueError, match="; expected "):
-        made()
+    assert_refused("; expected ", made)
 
 
 def test_options_that_would_be_ignored_are_refused():
-    with pytest.raises(ValueError, match="training is a matter of each program"):
-        autoshard.plan({"a": Program(MODEL, INPUTS)}, MESH, training=True)
-    with pytest.raises(ValueError, match="training is True, and the backend is for inference"):
-        autoshard.backend(MESH, training=True)
+    assert_refused("training is a matter of each program", autoshard.plan, {"a": Program(MODEL, INPUTS)}, MESH, training=True)
+    assert_refused("training is True, and the backend is for inference", autoshard.backend, MESH, training=True)
     with pytest.raises(ValueError, match="pin on '\\[': no tensor of the model matches; it has layers.0.up.weight"):
         autoshard.plan(MODEL, INPUTS, MESH, pins={"[": "R"})
 
