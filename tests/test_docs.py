@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from autoshard.cli import main
 
@@ -103,3 +104,18 @@ def test_a_broken_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n## `a.b`\n\n## `A.B`\n\n[1](page.md) [2](#ab) [3](page.md#ab-1) [4](gone.md) [5](page.md#no) [6](#ab-2)\n")
     assert broken_links(page) == ["gone.md", "page.md#no", "#ab-2"]
+
+
+# -- the site ----------------------------------------------------------------------------------------------------------------------------
+
+
+def pages(entry) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+
+
+def test_every_page_is_in_the_navigation_once():
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    written = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(written)

@@ -230,3 +230,24 @@ def test_a_pipeline_goes_on_with_other_stages_as_if_it_had_not_stopped(tmp_path)
     ]
     whole, begun, resumed = ([float(loss) for loss in re.findall(r"loss ([\d.]+)", one)] for one in said)
     assert len(whole) == 6 and begun + resumed == pytest.approx(whole, rel=1e-4)
+
+
+# -- reinforcement learning on four ranks ------------------------------------------------------------------------------------------------
+
+
+SCRIPT = str(ROOT / "examples" / "grpo_loop.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0", "--rdzv-backend", "c10d"]
+
+
+def losses_of_grpo(*words):
+    done = subprocess.run([sys.executable, *words, SCRIPT], capture_output=True, text=True, timeout=600, cwd=ROOT)
+    said = [(float(r), float(x)) for r, x in re.findall(r"reward ([\d.]+), loss (-?[\d.]+)", done.stdout)]
+    assert done.returncode == 0 and len(said) == 4, done.stderr[-2000:]
+    return said
+
+
+@pytest.mark.slow
+def test_the_losses_are_those_of_one_process():
+    alone, ranks = losses_of_grpo(), losses_of_grpo(*TORCHRUN, "--rdzv-endpoint", "localhost:0")
+    assert [reward for reward, _ in alone] == [reward for reward, _ in ranks]
+    assert all(abs(a - b) < 1e-5 for (_, a), (_, b) in zip(alone, ranks, strict=True)) and len({loss for _, loss in alone}) == 4
