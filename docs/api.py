@@ -35,8 +35,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.explain.explanations": "Explanation Alternative",
         "autoshard.explain.staleness": "Checked",
         "autoshard.planning.mesh_shapes": "MeshPlan MeshPlans",
-        "autoshard.solution": "ProgramsSolution Placed differences misfits",
-        "autoshard.solution.changes": "changes",
+        "autoshard.solution": "ProgramsSolution Placed differences misfits changes",
         "autoshard.pytest_plugin": "autoshard_check",
     }),
     "mesh": ("Meshes and layouts", "A cluster as named axes of devices, and the layouts of tensors on it.", {

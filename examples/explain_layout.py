@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside 
 
 import autoshard
 from autoshard import api
-from autoshard.solution.changes import changes
+from autoshard.solution import changes
 from models import mlp
 
 WEIGHT = "layers.0.up.weight"

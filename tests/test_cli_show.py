@@ -7,8 +7,7 @@ import pytest
 
 from autoshard import torch_private
 from autoshard.cli import doctor_verb, main
-from autoshard.solution import Placed
-from autoshard.solution.changes import changes
+from autoshard.solution import Placed, changes
 from autoshard.solvers import selftest
 from tests.helpers_solutions import linear_solution
 

@@ -18,7 +18,7 @@ from autoshard.graph import Op, Ref, Tensor
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
 from autoshard.report import as_text, plan_report
-from autoshard.solution import Solution
+from autoshard.solution import Solution, load
 from autoshard.strategies.candidates import Candidate
 from autoshard.strategies.ring import FORWARD
 from models import mlp
@@ -115,11 +115,12 @@ def test_a_plan_says_which_constants_it_used_how_far_off_they_were_and_its_inter
 
 
 @pytest.mark.parametrize("wrong", [3, {"matmul": 0.5}, {**asdict(H100.kernels), "memory": "much"}])
-def test_kernels_that_cannot_be_are_refused(wrong):
+def test_kernels_that_cannot_be_are_refused(wrong, tmp_path):
     module, inputs = mlp.tiny()
     data = plan(module, inputs, Mesh.from_bandwidths((2,)), baselines=False).to_dict()
     data["mesh"]["device"]["kernels"] = wrong
-    assert_refused("kernels|not a mesh|memory", Solution.from_dict, data)
+    (tmp_path / "plan.json").write_text(json.dumps({"format": 1, **data}))
+    assert_refused("mesh/device/kernels", load, tmp_path / "plan.json")
 
 
 PEAK, SMALL, MEMORY = 600e12, 100.0, 2e12

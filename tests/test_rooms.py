@@ -42,7 +42,7 @@ TABLE = {
     "solvers": ("problem", "numpy highspy cvxpy networkx numba"),
     "formulate": ("cost graph layout mesh problem routes strategies", "numpy"),
     "baselines": ("graph layout mesh strategies", "numpy"),
-    "solution": ("graph layout mesh precision reading torch_private writing", "dill"),
+    "solution": ("graph layout mesh precision reading torch_private version writing", "dill"),
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "planning": (PLANNER + " simulate", "numpy torch"),  # the time line judges plans of the objective "overlapped"
     "pipeline": (PLANNER + " devices planning simulate", "numpy networkx torch"),
@@ -72,7 +72,7 @@ TABLE = {
 BUDGETS: dict[str, int] = {
     "version": 3, "cycles": 24, "units": 34, "torch_private": 189, "writing": 164, "precision": 77, "options": 622, "reading": 312,
     "devices": 307, "mesh": 263, "layout": 175, "graph": 2150, "capture": 3300, "strategies": 2488, "cost": 1782, "routes": 659,
-    "problem": 336, "solvers": 4897, "formulate": 1540, "baselines": 1241, "solution": 1672, "simulate": 1297, "planning": 4429,
+    "problem": 336, "solvers": 4897, "formulate": 1540, "baselines": 1241, "solution": 1580, "simulate": 1297, "planning": 4429,
     "pipeline": 3408, "explain": 1304, "lower": 5952, "runtime": 4591, "calibrate": 1263, "launch": 2600, "exports": 1090, "relayout": 1909,
     "tables": 2344, "serving": 702, "report": 3135, "api": 1129, "cli": 3411, "pytest_plugin": 36,
 }  # fmt: skip

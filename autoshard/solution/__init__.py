@@ -1,6 +1,8 @@
 """A plan as a value: layouts by name, certificate and fingerprint; and its file formats."""
 
-from autoshard.solution.changes import changes as changes
+from autoshard.solution.compare import changes as changes
+from autoshard.solution.compare import differences as differences
+from autoshard.solution.compare import misfits as misfits
 from autoshard.solution.files import PICKLE_SUFFIXES as PICKLE_SUFFIXES
 from autoshard.solution.files import clear_folder as clear_folder
 from autoshard.solution.files import digest as digest
@@ -11,19 +13,18 @@ from autoshard.solution.pickles import Inert as Inert
 from autoshard.solution.pickles import record as record
 from autoshard.solution.pickles import unpickled as unpickled
 from autoshard.solution.plan import Plan as Plan
-from autoshard.solution.provided import provide as provide
-from autoshard.solution.provided import provided as provided
+from autoshard.solution.plan import provide as provide
+from autoshard.solution.plan import provided as provided
 from autoshard.solution.record import parsed as parsed
 from autoshard.solution.record import plain as plain
+from autoshard.solution.stage_records import RECEIVED as RECEIVED
+from autoshard.solution.stage_records import SENT as SENT
 from autoshard.solution.stage_records import Pipeline as Pipeline
 from autoshard.solution.stage_records import PipelineStage as PipelineStage
-from autoshard.solution.staged import RECEIVED as RECEIVED
-from autoshard.solution.staged import SENT as SENT
-from autoshard.solution.staged import PipelineToRun as PipelineToRun
-from autoshard.solution.staged import StageToRun as StageToRun
+from autoshard.solution.stage_records import PipelineToRun as PipelineToRun
+from autoshard.solution.stage_records import StageToRun as StageToRun
+from autoshard.version import VERSION as VERSION
 
-from .compare import differences as differences
-from .compare import misfits as misfits
 from .interval import parts as parts
 from .interval import price_errors as price_errors
 from .load import AnyPlan as AnyPlan
@@ -32,7 +33,6 @@ from .load import load_one as load_one
 from .load import save_over as save_over
 from .programs import ProgramsSolution as ProgramsSolution
 from .record import ROUNDING as ROUNDING
-from .record import VERSION as VERSION
 from .record import Placed as Placed
 from .record import Solution as Solution
 from .record import noted_choice as noted_choice

@@ -36,7 +36,7 @@ def write(data: dict, path: str | os.PathLike[str]) -> None:
         write_atomically(json_text(data) + "\n", path, json.loads)
 
 
-VERIFIED = "verified"  # the assumption that says with what a plan was verified (solution.verified)
+VERIFIED = "verified"  # the assumption that says with what a plan was verified (Plan.verified)
 # what decides what the ranks of a plan run; the rest of a plan says how it was found and what it costs
 RUN = frozenset(
     "mesh layouts results training parameters peak_bytes assumptions home families switches devices keeps_state copies stages schedule "

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, Self
 
-from autoshard.solution.files import digest, write
+from autoshard.solution.files import VERIFIED, digest, write
 from autoshard.solution.plan_format import packed
-from autoshard.solution.verified import Verified, marking, verified_of
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found to be right: the plan on simulated ranks against the unsharded model."""
+
+    ranks: int
+    device: str  # on which all ranks ran: "cpu", "cuda"
+    torch: str  # its version
+    inputs: Mapping[str, Any]  # the global shapes of the example inputs, by name
+    largest_error: float  # of outputs and gradients, relative
+    layouts: str  # the hash of the layouts that ran
 
 
 class PlanPart(Protocol):
@@ -26,6 +40,7 @@ class Plan(ABC):
     """A Solution, of one program; a ProgramsSolution, of several on one set of weights; or a Pipeline, of stages."""
 
     status: str
+    bound: float  # seconds; no plan costs less
     peak_bytes: float  # per device
 
     @property
@@ -50,6 +65,14 @@ class Plan(ABC):
     @abstractmethod
     def unverified(self) -> tuple[str, ...]:
         """Which programs have no mark of `verify` for the layouts they have now."""
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be above the least cost of any plan, relative; 0 where it is proven that there is none cheaper."""
+        cost: float = self.cost  # type: ignore[attr-defined]  # a field, or of a Pipeline a property
+        if cost <= self.bound < math.inf:
+            return 0.0
+        return (cost - self.bound) / abs(cost) if cost and math.isfinite(cost - self.bound) else math.inf
 
     @property
     def digest(self) -> str:
@@ -96,3 +119,44 @@ class ModelPlan(Plan):
 
     def marked(self, report: Mapping[str, Any]) -> Self:
         return self.noting(**marking(report, self._run_layouts()))
+
+
+def marking(report: Mapping[str, Any], layouts: Any) -> dict[str, Any]:
+    """The fact as an assumption. report: of `verify`; layouts: of the plan, in JSON's types. ValueError where the
+    report says no."""
+    if not report.get("ok"):
+        raise ValueError("the plan can't be marked as verified: the report says that it does not compute what the model computes")
+    rows = report.get("plans", [report])
+    error = max(float(row[f"max_relative_error_{of}"]) for row in rows for of in ("outputs", "gradients"))
+    fact = Verified(report["ranks"], report["device"], report["torch"], report["inputs"], error, _hash(layouts))
+    return {VERIFIED: asdict(fact)}
+
+
+def verified_of(assumptions: Mapping[str, Any], layouts: Any) -> Verified | None:
+    """The fact that these assumptions hold; None without one, where it is of other layouts, or where the file has something else there."""
+    held = assumptions.get(VERIFIED)
+    if not isinstance(held, Mapping) or set(held) != set(Verified.__dataclass_fields__) or held["layouts"] != _hash(layouts):
+        return None
+    return Verified(**held)
+
+
+def _hash(layouts: Any) -> str:
+    return hashlib.sha256(json.dumps(layouts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# -- methods of a plan that other packages implement ---------------------------------------------------------------------------------
+
+_PROVIDED: dict[str, Callable[..., Any]] = {}
+
+
+def provide(name: str, function: Callable[..., Any]) -> None:
+    """Registers the code of a method. A plan can be extrapolated and drawn, but imports neither the planner nor the reports, so
+    `autoshard.api` calls this when it is imported; every function that creates a plan imports it."""
+    _PROVIDED[name] = function
+
+
+def provided(name: str) -> Callable[..., Any]:
+    """The function of that name. ValueError where none is registered."""
+    if name not in _PROVIDED:
+        raise ValueError(f"{name} is provided by autoshard.api; import autoshard.api first")
+    return _PROVIDED[name]

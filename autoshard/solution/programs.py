@@ -17,7 +17,7 @@ from typing import Any
 
 from autoshard.mesh import Mesh
 from autoshard.solution.plan import Plan
-from autoshard.solution.record import Solution, plain
+from autoshard.solution.record import Solution, check_bound, plain
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,6 @@ class ProgramsSolution(Plan):
     def marked(self, report: Mapping[str, Any]) -> ProgramsSolution:
         """The same plan, each program marked by its own report among `programs`. ValueError where one says no."""
         return replace(self, programs={name: one.marked(report["programs"][name]) for name, one in self.programs.items()})
-
-    @property
-    def gap(self) -> float:
-        """How far the cost may be above the optimum, relative; 0 where it is proven optimal."""
-        return 0.0 if self.cost <= self.bound else (self.cost - self.bound) / abs(self.cost)
 
     @property
     def family_names(self) -> tuple[str, ...]:
@@ -135,8 +130,7 @@ class ProgramsSolution(Plan):
             raise ValueError(f"its home is {solution.home!r}, which is none of its programs {', '.join(programs)}")
         if wrong := [row["family"] for row in solution.copies if row["family"] not in solution.family_names]:
             raise ValueError(f"it has a copy for {wrong[0]!r}, which is none of its programs {', '.join(solution.family_names)}")
-        if solution.bound > solution.cost + 1e-9 * abs(solution.cost):
-            raise ValueError(f"its bound {solution.bound:g} is above its cost {solution.cost:g}, so one of them is wrong")
+        check_bound(solution.cost, solution.bound)
         return solution
 
 

@@ -21,10 +21,8 @@ from autoshard.layout import parse
 from autoshard.mesh import Mesh, check_shape
 from autoshard.precision import Precision
 from autoshard.solution.interval import interval, price_errors
-from autoshard.solution.plan import ModelPlan
-from autoshard.solution.provided import provided
+from autoshard.solution.plan import ModelPlan, provided
 
-VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
 ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 
 
@@ -79,21 +77,12 @@ class Solution(ModelPlan):
             object.__setattr__(self, name, plain(getattr(self, name), name))
         object.__setattr__(self, "replicated_ops", tuple(plain(list(self.replicated_ops), "replicated_ops")))
         object.__setattr__(self, "layouts", dict(self.layouts))
-        for name in ("cost", "bound", "peak_bytes"):
+        for name in _UNKNOWN:
             object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def parts(self) -> Mapping[tuple[str, int], Solution]:
         return {("", 0): self}
-
-    @property
-    def gap(self) -> float:
-        """How far the cost may be above the least cost of any plan, relative; 0 where it is proven that there is none cheaper."""
-        if self.cost == self.bound:
-            return 0.0
-        if not (math.isfinite(self.cost) and math.isfinite(self.bound)) or self.cost == 0:
-            return math.inf
-        return (self.cost - self.bound) / abs(self.cost)
 
     @property
     def objective(self) -> str:
@@ -256,32 +245,31 @@ class Solution(ModelPlan):
         data["layouts"] = {name: placed.to_dict() for name, placed in self.layouts.items()}
         data["replicated_ops"] = list(self.replicated_ops)
         data["mesh"] = plain(self.mesh.to_dict(), "mesh")
-        for name in ("cost", "bound", "peak_bytes"):
+        for name in _UNKNOWN:
             data[name] = data[name] if math.isfinite(data[name]) else None
         return {**{key: data.pop(key) for key in _HEAD}, **data}
 
     @staticmethod
     def from_dict(data: dict) -> Solution:
-        """The inverse of `to_dict`; ValueError (without a file's name) that names what is missing, unknown or wrong."""
-        _check_keys(data)
-        mesh = _mesh(data["mesh"])
-        layouts = {name: _placed(name, row, mesh) for name, row in data["layouts"].items()}
-        for name, written in data["results"].items():
-            _check_layout(f"result {name!r}", written, len(mesh.axes))
-        for name, row in data["parameters"].items():
-            _check_layout(f"parameter {name!r}", row.get("layout") if isinstance(row, dict) else row, len(mesh.axes))
+        """The inverse of `to_dict`, for data that follows the schema of files (`load` checks it); ValueError where its mesh, layouts, cost
+        and bound don't belong together."""
+        mesh = Mesh.from_dict(data["mesh"])
+        check_shape(mesh.shape)
         Precision.of(data["assumptions"].get("precision"))  # ValueError where it is none
-        numbers = {name: _number(f"its {name!r}", data[name]) for name in ("cost", "bound", "peak_bytes")}
-        if numbers["bound"] > numbers["cost"] + 1e-9 * abs(numbers["cost"]):
-            raise ValueError(f"its bound {numbers['bound']:g} is above its cost {numbers['cost']:g}, so one of them is wrong")
+        numbers = {name: math.inf if data[name] is None else float(data[name]) for name in _UNKNOWN}
+        check_bound(numbers["cost"], numbers["bound"])
+        layouts = {name: Placed(**row) for name, row in data["layouts"].items()}
+        written = [(f"op {name!r}", one) for name, of in layouts.items() for one in (*of.inputs, *of.outputs, *of.hubs) if one is not None]
+        written += [(f"result {name!r}", one) for name, one in data["results"].items()]
+        written += [(f"parameter {name!r}", row["layout"]) for name, row in data["parameters"].items()]
+        for what, layout in written:
+            if (count := len(parsed(layout))) != len(mesh.axes):
+                raise ValueError(f"{what} has layout {layout!r} of {count} placements, the mesh has {len(mesh.axes)} axes")
         return Solution(**{**data, **numbers, "mesh": mesh, "layouts": layouts, "replicated_ops": tuple(data["replicated_ops"])})
 
 
 _HEAD = ("status", "solver", "training", "cost", "bound", "peak_bytes", "counts", "mesh")  # first in a file, as readers look for them
-_TYPES = {
-    "status": str, "solver": str, "training": bool, "counts": dict, "mesh": dict, "layouts": dict, "results": dict, "baselines": dict,
-    "replicated_ops": list, "parameters": dict, "breakdown": dict, "fingerprint": dict, "assumptions": dict, "seconds": dict,
-}  # fmt: skip
+_UNKNOWN = ("cost", "bound", "peak_bytes")  # inf where they are unknown, which files write as null
 
 
 def noted_choice(chosen: Chosen, graph: Graph) -> dict[str, Any]:
@@ -304,66 +292,13 @@ def _ways(chosen: Chosen, graph: Graph) -> dict[str, dict[str, list[str]]]:
     return {module: {target: sorted(of) for target, of in targets.items()} for module, targets in ways.items()}
 
 
-def _check_keys(data: dict) -> None:
-    keys = {f.name for f in fields(Solution)}
-    if missing := [key for key in (*_HEAD, *_TYPES) if key not in data]:
-        raise ValueError(f"it lacks {missing[0]!r}")
-    if unknown := [key for key in data if key not in keys]:
-        raise ValueError(f"it has the unknown key {str(unknown[0])[:40]!r}")
-    for key, expected in {**_TYPES, "peak": dict, "overlapped": dict}.items():
-        if not isinstance(data.get(key, {}), expected):
-            raise ValueError(f"its {key!r} is of type {type(data[key]).__name__}, expected {expected.__name__}")
-
-
-NESTED = ("kernels", "matmul", "matmul8", "attention", "by_dims", "serial", "overlapped")  # records of their own
-
-
-def _mesh(data: dict) -> Mesh:
-    mesh = Mesh.from_dict(data)
-    check_shape(mesh.shape)
-    kernels = mesh.device.kernels
-    inside = () if kernels is None else (kernels, *(getattr(kernels, name) for name in NESTED[1:] if hasattr(kernels, name)))
-    records: tuple[Any, ...] = (*mesh.axes, mesh.device, *(one for one in inside if one is not None))
-    for record in records:
-        for f in (f for f in fields(record) if f.name not in ("curves", *NESTED)):  # Mesh.from_dict has checked the curves
-            value = getattr(record, f.name)
-            if f.type == "str" and not isinstance(value, str):
-                raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected a word")
-            if f.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected true or false")
-            if f.type not in ("str", "bool") and not _number(f"its mesh's {f.name}", value) >= 0:
-                raise ValueError(f"its mesh's {f.name} is {value}, expected a positive number")
-    return mesh
-
-
-def _placed(name: str, row: object, mesh: Mesh) -> Placed:
-    if not isinstance(row, dict) or not {"inputs", "outputs"} <= set(row) <= {"inputs", "outputs", "hubs"}:
-        raise ValueError(f"op {name!r} has {str(row)[:60]!r}, expected inputs, outputs and perhaps hubs")
-    if not all(isinstance(column, list) for column in row.values()):
-        raise ValueError(f"op {name!r} has {str(row)[:60]!r}, expected lists of layouts")
-    for key, column in row.items():
-        for written in column:
-            if written is not None or key == "inputs":
-                _check_layout(f"op {name!r}", written, len(mesh.axes))
-    return Placed(row["inputs"], row["outputs"], row.get("hubs", ()))
-
-
-def _check_layout(what: str, written: object, num_axes: int) -> None:
-    if not isinstance(written, str):
-        raise ValueError(f"{what} has {str(written)[:40]!r} where a layout such as S(0),R should be")
-    if (count := len(parsed(written))) != num_axes:
-        raise ValueError(f"{what} has layout {written!r} of {count} placements, the mesh has {num_axes} axes")
+def check_bound(cost: float, bound: float) -> None:
+    """ValueError where a plan costs less than no plan can."""
+    if bound > cost + ROUNDING * abs(cost):
+        raise ValueError(f"its bound {bound:g} is above its cost {cost:g}, so one of them is wrong")
 
 
 parsed = lru_cache(maxsize=4096)(parse)  # a plan has thousands of layouts and a few dozen different ones
-
-
-def _number(what: str, value: object) -> float:
-    if value is None:
-        return math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{what} is {str(value)[:40]!r}, expected a number")
-    return float(value)
 
 
 def plain(value: object, where: str) -> Any:

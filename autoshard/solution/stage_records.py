@@ -1,4 +1,5 @@
-"""A pipeline plan as plain data: stages with their devices and layouts, the schedule, seconds, bytes and the bound."""
+"""A pipeline plan as plain data: stages with their devices and layouts, the schedule, seconds, bytes and the bound. And a pipeline as it is
+run: the program of each stage, and the order of the units of work."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.solution.plan import ModelPlan
 from autoshard.solution.record import Placed
+
+RECEIVED, SENT = "recv:", "send:"  # placeholders and results that are values of other stages: recv:add_4, send:add_4
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,6 @@ class Pipeline(ModelPlan):
         return min((kind["memory"] for kind in self.assumptions.get("cluster") or () if kind.get("memory")), default=None)
 
     @property
-    def gap(self) -> float:
-        return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
-
-    @property
     def num_groups(self) -> int:
         """Of devices; a group has one stage or, in interleaved schedules, several."""
         return 1 + max(stage.group for stage in self.stages)
@@ -126,3 +126,28 @@ class Pipeline(ModelPlan):
         values = {name: value for key, value in data.items() if (name := names.get(key, key)) in known}
         tuples = {key: tuple(data[key]) for key in ("configurations", "speed_up", "budgets")}
         return Pipeline(**{**values, "stages": tuple(map(PipelineStage.from_dict, data["stages"])), **tuples})
+
+
+@dataclass(frozen=True, eq=False)
+class StageToRun:
+    """One stage. A value of its graph that another stage reads is a result `send:NAME`: an output in the forward pass, a gradient in the
+    backward pass. A value of another stage is a placeholder `recv:NAME`: an input in the forward pass, a tangent in the backward pass."""
+
+    graph: Graph
+    layouts: Mapping[str, Placed]  # by op
+    mesh: Mesh
+    devices: tuple[int, ...]  # ranks, in the order of the mesh's coordinates
+    group: int  # device group: stages of one group share its devices
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineToRun:
+    """All stages and the order in which each device group runs its units (kind, microbatch, stage): F forward, B backward; where there are
+    W, weight gradients, B is the backward of what is sent on."""
+
+    stages: tuple[StageToRun, ...]
+    order: tuple[tuple[tuple[str, int, int], ...], ...]  # by group
+    microbatches: int
+    num_devices: int
+    split: frozenset[str]  # the inputs that are split into microbatches along dim 0; the others go to each of them
+    training: bool
