@@ -56,7 +56,7 @@ import autoshard
 import benchmarks.kinds  # noqa: F401  (they add themselves to STRANGERS)
 from autoshard import api
 from autoshard.capture import capture, deep_enough, input_names
-from autoshard.cli.arguments import parse_settings
+from autoshard.cli.kinds import parse_settings
 from autoshard.cli.model import load_model
 from autoshard.lower.unsharded import materialized, run_unsharded
 from autoshard.mesh import Mesh

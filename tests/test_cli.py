@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from autoshard.cli import main, solve_verb
+from autoshard.cli import main, verbs_without_model
 from autoshard.cli.app import app
-from autoshard.cli.arguments import check_out, check_picture, parse_settings
+from autoshard.cli.kinds import check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.table import option_of
 from autoshard.options import parse_bytes, parse_pins
@@ -280,7 +280,7 @@ def test_ctrl_c_prints_what_is_known_and_says_no(capsys, monkeypatch, where):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(solve_verb if where == "read_contest" else restrict, where, interrupt)
+    monkeypatch.setattr(verbs_without_model if where == "read_contest" else restrict, where, interrupt)
     code, out, err = run(capsys, "solve", EXAMPLE, "--json")
     record = json.loads(out)
     assert code == 1 and record["interrupted"] and record["status"] == "unknown" and "Traceback" not in err

@@ -5,8 +5,7 @@ import json
 import pytest
 from typer.main import get_command
 
-from autoshard.cli.app import app
-from autoshard.cli.old_verbs import OLD_VERBS, rewritten
+from autoshard.cli.app import OLD_VERBS, app, rewritten
 from tests.helpers_solutions import linear_solution
 from tests.test_cli import run
 

@@ -12,7 +12,7 @@ import pytest
 
 from autoshard import api
 from autoshard.cli import main, pipeline_verb
-from autoshard.cli.patience import INTERRUPT_EFFECTS, SILENCE, Patience, interrupt_effect
+from autoshard.cli.output import INTERRUPT_EFFECTS, SILENCE, Patience, interrupt_effect
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
 from autoshard.tables import Table, plan_tables, planner

@@ -285,6 +285,6 @@ def test_the_suites_have_the_size_that_they_claim_and_every_format_is_met():
 
 
 def test_a_traceback_is_seen(tmp_path, plan_path, capsys, monkeypatch):
-    monkeypatch.setattr("autoshard.cli.solve_verb.read_contest", lambda path: {}["missing"])
+    monkeypatch.setattr("autoshard.cli.verbs_without_model.read_contest", lambda path: {}["missing"])
     found = faults("solve", 3, tmp_path, plan_path, capsys)
     assert len(found) == 3 and "KeyError" in found[0]

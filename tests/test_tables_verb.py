@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autoshard.cli.tables_verb import limits_line, mesh_line
+from autoshard.cli.verbs_without_model import limits_line, mesh_line
 from autoshard.mesh import Mesh
 from autoshard.report import axis_line
 from tests.helpers_command import record_of, refusal, run

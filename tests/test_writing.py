@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
-from autoshard.cli.arguments import check_out
+from autoshard.cli.kinds import check_out
 from autoshard.solution.files import clear_folder
 from autoshard.writing import is_stream, replacement, write_atomically
 from tests.helpers_refusals import assert_refused

@@ -1,18 +1,24 @@
-"""`autoshard doctor`: what is installed, what is missing, whether the solvers answer, and which ops of a model a device can't run."""
+"""`autoshard demo | doctor`: does it work here?
+
+demo     GPT-2 small planned for 2 nodes of 4 devices, beside the usual plans, and verified on eight simulated ranks
+doctor   what is installed, what is missing, whether the solvers answer, and which ops of a model a device can't run
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
-from autoshard.cli.output import Output
+from autoshard.cli.output import Output, complain
 from autoshard.cli.verbs import Asked
 
 NEEDED = ("torch", "numpy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
@@ -136,3 +142,25 @@ def _table(record: dict) -> Table:
         table.add_row(name, state)
     table.add_row("", "all is well" if record["ok"] else "something is missing or wrong: see above")
     return table
+
+
+MODEL = ["models/gpt2.py:small", "--set", "vocab=50304"]
+
+
+@app.command()
+def demo(asked: Asked, _: None) -> int:
+    """Plan GPT-2 small on 2x4 devices, show the plan beside the usual ones, and verify it; no GPU and no download.
+
+    \b
+    autoshard demo
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        plan = asked.out or str(Path(folder) / "gpt2-small-2x4.json")
+        return _verb("plan", *MODEL, "--set", "batch=512", "--mesh", "2x4", "--train", "--out", plan) or _verb(
+            "verify", plan, *MODEL, "--set", "batch=8", "--set", "seq=16"
+        )
+
+
+def _verb(*arguments: str) -> int:
+    complain(f"autoshard {' '.join(arguments)}")
+    return app(args=list(arguments), prog_name="autoshard", standalone_mode=False) or OK

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.arguments import check_out, check_picture, parse_settings
 from autoshard.cli.model_source import config_folder, may_have
 from autoshard.mesh import DEVICES, parse_shape
 from autoshard.options import SIZE, ValueKind, check_layout
 from autoshard.reading import content_of, data_of, parsed, refuse_other
+from autoshard.writing import destination
 
 SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
 MOST_WORKERS = 1024  # processes of one machine
@@ -183,3 +183,57 @@ SWITCHES = such(lambda value: value == "none" or 0 <= float(value) < math.inf, "
 WORKERS = such(lambda value: 1 <= value <= MOST_WORKERS, f"a number of processes, 1 to {MOST_WORKERS}", int)
 LAYOUT = ValueKind(lambda name, value: check_layout(name, value, any_placement=False))
 SIZE_OR_NONE = reading(lambda name, typed: 0.0 if typed.strip() in ("0", "0GB") else SIZE.read(name, typed))
+
+
+# -- settings, results and pictures -------------------------------------------------------------------------------------------------
+
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
+
+
+def parse_settings(written: Sequence[str]) -> dict[str, int | float | bool | str | None]:
+    """`["layers=2", "loss=false"]` -> {"layers": 2, "loss": False}; values are ints, floats, true, false, none, or text."""
+    settings: dict[str, int | float | bool | str | None] = {}
+    for item in written:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ValueError(f"--set {item!r} is not key=value; write for example --set layers=2")
+        if key.strip() in settings:
+            raise ValueError(f"--set gives {key.strip()!r} twice; give it once")
+        settings[key.strip()] = read = _value(value.strip())
+        if isinstance(read, float) and not math.isfinite(read):
+            raise ValueError(f"--set {item!r} is no finite number; write for example --set layers=2")
+    return settings
+
+
+def _value(written: str) -> int | float | bool | str | None:
+    named: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if written.lower() in named:
+        return named[written.lower()]
+    for kind in (int, float):
+        try:
+            return kind(written)
+        except ValueError:
+            continue
+    return written
+
+
+def check_out(written: str | None, what: str = "--out") -> None:
+    """ValueError where a result could not be written to this path."""
+    if written is None:
+        return
+    try:
+        destination(written)
+    except OSError as error:
+        said = str(error) if str(error).startswith(written) else f"{written}: {error}"
+        raise ValueError(f"{what} {said}") from None
+    if (ending := Path(written).suffix) in COMPRESSED:
+        raise ValueError(f"{what} {written} ends in {ending}, and no result is compressed; expected {what} {written.removesuffix(ending)}")
+
+
+def check_picture(written: str | None, what: str) -> None:
+    """ValueError where a picture could not be written to this path, or its ending is no format of pictures."""
+    check_out(written, what)
+    if written is not None and Path(written).suffix not in PICTURES:
+        raise ValueError(f"{what} {written} ends in {Path(written).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")

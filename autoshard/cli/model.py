@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.arguments import model_file
-from autoshard.cli.model_source import config_folder
+from autoshard.cli.model_source import config_folder, model_file
 
 
 def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any]:

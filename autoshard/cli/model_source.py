@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.arguments import model_file
 from autoshard.reading import content_of
 
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
@@ -41,6 +40,19 @@ def config_folder(written: str) -> Path:
             f"hf:{written} is found; or with --local-dir DIR, and give hf:DIR"
         )
     return Path(cached).parent
+
+
+def model_file(path: str) -> Path:
+    """The file of a model; where there is none at this place, `models/NAME.py` or `NAME.py` is the one that came with autoshard."""
+    file = Path(path)
+    package = Path(__file__).resolve().parent.parent
+    places = [file]
+    if file.parent in (Path(), Path("models")):
+        places += [package / "models" / file.name, package.parent / "models" / file.name]  # as a wheel installs them, in a checkout
+    for place in places:
+        if place.is_file():
+            return place
+    raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
 
 
 def may_have(path: str, function: str) -> None:

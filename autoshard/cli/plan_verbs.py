@@ -1,19 +1,19 @@
-"""`autoshard plan | verify`: makes a plan, checks it on simulated ranks."""
+"""`autoshard plan | verify | frontier`: makes a plan, checks it on simulated ranks; makes the fastest plans for less and less memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from autoshard.cli.app import NO, OK, app, say_no
-from autoshard.cli.loading import load_any_plan, load_api, load_plan, load_report, models_for
-from autoshard.cli.model import load_model_or_programs
+from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_device, load_plan, load_report, models_for
+from autoshard.cli.model import load_model, load_model_or_programs
 from autoshard.cli.output import Output
-from autoshard.cli.plan_inputs import AUTO, check_mesh_words, edits_note, inherited, mesh_of, one_mesh, wanted_gap
 from autoshard.cli.verbs import Asked
-from autoshard.mesh import DEVICES_PER_NODE, Mesh
-from autoshard.options import Options
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh
+from autoshard.options import Options, having
 
 
 @app.command()
@@ -112,3 +112,111 @@ def verify(asked: Asked, output: Output) -> int:
     record = load_api().verify(module, example_inputs, loaded, mark=mark, progress=output.progress, **options)
     output.answer(record, lambda: load_report().verify_report(record))
     return OK if record["ok"] else NO
+
+
+@app.command()
+def frontier(asked: Asked, output: Output) -> int:
+    """Memory against time: the fastest plans of MODEL for less and less memory per device, each with its proof.
+
+    \b
+    autoshard frontier models/llama.py:llama3_8b --mesh 8x8 --train --plot frontier.png --csv frontier.csv
+    autoshard frontier models/mlp.py:mlp --mesh 8 --points 6 --save-dir plans --json
+    """
+    check_mesh_words(asked.mesh, asked.cluster)
+    devices = mesh_of(asked, asked.mesh, asked.devices_per_node)
+    options = {name: getattr(asked, name) for name in ("points", "gap", "time_limit", "recompute")} | asked.planning
+    options["assumptions"] = {"model": asked.model, "set": asked.settings}
+    output.progress("building the model", 0.0)
+    module, example_inputs = load_model(asked.model, asked.settings, training=asked.planning.get("training", False))
+    api = load_api()
+    try:
+        swept = api.frontier(module, example_inputs, devices, progress=output.progress, **options)
+    except api.Infeasible as error:
+        return say_no(output, error)
+    record, report = swept.to_dict(), load_report().frontier
+    output.write(asked.out, swept.save)
+    output.write(asked.csv, lambda path: report.write_csv(record, path))
+    output.write(asked.plot, lambda path: report.draw(record, path))
+    output.write(asked.save_dir, lambda folder: _save_plans(swept, output, Path(folder)))
+    output.answer(record, lambda: report.frontier_report(record))
+    return OK
+
+
+def _save_plans(swept: Any, output: Output, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for i in range(len(swept.points)):
+        output.progress(f"writing plan {i + 1} of {len(swept.points)}", 0.97)
+        swept.solution(i).save(folder / f"point-{i:02d}.json")
+
+
+# -- what is asked, as values -------------------------------------------------------------------------------------------------------
+
+
+Shape = tuple[int, ...]
+AUTO = "auto"  # the --mesh that compares all shapes
+WANTED_GAP = 1e-3  # relative: prices carry errors of several percent, so nobody waits for the digits behind it
+ACCEPTED = (0.01, 60.0)  # (relative gap, seconds): after a minute this is enough
+
+
+def wanted_gap(planning: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the gap at which planning ends: the one that is asked for, else a sensible one."""
+    return {"gap": WANTED_GAP, "accepted": ACCEPTED, **planning} if "gap" not in planning else dict(planning)
+
+
+def check_mesh_words(mesh: Shape | str | None, cluster: str | None, keep: str | None = None, devices: int | None = None) -> None:
+    """ValueError on options that contradict each other about the mesh, or that name none."""
+    if mesh is None and cluster is None and keep is None:
+        raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
+    if mesh == AUTO and devices is None:
+        raise ValueError("--mesh auto compares the meshes of how many devices? Add for example --devices 16")
+    if devices is not None and devices > MOST_DEVICES:
+        raise ValueError(f"--devices is {devices}; expected {MOST_DEVICES} at most: make the cluster smaller")
+    if mesh != AUTO and devices is not None:
+        raise ValueError(f"--devices {devices} is for --mesh auto, the mesh here is {_by(mesh)}; leave one out")
+    if mesh == AUTO and (cluster is not None or keep is not None):
+        raise ValueError("--mesh auto compares meshes, but --cluster and --keep are for one; leave out the mesh")
+
+
+def mesh_of(asked: Asked, shape: Shape | None, devices_per_node: int | None) -> Mesh:
+    """The mesh of one shape: with published prices, as measured, or with the bandwidths that are passed."""
+    if asked.cluster is not None:
+        measured = load_cluster(asked.cluster)
+        if shape is not None and shape != measured.shape:
+            raise ValueError(f"--mesh is {_by(shape)}, but {asked.cluster} was measured as {_by(measured.shape)}; leave --mesh out")
+        return measured
+    assert shape is not None
+    if asked.prices is not None:
+        from autoshard.cost import presets  # here: scipy takes half a second to import
+
+        return presets.mesh(asked.prices, shape, devices_per_node, tf32=asked.tf32)
+    device = load_device(asked.device)
+    return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, tf32=asked.tf32, device=device, **asked.links)
+
+
+def one_mesh(asked: Asked, kept: Any) -> Mesh:
+    """The mesh that the options describe, or that of the plan that is kept."""
+    if kept is not None and asked.mesh is None and asked.cluster is None:
+        return kept.mesh
+    built = mesh_of(asked, asked.mesh, asked.devices_per_node)
+    if kept is not None and built.shape != kept.mesh.shape:
+        raise ValueError(f"the mesh is {_by(built.shape)}, but {asked.keep} shards tensors over {_by(kept.mesh.shape)}; leave the mesh out")
+    return built
+
+
+def inherited(planning: Mapping[str, Any], kept: Any) -> dict[str, Any]:
+    """The options, and those of the kept plan where the command line has none."""
+    if kept is None:
+        return dict(planning)
+    instead = {"microbatches"} if "global_batch" in planning else set()
+    noted = {**kept.noted(*having(Options, "kept")), "training": kept.training}
+    return {**{key: value for key, value in noted.items() if value is not None and key not in instead}, **planning}
+
+
+def edits_note(kept: Mapping[str, str], edited: Mapping[str, list], path: str) -> str:
+    """One line: how many layouts are kept, and which of them were edited."""
+    changed = [f"{name} {had} -> {now}" for name, (had, now) in edited.items() if name in kept]
+    return f"keeping {len(kept)} layouts of {path}, {len(changed)} of them edited" + (f": {'; '.join(changed)}" if changed else "")
+
+
+def _by(shape: Any) -> str:
+    return "None" if shape is None else "x".join(map(str, shape))

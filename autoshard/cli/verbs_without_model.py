@@ -1,0 +1,196 @@
+"""`autoshard solve | tables | redistribute`: verbs that take no model.
+
+solve          the numeric core alone, on a problem in the contest's format; needs no torch
+tables         sharding and placement of embedding tables, so that the slowest device is as fast as possible
+redistribute   the cheapest route between two layouts of a tensor, for one problem or a list of them
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.loading import load_device, load_report
+from autoshard.cli.output import Output, finite
+from autoshard.cli.verbs import Asked
+from autoshard.mesh import Mesh
+from autoshard.problem import Problem, read_contest, write_choice
+from autoshard.reading import data_of, rows_of, text_of
+from autoshard.units import size
+from autoshard.writing import write_atomically
+
+if TYPE_CHECKING:
+    from autoshard.solvers import Infeasibility
+    from autoshard.tables import Table as EmbeddingTable
+
+
+@app.command()
+def solve(asked: Asked, output: Output) -> int:
+    """Pick one choice per node of a PROBLEM at the least cost within its memory limit, with a proof.
+
+    \b
+    autoshard solve asplos-2025-iopddl-B.json.gz --time-limit 60 --out choice.json
+    """
+    from autoshard.solvers import Answer, Status  # here: cvxpy takes seconds to import, which --help shouldn't
+    from autoshard.solvers import solve as run
+
+    output.progress("reading", 0.0)
+    began = time.monotonic()
+    numbers, answer = None, Answer(Status.UNKNOWN, None, math.inf, -math.inf, asked.solver, interrupted=True)
+    try:
+        numbers = read_contest(asked.problem)
+    except KeyboardInterrupt:  # nothing is known yet, and that is said like any other answer
+        output.note("interrupted while reading")
+    read = time.monotonic() - began
+    if numbers is not None:
+        output.progress("solving", 0.0)
+        options: dict[str, Any] = {"solver": asked.solver, "time_limit": asked.time_limit, "gap": asked.gap}
+        answer = run(numbers, **options, progress=lambda cost, bound: output.progress(*_progress(cost, bound)))
+    output.write(asked.out if answer.choice is not None else None, lambda path: write_choice(path, answer))
+    total = answer.seconds.get("total", 0.0)
+    reduce = answer.seconds.get("reduce", 0.0)
+    record = {
+        "status": answer.status.value,
+        **{name: getattr(answer, name) for name in ("cost", "bound", "gap", "peak")},
+        "limit": numbers.usage_limit if numbers is not None else None,
+        "solver": answer.solver,
+        "seconds": {"read": read, "reduce": reduce, "solve": answer.seconds.get("solve", total - reduce), "total": read + total},
+        "reduced": dict(answer.reduced),
+        "interrupted": answer.interrupted,
+    }
+    if answer.infeasibility is not None and numbers is not None:
+        record["infeasibility"] = _infeasibility(numbers, answer.infeasibility)
+    output.answer(record, lambda: _table(record, answer.status.advice))
+    return NO if answer.choice is None or (answer.interrupted and answer.status is not Status.OPTIMAL) else OK
+
+
+def _infeasibility(problem: Problem, why: Infeasibility) -> dict:
+    """The smallest limit that works is between the two numbers of `smallest_limit`; `nodes` hold the most bytes at `time`."""
+    nodes = [{"node": node, "name": problem.names[node], "bytes": amount} for node, amount in why.nodes]
+    return {"smallest_limit": list(why.smallest_limit), "time": why.time, "nodes": nodes}
+
+
+def _progress(cost: float, bound: float) -> tuple[str, float]:
+    """Words and a fraction: how much of the cost the bound has reached."""
+    known = math.isfinite(cost) and math.isfinite(bound) and cost > 0
+    return f"solving: best {cost:.10g}, bound {bound:.10g}", max(0.0, bound / cost) if known else 0.0
+
+
+def _table(record: dict, advice: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("status", f"{record['status']}: {advice}")
+    for key in ("cost", "bound", "gap", "peak", "limit"):
+        value = record[key]
+        table.add_row(key, "-" if value is None or not math.isfinite(value) else f"{value:.12g}")
+    if why := record.get("infeasibility"):
+        low, high = why["smallest_limit"]
+        table.add_row("smallest limit", f"{high:.12g}" if low == high else f"between {low:.12g} and {high:.12g}")
+        table.add_row("at time", f"{why['time']}, where most is held by")
+        for node in why["nodes"]:
+            table.add_row("", f"node {node['name']}: {node['bytes']:.12g} bytes")
+    table.add_row("left to search", ", ".join(f"{value} {key}" for key, value in record["reduced"].items()) or "everything")
+    table.add_row("seconds", ", ".join(f"{key} {value:.2f}" for key, value in record["seconds"].items()))
+    return table
+
+
+@app.command()
+def tables(asked: Asked, output: Output) -> int:
+    """Shard and place embedding tables so that the slowest device is as fast as can be.
+
+    \b
+    autoshard tables tables.csv --devices 2x8 --hbm 80GB --host-memory 512GB --reserve 0.15
+    CSV columns: name, rows, columns, and any of item_size, pooling, features, optimizer, skew.
+    JSON: {"tables": [{"name": "user", "rows": 1000000, "columns": 64}]}; a table may bring its own options:
+    {"name": "t", "options": [{"sharding": "table_wise", "seconds": 1e-3, "hbm_bytes": 1e9}]}.
+    """
+    from autoshard.tables import plan_tables  # here, like the report: other verbs shouldn't wait for what they import
+
+    mesh = Mesh.from_bandwidths(asked.devices, **asked.links, device=load_device(asked.device))
+    options = {name: getattr(asked, name) for name in ("hbm", "host_memory", "reserve", "batch", "host_bandwidth", "effort", "seed")}
+    plan = plan_tables(read_tables(asked.spec), mesh, progress=output.progress, **options)
+    record = plan.to_dict()
+    output.write(asked.out, lambda path: write_atomically(json.dumps(finite(record), indent=1) + "\n", path))
+    output.write(asked.plot if plan.devices else None, lambda path: load_report().tables.draw(path, record))
+    assumed = Text(f"{mesh_line(mesh)}\n{limits_line(asked.hbm, asked.host_memory, asked.reserve)}\n")
+    output.answer(record, lambda: Group(assumed, load_report().tables.table_of(record, asked.every)))
+    return OK if plan.devices else NO
+
+
+def mesh_line(mesh: Mesh) -> str:
+    """The device and the links that times are computed from, written as in the report of `autoshard plan`."""
+    from autoshard.report import axis_line
+
+    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(axis_line, mesh.axes)])
+
+
+def limits_line(hbm: float, host_memory: float | None, reserve: float) -> str:
+    """The limits that the column `of limit` refers to, and how they follow from the arguments."""
+    given = [(hbm, "device")] if host_memory is None else [(hbm, "device"), (host_memory, "host")]
+    less = [f" ({size(limit)} less {100 * reserve:g} % reserve)" if reserve and limit else "" for limit, _ in given]
+    limits = ", ".join(f"{size(limit * (1 - reserve))} per {what}{how}" for (limit, what), how in zip(given, less))
+    return f"limits {limits}"
+
+
+def read_tables(path: str) -> list[EmbeddingTable]:
+    """Tables of a .csv or .json file."""
+    from autoshard.tables import tables_of_json, tables_of_rows
+
+    if path.lower().endswith(".csv"):
+        header, rows = rows_of(text_of(path, "tables"), path)
+        return tables_of_rows([row for _, row in rows], header)
+    return tables_of_json(data_of(path, "tables"))
+
+
+SAMPLES = 96  # columns of a drawing, per dim
+
+
+@app.command()
+def redistribute(asked: Asked, output: Output) -> int:
+    """Bring a tensor from one layout to another at the least cost, within a memory limit.
+
+    \b
+    autoshard redistribute problems.json --prices tensorcraft --table
+    """
+    from autoshard import relayout as room  # here: it needs torch, which --help shouldn't
+
+    report = load_report().redistribution
+    options = {key: value for key, value in (("max_depth", asked.max_depth), ("top_k", asked.top_k)) if value is not None}
+    if options and asked.planner != "memory_constrained":
+        raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {asked.planner}")
+    problems = room.read_problems(data_of(asked.problem, "redistribution"))
+    records, first = [], None
+    for i, item in enumerate(problems):
+        output.progress(f"planning {item.name}", i / len(problems))
+        ideal, mesh = asked.prices == "tensorcraft", Mesh.from_bandwidths(item.mesh, **asked.links)
+        price = room.IdealPrices(item.mesh) if ideal else room.MeshPrices(mesh, item.itemsize)
+        limit = None if asked.memory_limit is None else asked.memory_limit / item.itemsize
+        began = time.process_time()
+        route = room.PLANNERS[asked.planner](item, price, limit, count=asked.count, **options)
+        records.append({**route.to_dict(), "cpu_seconds": time.process_time() - began})
+        first = first or route
+    if first is not None:
+        layouts = [first.problem.source, *(step.after for step in first.steps)]
+        names = ["source", *(report.operation(step) for step in records[0]["steps"])]
+        title = f"{first.problem.name}  {records[0]['source']}  ->  {records[0]['target']}"
+        output.write(asked.draw, lambda path: report.draw(path, title, names, _panels(first.problem, layouts)))
+    if asked.latex and not output.as_json:
+        output.plain(report.latex(records))
+    if output.as_json or asked.table or not asked.latex:
+        answer = {"routes": records, "planner": asked.planner, "prices": asked.prices}
+        output.answer(answer, lambda: report.route_table(records))
+    return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO
+
+
+def _panels(problem, layouts) -> list[list[list[list[int]]]]:
+    """Per layout, dim, rank and sampled index, whether the rank holds it."""
+    from autoshard.relayout import holds
+
+    points = [[i * n // min(n, SAMPLES) for i in range(min(n, SAMPLES))] for n in problem.shape]
+    return [[holds(problem, layout, d, some) for d, some in enumerate(points)] for layout in layouts]
