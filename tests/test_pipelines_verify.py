@@ -60,8 +60,10 @@ def test_check_says_whether_a_pipeline_fits_the_model():
     assert other.sentence().endswith("this model 3; plan again")
     old = replace(plan, stages=tuple(replace(stage, prices=None) for stage in plan.stages))
     assert autoshard.check(*gpt2(), old).reasons == ("this pipeline has no layouts to run",)
-    with pytest.raises(ValueError, match="not priced again, only compared with its model; leave out the mesh"):
-        autoshard.check(*gpt2(), plan, mesh=Mesh.from_bandwidths((4,)))
+    given = {"mesh": Mesh.from_bandwidths((4,)), "within": 0.02, "solve": False, "same_graph": False, "time_limit": 5.0}
+    for name, value in given.items():
+        with pytest.raises(ValueError, match=f"not priced again, only compared with its model; leave out (the )?{name}"):
+            autoshard.check(*gpt2(), plan, **{name: value})
 
 
 def test_check_names_the_memory_that_a_pipeline_was_planned_for():
@@ -100,6 +102,7 @@ def test_the_verb_check_answers_for_a_pipeline_by_its_exit_code(file):
     code, out, _ = run("check", file, *other, "--quiet")
     assert code == 1 and "is not good any more" in " ".join(out.split()) and "not known" in out
     assert "says itself for which devices it was planned" in refusal("check", file, "--trust", "--mesh", "4", "--quiet")
+    assert "leave out within and solve (--no-solve)" in refusal("check", file, "--trust", "--within", "2%", "--no-solve", "--quiet")
 
 
 # -- more divisions -------------------------------------------------------------------------------------------------------------------

@@ -177,6 +177,8 @@ def test_every_verb_answers_for_the_file_or_for_one_program(files, tmp_path, cap
     for words in (named, ["explain", plan, "0.weight"], ["export", plan], ["check", plan], ["verify", plan]):
         assert main(words) == 2
         assert f"{plan}#train" in capsys.readouterr().err
+    for verb in ("check", "verify"):
+        assert main([verb, plan, f"{model}#use"]) == 2 and f"give {model}, or {plan}#use and" in capsys.readouterr().err
 
 
 def test_the_verb_verify_says_no_for_any_program_and_marks_all_or_one(files, tmp_path, capsys):

@@ -130,6 +130,11 @@ def test_nothing_fits_is_said_of_all_programs():
         ({"a": Program(*mlp.tiny(), devices=(0, 9))}, {}, "expected different numbers from 0 to 3"),
         ({"a": Program(*mlp.tiny(), devices=(0, 2))}, {}, "no block of the mesh"),
         ({"a": Program(*mlp.tiny())}, {"recompute": "auto"}, "plan it alone"),
+        (
+            {"a": Program(*mlp.tiny(), training=True), "b": Program(*mlp.tiny())},
+            {"microbatches": 2},
+            "microbatches is 2 for program 'b', which trains nothing",
+        ),
         ({"a": Program(*mlp.tiny())}, {"objective": "overlapped"}, "objective is no option of several programs"),
         ({"a": Program(*mlp.tiny())}, {"expert_imbalance": 3.0}, "the model has no experts"),
     ],

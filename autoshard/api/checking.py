@@ -171,15 +171,19 @@ def check(
 
     Of several programs: model and example_inputs by program (a model alone is that of all; each shape of a program has its own entry,
     "train[0]"); costs are seconds per unit, the peak is the fullest moment of any program. Of a pipeline: whether its stages fit the model;
-    it is not priced again.
+    it is not priced again, so it takes no options.
     """
     inspection = Inspection(solution, within, mesh, solve, same_graph, time_limit, Stopwatch(progress))
     if isinstance(solution, ProgramsSolution):
         return check_programs(_by_program(model, example_inputs, solution), solution, inspection)
     if isinstance(solution, Solution):
         return check_program(model, example_inputs, solution, inspection)
-    if mesh is not None:
-        raise ValueError("a pipeline is not priced again, only compared with its model; leave out the mesh")
+    asked = {
+        "the mesh (--cluster)": mesh is not None, "within": within != 0.05, "solve (--no-solve)": not solve,
+        "same_graph (--any-graph)": not same_graph, "time_limit": time_limit != 600.0,
+    }  # fmt: skip
+    if given := " and ".join(name for name, is_asked in asked.items() if is_asked):
+        raise ValueError(f"a pipeline is not priced again, only compared with its model; leave out {given}")
     misfits: tuple[str, ...] = ()
     try:
         captured_pipeline(model, example_inputs, solution)

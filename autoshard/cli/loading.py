@@ -81,8 +81,10 @@ def model_of(
 def models_for(output: Output, plan: Any, asked: Asked) -> tuple[Any, Any]:
     """What `verify` and `check` take beside a plan: its model and example inputs; of several programs, each of both by name."""
     several, path, model = hasattr(plan, "programs"), asked.solution, asked.model
-    file = model and model.partition("#")[0]
-    of_each = {name: (one, file and f"{file}#{name}", f"{path}#{name}") for name, one in plan.programs.items()} if several else {}
+    file, _, chosen = (model or "").partition("#")
+    if several and chosen:
+        raise ValueError(f"{path} is a plan of several programs, {model} is one of them; give {file}, or {path}#{chosen} and {model}")
+    of_each = {name: (one, f"{file}#{name}" if file else None, f"{path}#{name}") for name, one in plan.programs.items()} if several else {}
     plans = of_each or {"": (plan, model, path)}
     named = {name: model_of(one, written, asked.settings, where, asked.trust) for name, (one, written, where) in plans.items()}
     output.progress("building the model", 0.0)

@@ -169,7 +169,10 @@ def _alone(
     for shape, inputs, weight in program.variants(name):
         question = ask(program.model, inputs, mesh, options, clock)
         check_effects(question.with_options(training=True))  # options of training may be of the other programs
-        solved = best_choice(with_recomputed_blocks(with_number_of_microbatches(question)), share=SHARE)
+        asked = with_number_of_microbatches(question)
+        if (m := asked.options.microbatches) > 1 and not program.training:
+            raise ValueError(f"microbatches is {m} for program {name!r}, which trains nothing; give it to the Programs that train")
+        solved = best_choice(with_recomputed_blocks(asked), share=SHARE)
         one = solved.instance
         yield Piece(shape, one.formulated, one.problem, weight, name, switches, devices, program.keeps_state, one.layers), solved
 
