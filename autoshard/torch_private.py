@@ -79,10 +79,7 @@ FORMS = {  # by the name here: one form for each range of versions
     # process groups, simulated ranks, pipelines
     "Action": [Form("torch.distributed.pipelining.schedules:_Action")],
     "ComputationType": [Form("torch.distributed.pipelining.schedules:_ComputationType")],
-    "FakeStore": [Form("torch.testing._internal.distributed.fake_pg:FakeStore")],
     "GlooOptions": [Form("torch.distributed:ProcessGroupGloo._Options")],
-    "LocalTensor": [Form("torch.distributed._local_tensor:LocalTensor")],
-    "LocalTensorMode": [Form("torch.distributed._local_tensor:LocalTensorMode")],
     "PipelineScheduleRuntime": [Form("torch.distributed.pipelining.schedules:_PipelineScheduleRuntime")],
     "PipelineStageBase": [Form("torch.distributed.pipelining.stage:_PipelineStageBase")],
     "ReaderView": [Form("torch.distributed.checkpoint.utils:_ReaderView")],
@@ -105,7 +102,6 @@ ATTRIBUTES = {
     "_load_csv": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "_load_from_state_dict": "torch.nn.Module",
     "_local_tensor": "torch.distributed.tensor.DTensor",
-    "_local_tensors": "torch.distributed._local_tensor.LocalTensor",
     "_modules": "torch.nn.Module",
     "_parameters": "torch.nn.Module",
     "_prepare_schedule_with_comms": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",

@@ -23,7 +23,6 @@ UNSEEN = {
     ("simulate", "devices_per_node"): "one device is one node",
     ("verify", "dtype"): "nothing of so small a model is sharded, so no sum has another order",
     ("verify", "seed"): "nothing of so small a model is sharded, so it is exact for all values",
-    ("verify", "local_tensor_mode"): "torch's own mode finds nothing wrong, either",
     ("verify", "mark"): "the mark is in the plan's file",
     ("doctor", "batch"): "which operators a model has does not depend on sizes",
     ("doctor", "seq"): "which operators a model has does not depend on sizes",

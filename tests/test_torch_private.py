@@ -66,7 +66,6 @@ def objects() -> dict:
         "torch._ops.OpOverload": torch.ops.aten.mm.default,
         "torch.distributed.DeviceMesh": mesh,
         "torch.distributed.ProcessGroupGloo._Options": torch_private.GlooOptions(),
-        "torch.distributed._local_tensor.LocalTensor": torch_private.LocalTensor({0: torch.ones(1)}),
         "torch.distributed.pipelining.schedules._PipelineScheduleRuntime": torch_private.PipelineScheduleRuntime,  # its methods are read
         "torch.distributed.tensor.DTensor": DTensor.from_local(torch.ones(1), mesh, [Replicate()], run_check=False),
         "torch.fx.Graph": torch.fx.Graph(),

@@ -27,13 +27,10 @@ from autoshard.lower import (
     CannotRun,
     RankProgram,
     Verification,
-    draws,
     lower,
     out_of_step,
-    run_local_tensor,
     run_unsharded,
     verify_program,
-    with_errors_of,
 )
 from autoshard.lower import dry_run as lower_dry_run
 from autoshard.lower import plant_fault as put_fault
@@ -59,7 +56,6 @@ def verify(
     random: int = 0,
     seed: int = 0,
     plant_fault: bool = False,
-    local_tensor_mode: bool = False,
     device: str = "cpu",
     mark: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -68,8 +64,7 @@ def verify(
 
     The model may have other sizes than the one that was planned (a smaller batch, say), as long as the layouts divide them.
     random: so many more layouts, each drawn from the candidates. plant_fault: the negative control, one layout is falsified
-    and the answer must be no. local_tensor_mode: run the rank program once more under torch's LocalTensorMode, and compare its
-    results too. device: cpu, or cuda for the kernels and numbers of a GPU. Returns `ok`, `ranks`, `plans` [{seed,
+    and the answer must be no. device: cpu, or cuda for the kernels and numbers of a GPU. Returns `ok`, `ranks`, `plans` [{seed,
     max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}], and `device`, `torch` and
     `inputs`, which `solution.marked(report)` keeps with the plan. mark: a file to which the plan is written with these where the answer is
     ok, `FILE#NAME` for one program of several. ValueError when the solution is of another model.
@@ -79,18 +74,17 @@ def verify(
     `ok`, and the answer for each among `programs`.
     """
     report = progress or (lambda message, fraction: None)
-    _check_device(device, local_tensor_mode)
+    _check_device(device)
     if random < 0:
         raise ValueError(f"random is {random}; expected how many plans to draw, 0 or more")
     options: dict[str, Any] = {"random": random, "seed": seed, "plant_fault": plant_fault, "device": device}
-    options |= {"local_tensor_mode": local_tensor_mode}
     if isinstance(solution, ProgramsSolution):
         models = _by_program(model, example_inputs, solution)
         answers = {name: verify(*models[name], solution[name], progress=progress, **options) for name in solution}
         answer = {"ok": all(one["ok"] for one in answers.values()), "programs": answers}
     elif isinstance(solution, Pipeline):
-        if random or local_tensor_mode or device != "cpu":
-            raise ValueError("a pipeline runs on the CPU, with its own layouts; leave out random, local_tensor_mode and device")
+        if random or device != "cpu":
+            raise ValueError("a pipeline runs on the CPU, with its own layouts; leave out random and device")
         answer = _verify_stages(model, example_inputs, solution, seed, plant_fault)
     else:
         answer = _verify(model, example_inputs, solution, report, **options)
@@ -100,15 +94,12 @@ def verify(
 
 
 def _verify(
-    model: Any, example_inputs: Any, solution: Solution, report: Progress, *, random: int, seed: int, plant_fault: bool, device: str,
-    local_tensor_mode: bool,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any, example_inputs: Any, solution: Solution, report: Progress, *, random: int, seed: int, plant_fault: bool, device: str
+) -> dict[str, Any]:
     mesh = solution.mesh
     report("capturing the model", 0.0)
     captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, captured.graph).checked()
-    if local_tensor_mode:
-        _refuse_random_ops(graph)
     report("running the unsharded model", 0.1)
     held = constants(captured.fx_graph)
     values, reference = run_unsharded(
@@ -121,9 +112,6 @@ def _verify(
         report(f"running {mesh.num_devices} ranks, layouts {k + 1} of {len(plans)}", 0.2 + 0.8 * k / len(plans))
         layouts = put_fault(planned, graph, mesh, seed + k) if plant_fault else planned
         verification = verify_program(graph, layouts, results, mesh, values, expected, routes=routes, seed=seed, device=device)
-        if local_tensor_mode and verification.ok:
-            again = run_local_tensor(lower(graph, layouts, results, mesh, routes=routes), values)
-            verification = with_errors_of(verification, again, reference)
         rows.append(_row(drawn, verification))
     ok = all([row.pop("ok") for row in rows])
     return {"ok": ok, "ranks": mesh.num_devices, "plans": rows, **_ran_on(model, example_inputs, device)}
@@ -214,13 +202,11 @@ def _ran_on(model: nn.Module, example_inputs: Any, device: str) -> dict[str, Any
     return {"device": device, "torch": torch.__version__, "inputs": shapes}
 
 
-def _check_device(device: str, local_tensor_mode: bool) -> None:
+def _check_device(device: str) -> None:
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no GPU here; run it where one is, or see what a dry run tells: autoshard doctor")
-    if device != "cpu" and local_tensor_mode:
-        raise ValueError(f"local_tensor_mode runs on the CPU, and device is {device!r}; leave one out")
 
 
 def dry_run(
@@ -257,15 +243,6 @@ def _out_of_order(program: RankProgram, graph: Graph) -> Iterator[CannotRun]:
 
 def _replicated(inputs: Sequence[Any], outputs: Sequence[Any]) -> Placed:
     return Placed(tuple("R" for _ in inputs), tuple(None if tensor is None else "R" for tensor in outputs))
-
-
-def _refuse_random_ops(graph: Graph) -> None:
-    random_op = next((op.name for op in graph.ops if not op.is_placeholder and draws(op.target)), None)
-    if random_op is not None:
-        raise ValueError(
-            f"{random_op} draws random numbers (dropout), for which LocalTensorMode has a generator per rank, so that its masks differ "
-            "from the model's; leave local_tensor_mode out, or turn dropout off with model.eval() and plan that"
-        )
 
 
 def _drawn(graph: Graph, solution: Solution, count: int, seed: int) -> list[Layouts]:

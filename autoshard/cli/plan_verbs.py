@@ -107,7 +107,7 @@ def verify(asked: Asked, output: Output) -> int:
     output.progress("reading the plan", 0.0)
     loaded = load_any_plan(asked.solution, asked.mesh)
     module, example_inputs = models_for(output, loaded, asked)
-    options = {name: getattr(asked, name) for name in ("random", "seed", "plant_fault", "local_tensor_mode", "device")}
+    options = {name: getattr(asked, name) for name in ("random", "seed", "plant_fault", "device")}
     mark = asked.solution if asked.mark else None
     record = load_api().verify(module, example_inputs, loaded, mark=mark, progress=output.progress, **options)
     output.answer(record, lambda: load_report().verify_report(record))

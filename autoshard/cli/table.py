@@ -177,7 +177,6 @@ OWN: dict[str, dict[str, Typed]] = {
         "random": opt("Check this many plans drawn at random from the candidates too.", count(0), default=0),
         "seed": opt("Of the inputs and of the drawing.", count(0), default=0),
         "plant_fault": opt("Check a plan with a wrong row in it, which must fail.", SWITCH),
-        "local_tensor_mode": opt("Run the rank program under torch's LocalTensorMode as well (slower).", SWITCH),
         "device": opt("Where all ranks run: cpu or cuda.", RUNS_ON, default="cpu"),
         "mark": opt("Where the answer is ok, note that in the plan's file.", SWITCH),
         **ANSWER,

@@ -33,7 +33,6 @@ from autoshard.lower.generator import mixed as mixed
 from autoshard.lower.generator import state_of_generator as state_of_generator
 from autoshard.lower.issue_order import Issued as Issued
 from autoshard.lower.issue_order import out_of_step as out_of_step
-from autoshard.lower.local_tensor import run_local_tensor as run_local_tensor
 from autoshard.lower.program import LoadPlaceholder as LoadPlaceholder
 from autoshard.lower.program import RankProgram as RankProgram
 from autoshard.lower.program import Redistribute as Redistribute
@@ -57,7 +56,6 @@ from autoshard.lower.unsharded import run_unsharded as run_unsharded
 from autoshard.lower.unsharded import seeded as seeded
 from autoshard.lower.unsharded import state_of_module as state_of_module
 from autoshard.lower.unsharded import verify_graph as verify_graph
-from autoshard.lower.unsharded import with_errors_of as with_errors_of
 from autoshard.lower.verify import TOLERANCES as TOLERANCES
 from autoshard.lower.verify import Mismatch as Mismatch
 from autoshard.lower.verify import Verification as Verification

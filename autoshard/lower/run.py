@@ -298,11 +298,7 @@ def run_simulated(program: RankProgram, values: Mapping[str, Tensor]) -> dict[st
 
     ValueError when ranks that should hold the same tensor don't, or where a local shape isn't the planned one.
     """
-    return assembled(program, SimulatedRanks(program.mesh), values)
-
-
-def assembled(program: RankProgram, simulated: SimulatedRanks, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The program's global results."""
+    simulated = SimulatedRanks(program.mesh)
     for record in program.records:
         simulated.do(record, values)
     return {r.key: assemble(simulated.results[r.key], r.slot.layout, program.mesh) for r in program.results}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,21 +127,6 @@ def reduced(gradient: torch.Tensor, stored: torch.dtype, precision: Precision | 
     if precision is None:
         return gradient
     return gradient.to(getattr(torch, precision.reduce_dtype) if precision.reduce_dtype else gradient.dtype).to(stored)
-
-
-def with_errors_of(
-    verification: Verification, results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-) -> Verification:
-    """The verification with the errors of a second run where those are larger; a tensor that is zero but for rounding is measured
-    absolutely."""
-    worst = {"output": verification.max_relative_error_outputs, "gradient": verification.max_relative_error_gradients}
-    for key, y in results.items():
-        kind = key.split(":")[0]
-        if kind in worst:
-            x = reference[key]
-            scale = max(float(x.abs().max()), 1e-3) if x.numel() else 1.0
-            worst[kind] = max(worst[kind], float((y - x).abs().max()) / scale if x.numel() else 0.0)
-    return replace(verification, max_relative_error_outputs=worst["output"], max_relative_error_gradients=worst["gradient"])
 
 
 def verify_graph(graph: Graph, solution: Solution, seed: int = 0) -> Verification:

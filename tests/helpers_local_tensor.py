@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.lower.collectives import Groups
 from autoshard.lower.program import RankProgram, Redistribute, RunOp
-from autoshard.lower.run import SimulatedRanks, assembled, global_value, local_program, run_rank
+from autoshard.lower.run import SimulatedRanks, global_value, local_program, run_rank
 from autoshard.lower.sharding import assemble, local_tensors
 from autoshard.mesh import Mesh
-from autoshard.torch_private import FakeStore, LocalTensor, LocalTensorMode
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def run_local_tensor(program: RankProgram, values: Mapping[str, Tensor]) -> dict
     dist.init_process_group("fake", rank=0, world_size=mesh.num_devices, store=FakeStore())
     try:
         groups = Groups.of(init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axis_names))
-        return _run_once(program, values, groups) if program.is_even else assembled(program, _OneByOne(mesh, groups), values)
+        return _run_once(program, values, groups) if program.is_even else _one_by_one(program, values, groups)
     finally:
         dist.destroy_process_group()
 
@@ -51,6 +52,13 @@ def _run_once(program: RankProgram, values: Mapping[str, Tensor], groups: Groups
         results = run_rank(program, local, groups, coordinate)
     local_results = {key: [y._local_tensors[r] for r in range(mesh.num_devices)] for key, y in results.items()}  # type: ignore[attr-defined]
     return {record.key: assemble(local_results[record.key], record.slot.layout, mesh) for record in program.results}
+
+
+def _one_by_one(program: RankProgram, values: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    simulated = _OneByOne(program.mesh, groups)
+    for record in program.records:
+        simulated.do(record, values)
+    return {r.key: assemble(simulated.results[r.key], r.slot.layout, program.mesh) for r in program.results}
 
 
 class _OneByOne(SimulatedRanks):
