@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write | --write-memory]
 
---write-memory leaves the constants of the time alone: every plan is priced with them, and formulas of memory say nothing of them.
+--write-memory writes how far off predicted memory is, and leaves the constants of the time alone: nothing of memory is fitted.
 
 Robust least squares of predicted / measured seconds - 1, each squared error weighted by 1/sqrt(rows of its source), with a penalty for
 leaving the published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline
@@ -18,18 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from published import Table, by_source, constants_of, folds, read
+from published import Table, by_source, constants_of, figure_of, folds, predicted_memory, read
 from scipy.optimize import least_squares
 
-from autoshard.cost.devices import (
-    MEMORY_CONSTANTS,
-    memory_constants,
-    stack_constants,
-)
 from autoshard.devices import DEVICE_FILES
 from autoshard.launch.block_time import RunConstants
 from autoshard.launch.blocks_of_stages import Stages, stages
-from autoshard.launch.peak_memory import peak_bytes
 from autoshard.launch.step_time import step_seconds
 
 ROBUST = 0.15  # relative errors beyond count less and less
@@ -40,7 +34,6 @@ OF_STACK = {"host": 0.5, "traffic": 0.3, "fixed": 0.7}
 LEVELS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEWEST_CELLS = 4
 PENALTY = 0.6
-MEMORY_ROBUST, MEMORY_PENALTY = 0.05, 4.0
 STEP = 1e-4  # of the Jacobian's differences
 
 
@@ -122,38 +115,6 @@ def _robust(error: np.ndarray) -> np.ndarray:
     return np.sign(error) * ROBUST * np.sqrt(np.log1p((error / ROBUST) ** 2))
 
 
-def memory_of(table: Table, x: Mapping[str, np.ndarray]) -> RunConstants:
-    """The constants with those of the memory changed. x: logarithms of changes by stack; a stack without them is as published."""
-    published, none = memory_constants(table.runs.stack, fitted=False), np.zeros(len(MEMORY_CONSTANTS))
-    change = np.exp(np.array([x.get(name, none) for name in table.runs.stack])).T
-    memory = {name: getattr(published, name) * change[j] for j, name in enumerate(MEMORY_CONSTANTS)}
-    return replace(constants_of(table.runs), memory=replace(published, **memory))
-
-
-def fitted_memory(table: Table) -> dict[str, np.ndarray]:
-    """Changes of each stack's memory constants, from its rows with measured bytes."""
-    table, changes = table[~np.isnan(table.bytes)], {}
-    for name in sorted(set(table.runs.stack)):
-        part = table[table.runs.stack == name]
-        split = stages(part.runs, stack_constants(part.runs.stack).balanced > 0)
-
-        def residuals(x: np.ndarray, part: Table = part, split: Stages = split, name: str = name) -> np.ndarray:
-            error = peak_bytes(part.runs, memory_of(part, {name: x}), split) / part.bytes - 1
-            return np.concatenate([np.sqrt(np.log1p((error / MEMORY_ROBUST) ** 2)), MEMORY_PENALTY * x])
-
-        changes[name] = least_squares(residuals, np.zeros(len(MEMORY_CONSTANTS)), max_nfev=60).x
-    return changes
-
-
-def held_out_memory(table: Table, count: int | None) -> np.ndarray:
-    """Predicted bytes of every row, crashed ones too, by the fit to the folds that it is not in."""
-    fold, bytes = folds(table, count), np.full(len(table), np.nan)
-    for k in sorted(set(fold)):
-        part = table[fold == k]
-        bytes[fold == k] = peak_bytes(part.runs, memory_of(part, fitted_memory(table[fold != k])))
-    return bytes
-
-
 def held_out(table: Table, count: int | None, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> np.ndarray:
     """Predicted seconds of every row by the fit to the folds that it is not in."""
     fold, start = folds(table, count), Fit.none(table)
@@ -165,15 +126,25 @@ def held_out(table: Table, count: int | None, *, without: frozenset[str] = froze
 
 
 def error_quantiles(table: Table, seconds: np.ndarray) -> dict[str, list[float]]:
-    """Quantiles, at LEVELS, of log(measured / predicted) by stack, every cell weighing the same; a stack with few cells has the errors of
-    all stacks, as "other" has. seconds: of runs that the prediction was not fitted to."""
+    """Quantiles, at LEVELS, of log(measured / predicted) seconds by stack. seconds: of runs that the prediction was not fitted to."""
     timed = ~table.crashed & ~table.apart & ~np.isnan(seconds)
-    error, cell = np.log(table.seconds / seconds), table.cell
-    weight = np.array([1 / (timed & (cell == name)).sum() if ok else 0.0 for name, ok in zip(cell, timed)])
-    names = sorted(set(table.runs.stack))
-    masks = {name: timed & (table.runs.stack == name) for name in names}
+    return _by_stack(table, np.log(table.seconds / seconds), timed)
+
+
+def memory_quantiles(table: Table) -> dict[str, list[float]]:
+    """The same of peak bytes, of the figure that each row's source measures."""
+    error = np.log(table.bytes / figure_of(predicted_memory(table.runs), table.source))
+    return _by_stack(table, error, ~np.isnan(error))
+
+
+def _by_stack(table: Table, error: np.ndarray, counted: np.ndarray) -> dict[str, list[float]]:
+    """Every cell weighs the same; a stack with few cells has the errors of all stacks, as "other" has."""
+    cell = table.cell
+    weight = np.array([1 / (counted & (cell == name)).sum() if ok else 0.0 for name, ok in zip(cell, counted)])
+    names = sorted(set(table.runs.stack[counted]))
+    masks = {name: counted & (table.runs.stack == name) for name in names}
     shares = {name: weight / max(weight[mask].sum(), 1e-9) * mask for name, mask in masks.items()}
-    pooled = _quantiles(error, sum(shares.values()), len(set(cell[timed])))
+    pooled = _quantiles(error, sum(shares.values()), len(set(cell[counted])))
     cells = {name: len(set(cell[mask])) for name, mask in masks.items()}
     return {"other": pooled, **{n: _quantiles(error, shares[n], cells[n]) if cells[n] >= FEWEST_CELLS else pooled for n in names}}
 
@@ -187,7 +158,7 @@ def _quantiles(error: np.ndarray, weight: np.ndarray, cells: int) -> list[float]
     return [float(f"{value:.4g}") for value in median + (values - median) * (1 + 1 / cells)]
 
 
-def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapping[str, list[float]]) -> None:
+def write(fit: Fit, table: Table, memory: Mapping[str, list[float]], errors: Mapping[str, list[float]]) -> None:
     """The fitted figures into the device files, each with the number of rows behind it."""
     timed = ~table.crashed & ~table.apart
     for i, name in enumerate(fit.devices):
@@ -208,13 +179,11 @@ def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapp
     write_memory(memory)
 
 
-def write_memory(memory: Mapping[str, np.ndarray]) -> None:
+def write_memory(errors: Mapping[str, list[float]]) -> None:
     path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
-    for name in memory.keys() & stacks:
-        for constant, change in zip(MEMORY_CONSTANTS, memory[name]):
-            one = stacks[name]["memory"][constant]
-            one["fitted"] = float(f"{one['published'] * np.exp(change):.4g}")
+    for name in stacks:
+        stacks[name]["memory_errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
     path.write_text(json.dumps(stacks, indent=1) + "\n")
 
 
@@ -244,7 +213,7 @@ def main() -> None:
     arguments = parser.parse_args()
     table = read(arguments.runs)
     if arguments.write_memory:
-        write_memory(fitted_memory(table))
+        write_memory(memory_quantiles(table))
         return
     print("published constants"), report(table, predict(table, Fit.none(table)))
     print(f"held out, {arguments.folds} folds of whole cells")
@@ -253,7 +222,7 @@ def main() -> None:
     fit = fitted(table, Fit.none(table))
     print("in sample"), report(table, predict(table, fit))
     if arguments.write:
-        write(fit, table, fitted_memory(table), error_quantiles(table, seconds))
+        write(fit, table, memory_quantiles(table), error_quantiles(table, seconds))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.cost import spread_of
 from autoshard.devices import known_devices
 from autoshard.launch.block_time import RECOMPUTED, RunConstants
-from autoshard.launch.peak_memory import USABLE
+from autoshard.launch.peak_memory import Memory, chance_to_fit, memory_of
 from autoshard.launch.runs import PRECISIONS, TrainingRuns
 from autoshard.launch.step_time import step_seconds
 
@@ -29,7 +29,8 @@ TABLE = {
     "device": "gpu", "per_node": "gpn", "network": "link_per_gpu", "memory": "gpu_mem",
 }  # fmt: skip
 WORDS = ("stack", "recompute", "precision", "device")
-MOST, ERROR = 0.97, 0.12  # share of a device's memory that a run can have; standard deviation of log(measured / predicted) bytes
+# what a source's figure of memory is: torchtitan's metrics log max_reserved, the others max_allocated
+FIGURES = {"torchtitan": "reserved"}
 DEVICES = {"h100tt": "h100_500w"}  # the table's name of a part: ours
 STACKS = {
     "vtrain_single": "vtrain", "vtrain_multi": "vtrain", "nanotron_tp": "nanotron", "oom_nanotron": "nanotron",
@@ -85,6 +86,7 @@ def runs_of(rows: Iterable[Mapping[str, Any]]) -> TrainingRuns:
     table = list(rows)
     columns = {name: _column(table, written, name in WORDS) for name, written in TABLE.items()}
     devices = columns["data"] * columns["tensor"] * columns["pipeline"] * columns["context"]
+    columns["compiled_loss"] = np.array([float(row.get("compiled_loss", 0)) for row in table])
     return TrainingRuns({**columns, "devices": devices, "global_batch": columns["accumulated"] * columns["microbatch"] * columns["data"]})
 
 
@@ -123,16 +125,19 @@ def tokens_per_second(runs: TrainingRuns, seconds: np.ndarray) -> np.ndarray:
     return runs.global_batch * runs.seq / seconds / runs.devices
 
 
-def fits(runs: TrainingRuns, bytes: np.ndarray) -> np.ndarray:
-    """Whether each run with predicted `bytes` per device is predicted to run: within USABLE of its memory, and a block for every stage."""
-    return (bytes <= USABLE * runs.memory) & (runs.pipeline < runs.layers)
+def predicted_memory(runs: TrainingRuns) -> Memory:
+    return memory_of(runs, constants_of(runs))
 
 
-def chance_to_fit(runs: TrainingRuns, bytes: np.ndarray) -> np.ndarray:
-    """The probability that a run with predicted `bytes` per device does not crash: the error of their logarithm is taken as normal."""
-    known = (np.log(MOST * np.maximum(runs.memory, 1.0)) - np.log(bytes)) / ERROR
-    below = np.vectorize(math.erfc, otypes=[float])(-known / math.sqrt(2)) / 2
-    return np.where(runs.pipeline < runs.layers, below, 0.0)
+def figure_of(memory: Memory, source: np.ndarray) -> np.ndarray:
+    """The bytes that each row's source has measured."""
+    kind = np.array([FIGURES.get(name, "allocated") for name in source.tolist()])
+    return np.where(kind == "reserved", memory.reserved, memory.allocated)
+
+
+def chance_to_run(runs: TrainingRuns, bytes: np.ndarray) -> np.ndarray:
+    """The probability that a run that needs `bytes` of its device does not crash; it has a block for every stage, or it does."""
+    return np.where(runs.pipeline < runs.layers, chance_to_fit(bytes, runs.memory, runs.stack), 0.0)
 
 
 def _named(row: Mapping[str, str]) -> dict[str, str]:
@@ -140,6 +145,8 @@ def _named(row: Mapping[str, str]) -> dict[str, str]:
     counts only the former."""
     named = {**row, "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])}
     if row["src"] == "torchtitan":
+        named["compiled_loss"] = str(int("202506" in row["source"]))  # earlier releases compiled blocks alone
+        named["zero"] = "2" if int(row["pp"]) > 1 else row["zero"]  # nothing is resharded after the forward of a pipeline
         named["shard"] = str(int(row["shard"]) * int(row["cp"] or 1))
     return named
 

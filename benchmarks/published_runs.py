@@ -22,12 +22,12 @@ from pathlib import Path
 
 import expert_runs
 import numpy as np
-from fit_devices import LEVELS, error_quantiles, held_out, held_out_memory
-from published import FEWEST, Table, by_source, chance_to_fit, constants_of, fits, interval, predicted_seconds, read
+from fit_devices import LEVELS, error_quantiles, held_out, memory_quantiles
+from published import FEWEST, Table, by_source, chance_to_run, figure_of, interval, predicted_memory, predicted_seconds, read
 from published import folds as cells_folds
 from scipy.stats import spearmanr
 
-from autoshard.launch.peak_memory import peak_bytes
+from autoshard.launch.peak_memory import Memory, chance_within
 from autoshard.launch.step_time import EFFECTS
 
 
@@ -40,20 +40,45 @@ def rows_of(error: np.ndarray, predicted: np.ndarray, measured: np.ndarray) -> d
     return {"n": len(error), **{name: None if math.isnan(value) else float(value) for name, value in figures.items()}}
 
 
-def memory_rows(table: Table, bytes: np.ndarray, mask: np.ndarray) -> dict:
+def memory_rows(table: Table, memory: Memory, mask: np.ndarray) -> dict:
+    """Errors of the figure that the source measures."""
     known = mask & ~np.isnan(table.bytes)
-    error = np.abs(bytes[known] / table.bytes[known] - 1)
-    return {"n": int(known.sum()), "median": float(np.median(error)) if len(error) else None}
+    error = figure_of(memory, table.source)[known] / table.bytes[known] - 1
+    median, bias = (float(np.median(e)) if len(e) else None for e in (np.abs(error), error))
+    return {"n": int(known.sum()), "median": median, "bias": bias}
 
 
-def fits_right(table: Table, bytes: np.ndarray, of_source: np.ndarray) -> float | None:
-    """Share of runs whose running or crashing was predicted; None where no run crashed. A configuration that also ran has run."""
+def crashed_configurations(table: Table) -> np.ndarray:
+    """Which rows crashed; a configuration that also ran has run."""
+    ran = {key for key, crashed in zip(configurations(table), table.crashed) if not crashed}
+    return np.array([crashed and key not in ran for key, crashed in zip(configurations(table), table.crashed)], dtype=bool)
+
+
+def fits_right(table: Table, chance: np.ndarray, of_source: np.ndarray) -> float | None:
+    """Share of runs whose running or crashing was predicted; None where no run crashed."""
     if not table.crashed[of_source].any():
         return None
-    runs = fits(table.runs, bytes)
-    ran = {key for key, crashed in zip(configurations(table), table.crashed) if not crashed}
-    crashed = np.array([crashed and key not in ran for key, crashed in zip(configurations(table), table.crashed)])
-    return float((runs == ~crashed)[of_source].mean())
+    return float(((chance >= 0.5) == ~crashed_configurations(table))[of_source].mean())
+
+
+def calibration(table: Table, chance: np.ndarray) -> list[dict]:
+    """Of the runs with a chance to fit in a range, how many crashed."""
+    known, crashed, rows = table.runs.memory > 0, crashed_configurations(table), []
+    for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)):
+        inside = known & (chance >= low) & ((chance < high) | (high == 1.0))
+        rows.append({"from": low, "to": high, "runs": int(inside.sum()), "crashed": float(crashed[inside].mean()) if inside.any() else None})
+    return rows
+
+
+def held_out_chance(table: Table, bytes: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """The chance to run by the errors of the other folds."""
+    chance = np.zeros(len(table))
+    for k in sorted(set(fold)):
+        rows = np.flatnonzero(fold == k)
+        quantiles = memory_quantiles(table[fold != k])
+        errors = np.array([quantiles.get(name, quantiles["other"]) for name in table.runs.stack[rows]])
+        chance[rows] = chance_within(bytes[rows], table.runs.memory[rows], np.array(LEVELS), errors)
+    return np.where(table.runs.pipeline < table.runs.layers, chance, 0.0)
 
 
 def configurations(table: Table) -> list[tuple]:
@@ -61,14 +86,14 @@ def configurations(table: Table) -> list[tuple]:
     return [tuple(row[name] for name in names) for row in table.rows]
 
 
-def compared(table: Table, seconds: np.ndarray, unfitted: np.ndarray, bytes: np.ndarray) -> dict:
+def compared(table: Table, seconds: np.ndarray, unfitted: np.ndarray, memory: Memory, chance: np.ndarray) -> dict:
     error, before = seconds / table.seconds - 1, unfitted / table.seconds - 1
     sources, few, apart, means, plain = {}, {}, {}, [], []
     for name, rows in by_source(table, np.ones(len(table), dtype=bool)).items():
         timed, of_apart = rows & ~table.crashed & ~table.apart, rows & ~table.crashed & table.apart
-        memory = memory_rows(table, bytes, rows & ~table.crashed)
+        bytes = memory_rows(table, memory, rows & ~table.crashed)
         row = rows_of(error[timed], seconds[timed], table.seconds[timed])
-        row |= {"memory": memory, "fits_right": fits_right(table, bytes, rows)}
+        row |= {"memory": bytes, "fits_right": fits_right(table, chance, rows)}
         row["unfitted_mean"] = float(np.abs(before[timed]).mean()) if timed.any() else None
         if of_apart.any():
             apart[name] = rows_of(error[of_apart], seconds[of_apart], table.seconds[of_apart])
@@ -80,7 +105,8 @@ def compared(table: Table, seconds: np.ndarray, unfitted: np.ndarray, bytes: np.
         plain.append(row["unfitted_mean"])
     average = {name: float(np.mean(values)) if values else None for name, values in (("", means), ("unfitted_", plain))}
     average = {f"{name}mean_of_means": value for name, value in average.items()}
-    return {"sources": sources, **average, "inexpressible": table.inexpressible, "few_rows": few, "set_apart": apart}
+    return {"sources": sources, **average, "inexpressible": table.inexpressible, "few_rows": few, "set_apart": apart,
+            "calibration": calibration(table, chance)}  # fmt: skip
 
 
 def coverage(table: Table, seconds: np.ndarray, fold: np.ndarray | None, share: float = 0.8) -> dict[str, float]:
@@ -113,14 +139,13 @@ def ablation(table: Table, count: int) -> dict[str, float]:
     return {"everything": base, **{effect: score(frozenset({effect})) - base for effect in EFFECTS}}
 
 
-def chosen(table: Table, seconds: np.ndarray, bytes: np.ndarray) -> list[dict]:
+def chosen(table: Table, seconds: np.ndarray, chance: np.ndarray) -> list[dict]:
     """nanotron's cells: regret 1 - best measured / measured of the first choice of the predictor and of the rule; a crash is 1.
 
     A configuration that ran several times took the median. Both choose among configurations predicted to fit. The predictor: least
     seconds / chance to fit. The rule: least tensor * pipeline, then largest microbatch, ZeRO-1 first.
     """
-    risky = seconds / np.maximum(chance_to_fit(table.runs, bytes), 1e-6)
-    fitting = fits(table.runs, bytes)
+    risky, fitting = seconds / np.maximum(chance, 1e-6), chance >= 0.5
     keys = configurations(table)
     measured: dict[tuple, list[float]] = {}  # of a configuration, also where it crashed another time
     for key, s in zip(keys, table.seconds):
@@ -148,7 +173,7 @@ def percent(value: float | None) -> str:
 def print_comparison(record: dict) -> None:
     print(
         f"{'source':14} {'n':>5}",
-        *(f"{title:>7}" for title in ("mean", "median", "p90", "bias", "rank", "unfit", "mem n", "median", "fits")),
+        *(f"{title:>7}" for title in ("mean", "median", "p90", "bias", "rank", "unfit", "mem n", "median", "bias", "fits")),
     )
     for title, rows in (("", record["sources"]), ("fewer than five rows", record["few_rows"])):
         if title and rows:
@@ -156,13 +181,14 @@ def print_comparison(record: dict) -> None:
         for name, row in rows.items():
             rank = f"{row['rank']:7.2f}" if row["rank"] is not None else "      -"
             errors = " ".join(percent(row[key]) for key in ("mean", "median", "p90", "bias"))
-            memory = f"{row['memory']['n']:7d} {percent(row['memory']['median'])}"
+            memory = f"{row['memory']['n']:7d} {percent(row['memory']['median'])} {percent(row['memory']['bias'])}"
             print(f"{name:14} {row['n']:5d} {errors} {rank} {percent(row['unfitted_mean'])} {memory} {percent(row['fits_right'])}")
     for name, row in record["set_apart"].items():
         print(
             f"set apart (suspect, old pipeline code): {name} {row['n']} rows, mean {percent(row['mean'])}, median {percent(row['median'])}"
         )
     print(f"mean of source means {percent(record['mean_of_means'])} %; nothing fitted {percent(record['unfitted_mean_of_means'])} %")
+    print("chance to fit: crashed", *(f"{r['from']:.0%}-{r['to']:.0%} {percent(r['crashed']).strip()} % of {r['runs']}" for r in record["calibration"]))
     for why, count in record["inexpressible"].items():
         print(f"not expressible: {count} rows, {why}")
 
@@ -185,13 +211,15 @@ def main() -> None:
     folds = None if arguments.by_source else arguments.folds or (5 if arguments.ablation or arguments.choose else 0)
     again = folds != 0  # fitted again, without what is predicted
     seconds = held_out(table, folds) if again else predicted_seconds(table.runs)
-    bytes = held_out_memory(table, folds) if again else peak_bytes(table.runs, constants_of(table.runs))
-    record = compared(table, seconds, predicted_seconds(table.runs, fitted=False), bytes)
+    memory = predicted_memory(table.runs)
+    bytes = memory.device
+    chance = held_out_chance(table, bytes, cells_folds(table, folds)) if again else chance_to_run(table.runs, bytes)
+    record = compared(table, seconds, predicted_seconds(table.runs, fitted=False), memory, chance)
     record["coverage_of_80_percent"] = coverage(table, seconds, cells_folds(table, folds) if again else None)
     if arguments.ablation:
         record["ablation"] = ablation(table, folds or 5)
     if arguments.choose:
-        record["choice"] = chosen(table, seconds, bytes)
+        record["choice"] = chosen(table, seconds, chance)
     if arguments.json:
         print(json.dumps(record))
         return

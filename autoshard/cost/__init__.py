@@ -30,6 +30,7 @@ from autoshard.cost.devices import StackConstants as StackConstants
 from autoshard.cost.devices import device_constants as device_constants
 from autoshard.cost.devices import kernel_columns as kernel_columns
 from autoshard.cost.devices import memory_constants as memory_constants
+from autoshard.cost.devices import memory_errors as memory_errors
 from autoshard.cost.devices import spread_of as spread_of
 from autoshard.cost.devices import stack_constants as stack_constants
 from autoshard.cost.kernels import Ring as Ring

@@ -42,20 +42,33 @@ SCORE_BYTES = 10.0  # per score of unfused attention, forward: scale and mask, s
 FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
 
 
-def _every_second(tasks: tuple[BlockTask, ...]) -> tuple[BlockTask, ...]:
-    """By torchtitan's selective recomputation of ops: all but every second matmul, attention, and what was scattered."""
+Keeps = Callable[[int, BlockTask], bool]
+
+
+def _nothing(tasks: tuple[BlockTask, ...]) -> Keeps:
+    return lambda i, task: False
+
+
+def _every_second(tasks: tuple[BlockTask, ...]) -> Keeps:
+    """By torchtitan's selective recomputation of ops: every second matmul, attention, and what was scattered."""
     matmuls = [i for i, task in enumerate(tasks) if task.kind == "matmul"][::2]
-    return again(tasks, lambda i, task: task.kind == "attention" or task.collective == "reduce_scatter" or i in matmuls)
+    return lambda i, task: task.kind == "attention" or task.collective == "reduce_scatter" or i in matmuls
 
 
-# What of a block's forward is computed again.
-RECOMPUTED: dict[str, Callable[[tuple[BlockTask, ...]], tuple[BlockTask, ...]]] = {
-    "none": lambda tasks: (),
-    **dict.fromkeys(("full", "selective_frac", "selective_layer"), lambda tasks: again(tasks, lambda i, task: False)),
+# Which results of a block's forward are kept where the rest is computed again.
+KEEPS: dict[str, Callable[[tuple[BlockTask, ...]], Keeps]] = {
+    **dict.fromkeys(("full", "selective_frac", "selective_layer"), _nothing),
     **dict.fromkeys(("selective_op", "default"), _every_second),
-    "attn": lambda tasks: tuple(replace(task, after=()) for task in tasks if task.kind == "attention"),  # Korthikanti et al.
 }
 PART = {"selective_frac": 0.5, "selective_layer": 0.5}  # of the blocks: every second one, or a share that is not published
+RECOMPUTED = ("none", "attn", *KEEPS)
+
+
+def recomputed(tasks: tuple[BlockTask, ...], recompute: str) -> tuple[BlockTask, ...]:
+    """What of a block's forward is computed again: by Korthikanti et al. ("attn") attention alone."""
+    if recompute == "attn":
+        return tuple(replace(task, after=()) for task in tasks if task.kind == "attention")
+    return again(tasks, KEEPS[recompute](tasks)) if recompute in KEEPS else ()
 
 
 @dataclass(frozen=True)
@@ -167,7 +180,7 @@ class _OneKind:
     def blocks(self, tasks: Mapping[str, tuple[BlockTask, ...]], recompute: str) -> tuple[Block, Block]:
         runs, constants, share = self.runs, self.constants, PART.get(recompute, 1.0)
         forward, backward = tasks["forward block"], tasks["backward block"]
-        repeated = RECOMPUTED[recompute](forward) if constants.has("recompute") else ()
+        repeated = recomputed(forward, recompute) if constants.has("recompute") else ()
         gathers = 2 * (runs.sequence_parallel > 0) * (runs.tensor > 1) * constants.stack.regathers  # of the inputs of matmuls
         back, once_more = self._parts(backward, self.of_block), self._parts(repeated, self.of_block)
         back = {kind: seconds + share * once_more[kind] for kind, seconds in back.items()}

@@ -1,76 +1,229 @@
-"""Peak bytes per device of each run.
+"""Bytes per device of each run, from the program of its blocks and what its launcher keeps: by kind, stage and moment.
 
-    peak = fixed + states * S + gathered + max over stages of (in flight * layers * A + working + logits * V)            (`peak_bytes`)
+    allocated = max over stages and moments of
+        parameters, gradients, optimizer    of the stage, sharded as ZeRO says                               (`state_bytes`)
+        gathered        FSDP's whole parameters at hand, and whole gradients on their way to be reduced      (`_gathered`)
+        activations     in flight * blocks * what a block keeps for its backward                             (block_memory.py)
+        temporaries     what recomputation and the backward of one block hold besides
+        logits          of the last stage: those of the loss and their gradients
+    reserved  = allocated and what the caching allocator holds besides
+    device's  = reserved, and contexts of CUDA, NCCL and cuBLAS
 
-    S         parameters (2 bytes, or 4 with FSDP), gradients and optimizer state (12, with FSDP 8) of the stage, divided as ZeRO says
-    A         activations of a block and microbatch: attention * (norms, projections and attention) + mlp * (hidden features)
-              + gathered * (sequence parallel matmuls' gathered inputs), or with full recomputation the block's input alone
-    working   with recomputation, one block's activations                     V   float32 logits of the last stage
-    in flight min(microbatches, p) on all stages but the last, which holds one; interleaved stages hold (p - 1) / (p v) more
-              (Narayanan et al. 2021)
-
-The factors are of a software stack: what autograd saves and allocators keep.
+In flight are p - s microbatches on stage s of p with 1F1B, all with GPipe, p on each device with V-shaped schedules; with v stages per
+device (p - 1) / v more (Narayanan et al. 2021). No factor is fitted: what a stack keeps is described, with its source, in
+cost/devices/stacks.json, and how far off that was on published runs is what `Memory.chance` is computed from.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
 import numpy as np
 
-from autoshard.cost import StackConstants
+from autoshard.cost import StackConstants, memory_errors
 
-from .block_time import RunConstants
+from .block_memory import input_bytes, kept_bytes, largest_live, result_bytes
+from .block_time import GROUPED, KEEPS, PART, Names, RunConstants
 from .blocks_of_stages import Stages, stages
-from .runs import TrainingRuns
+from .captured_block import Sizes, tasks_of
+from .runs import V_SHAPED, TrainingRuns
 
-KEPT = {"none": 1.0, "attn": 1.0, "full": 0.0, "selective_op": 0.5, "default": 0.5, "selective_frac": 0.5, "selective_layer": 0.5}
-USABLE = 0.9  # of a device's memory: the rest is the driver's, the communicators', lost to fragments, and the formula's error
+USABLE = 0.92  # of a device's memory: an answer that needs more is never given without saying so
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporaries", "logits")
+MOMENTS = ("loss", "backward", "update")
+COMPILED_LOSS, PARALLEL_LOSS = 4.0, 4.0  # bytes per logit: 16 bits and their gradient; exponentials that torch's sharded loss computes again
+SCORES = 5.0  # bytes per score of unfused attention that are kept: the softmax and the mask and result of its dropout
+Kinds = dict[str, np.ndarray]  # bytes by kind
+
+
+class Peak(NamedTuple):
+    """Of one stage at one moment; an entry per run, 0 where a run has no such stage."""
+
+    stage: str  # first, inner, last
+    moment: str  # one of MOMENTS
+    kinds: Kinds
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return sum(self.kinds.values())  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What runs need of a device: at every stage and moment that can be the fullest."""
+
+    peaks: tuple[Peak, ...]
+    pools: np.ndarray  # bytes that the allocator holds besides: for other streams, and freed ones that nothing fits into
+    fragments: np.ndarray  # ... and relative to what is allocated
+    context: np.ndarray  # bytes
+    bias: float = 1.0  # measured / predicted of the user's own runs
+
+    @property
+    def allocated(self) -> np.ndarray:
+        return self.bias * np.max([peak.bytes for peak in self.peaks], axis=0)
+
+    @property
+    def reserved(self) -> np.ndarray:
+        return self.allocated * (1 + self.fragments) + self.bias * self.pools
+
+    @property
+    def device(self) -> np.ndarray:
+        """With contexts: what nvidia-smi shows."""
+        return self.reserved + self.context
+
+    def fullest(self, i: int = 0, stage: str = "") -> Peak:
+        """When run i needs most, on a stage or on all."""
+        return max((peak for peak in self.peaks if stage in ("", peak.stage)), key=lambda peak: float(peak.bytes[i]))
+
+    def with_more(self, kinds: Kinds) -> Memory:
+        """With more bytes of some kinds on every stage, at every moment."""
+        peaks = [peak._replace(kinds={**peak.kinds, **{k: peak.kinds[k] + more for k, more in kinds.items()}}) for peak in self.peaks]
+        return replace(self, peaks=tuple(peaks))
 
 
 def peak_bytes(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> np.ndarray:
-    """Bytes per device on the fullest stage. split: as in `step_seconds`."""
+    """Bytes per device on the fullest stage, contexts among them. split: as in `step_seconds`."""
+    return memory_of(runs, constants, split).device
+
+
+def chance_to_fit(bytes: np.ndarray, limit: np.ndarray | float, stacks: Names) -> np.ndarray:
+    """The probability that runs with predicted `bytes` need no more than `limit`, by the errors of kept runs of their stacks."""
+    return chance_within(bytes, limit, *memory_errors(stacks))
+
+
+def chance_within(bytes: np.ndarray, limit: np.ndarray | float, levels: np.ndarray, quantiles: np.ndarray) -> np.ndarray:
+    """levels, quantiles [runs, levels]: of log(measured / predicted). Beyond the outermost ones, errors as far again have no chance left."""
+    room = np.log(np.maximum(limit, 1.0) / np.maximum(bytes, 1.0))
+    width = quantiles[:, -1:] - quantiles[:, :1] + 1e-6
+    known = np.concatenate([quantiles[:, :1] - width, quantiles, quantiles[:, -1:] + width], axis=1)
+    known, at = known + 1e-9 * np.arange(known.shape[1]), np.array([0.0, *levels, 1.0])
+    above = np.clip((room[:, None] >= known).sum(axis=1), 1, known.shape[1] - 1)
+    rows = np.arange(len(room))
+    low, high = known[rows, above - 1], known[rows, above]
+    return np.clip(at[above - 1] + (at[above] - at[above - 1]) * (room - low) / (high - low), 0.0, 1.0)
+
+
+def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> Memory:
+    """Of every run. split: as in `step_seconds`."""
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
-    p, table = runs.pipeline, runs.table_parameters
-    one = p == 1
+    p, one, none = runs.pipeline, runs.pipeline == 1, np.zeros(len(runs))
+    kept, working = activation_bytes(runs, constants)
+    logits, table = logits_bytes(runs, constants), runs.table_parameters
     both = (2 - runs.tied) * table
-    logits = logits_bytes(runs) * constants.memory.logits
-    flight = np.minimum(runs.microbatches, p) * (1 + np.where(runs.virtual > 1, (p - 1) / (p * runs.virtual), 0.0))
-    flight = np.where(one, 1.0, flight)
-    first = _stage(runs, constants, np.where(one, runs.layers, split.first), np.where(one, both, table), flight)
-    second = _stage(runs, constants, split.largest, 0.0, flight)
-    last = _stage(runs, constants, split.last, np.where(one, both, table), 1.0) + logits
-    return constants.memory.fixed + np.where(one, first + logits, np.maximum(np.maximum(first, second), last))
+    folded = np.isin(schedules(runs), V_SHAPED) & ~one  # the first device has the last stage, too
+    # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
+    unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
+    appear = (runs.zero >= 2) & (runs.microbatches == 1)  # autograd's gradients, which are none before the first backward
+    places = (
+        ("first", np.ones(len(runs), bool), 0, split.first, np.where(one | folded, both, table), one | folded),
+        ("inner", p > 2, 1, split.largest, none, none > 0),
+        ("last", p > 1, p - 1, split.last, np.where(folded, 0.0, table), ~folded),
+    )
+    peaks = []
+    for stage, exists, place, blocks, tables, head in places:
+        of_blocks = blocks * runs.block_parameters / runs.tensor
+        parameters = of_blocks + tables / runs.tensor
+        activations = in_flight(runs, place) * blocks * kept
+        for moment in MOMENTS:
+            kinds = state_bytes(runs, parameters, constants)
+            kinds["parameters"] = kinds["parameters"] + np.where(runs.itemsize() < 2, constants.memory.copies8, 0.0) * of_blocks
+            if moment == "loss":
+                kinds["gradients"] = np.where(appear, 0.0, kinds["gradients"])
+            kinds["gathered"] = _gathered(runs, constants.stack, parameters, tables / runs.tensor, moment)
+            kinds["activations"] = none if moment == "update" else activations
+            kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
+            kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
+            peaks.append(Peak(stage, moment, {kind: np.where(exists, bytes, 0.0) for kind, bytes in kinds.items()}))
+    return Memory(tuple(peaks), _pools(runs, constants, both), constants.memory.fragments, constants.memory.context)
 
 
-def state_bytes(runs: TrainingRuns, parameters: np.ndarray, stack: StackConstants) -> np.ndarray:
-    """Parameters, gradients and optimizer state of `parameters` of one device, before ZeRO divides them."""
-    gradients, fully = np.maximum(stack.gradient_bytes, 2.0), 4 + 4 + 8.0
-    divided = 2 + gradients / np.where(runs.zero >= 2, runs.sharing, 1.0) + 12 / np.where(runs.zero >= 1, runs.sharing, 1.0)
-    return parameters * np.where(runs.zero >= 3, fully / runs.sharing, divided)
+def schedules(runs: TrainingRuns) -> np.ndarray:
+    """Published runs don't say them: they have 1F1B, interleaved where they have virtual stages."""
+    return runs.values.get("schedule", np.full(len(runs), "1F1B"))
+
+
+def in_flight(runs: TrainingRuns, stage: np.ndarray | int) -> np.ndarray:
+    """How many microbatches' activations of all its blocks a stage (from 0) holds at once."""
+    m, p, v, schedule = runs.microbatches, runs.pipeline, runs.virtual, schedules(runs)
+    held = np.where(np.isin(schedule, V_SHAPED), p, p - stage + np.where(v > 1, (p - 1) / v, 0.0))
+    return np.minimum(m, np.where(schedule == "GPipe", m, held))
+
+
+def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConstants) -> Kinds:
+    """Of `parameters` of one device: 16 bits with a float32 copy, and Adam's two moments; FSDP has float32 shards. With a pipeline its
+    gradients are reduced after the last microbatch, and whole until then."""
+    fully, sharing, pure = runs.zero >= 3, runs.sharing, constants.memory.pure > 0
+    reduced = (runs.zero >= 2) & (runs.pipeline == 1)
+    whole = np.where(fully, 4.0, constants.memory.gradients)
+    return {
+        "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)),
+        "gradients": parameters * np.where(pure, 2.0, whole) / np.where(reduced, sharing, 1.0),
+        "optimizer": parameters * np.where(pure, 4.0, np.where(fully, 8.0, 12.0)) / np.where(runs.zero >= 1, sharing, 1.0),
+    }
+
+
+def _gathered(runs: TrainingRuns, stack: StackConstants, parameters: np.ndarray, tables: np.ndarray, moment: str) -> np.ndarray:
+    """FSDP's, in 16 bits: the parameters of a block and of the next, and the tables at the loss; in the backward the gradients of a block, and
+    the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) all parameters are counted by `state_bytes`."""
+    if moment == "update":
+        return np.zeros(len(runs))
+    block = runs.block_parameters / runs.tensor
+    at_hand = np.where(runs.zero >= 3, 2 * (2 * block + (tables if moment == "loss" else 0.0)), 0.0)
+    on_their_way = 2 * block + stack.gradient_bytes * np.maximum(block, tables) if moment == "backward" else 0.0
+    return at_hand + np.where((runs.zero >= 2) & (runs.pipeline == 1), on_their_way, 0.0)
+
+
+def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> np.ndarray:
+    """FSDP reduces gradients of a block and of the tables in buffers of a stream of its own, and what a stream has freed serves no other
+    one; 16-bit logits are freed where no tensor of the loss fits into their place."""
+    reduced = constants.stack.gradient_bytes * (runs.block_parameters + tables) / runs.tensor
+    freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor
+    return np.where(runs.zero >= 3, reduced + freed, 0.0)
 
 
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
-    """Saved by one block for its backward, and the block's input alone; 16 bits per element."""
-    t, tp, memory = runs.tokens, runs.tensor, constants.memory
-    sequence = np.where(runs.sequence_parallel > 0, tp, 1.0)
-    attention = 4 * runs.width / sequence + (2 * runs.queries + 2 * runs.keys) / tp
-    mlp = (2 + 2 * runs.gated) * runs.ffn / tp
-    scores = np.where(constants.stack.flash > 0, 0.0, 2.5 * runs.seq * runs.heads / tp) * (runs.recompute != "attn")
-    gathered = memory.gathered * 2 * runs.width * ((tp > 1) & (runs.sequence_parallel > 0) & (runs.pipeline == 1))
-    return 2 * t * (memory.attention * attention + memory.mlp * mlp + scores + gathered), 2 * t * runs.width / sequence
+    """What a block keeps of one microbatch for its backward; and what one block holds besides while it is computed again and backward."""
+    family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
+    # Megatron fuses chains of ops and keeps what autograd asks for: it has no partitioner
+    partitioned = (runs.compiled > 0) & (constants.stack.fused_accumulation == 0)
+    grouped = np.where(partitioned, "compiled", GROUPED[constants.stack.libraries.astype(int)])
+    kinds = np.array([family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute]).T
+    kept, working = np.zeros(len(runs)), np.zeros(len(runs))
+    for kind in sorted({*map(tuple, kinds.tolist())}):
+        rows = np.flatnonzero((kinds == kind).all(1))
+        kept[rows], working[rows] = _of_one_kind(runs[rows], constants.at(rows), *kind)
+    return kept, working
 
 
-def logits_bytes(runs: TrainingRuns) -> np.ndarray:
-    return 4 * runs.tokens * runs.vocab / runs.tensor
+def _of_one_kind(
+    runs: TrainingRuns, constants: RunConstants, family: str, scheme: str, how: str, recompute: str
+) -> tuple[np.ndarray, np.ndarray]:
+    tasks, sizes = tasks_of(family, scheme), Sizes(runs)
+    forward, stack = tasks["forward block"], constants.stack
+    regathers = np.where(constants.memory.gathered > 0, runs.pipeline > 1, np.maximum(stack.regathers, stack.fused_accumulation))
+    scores = 0.0 if recompute == "attn" else SCORES * runs.tokens * runs.seq * runs.heads / runs.tensor
+    in8 = np.where((runs.itemsize() < 2) & (stack.fused_accumulation > 0), 0.5, 1.0)  # Transformer Engine keeps what it has cast
+    everything = kept_bytes(forward, sizes, how, regathers, in8) + np.where(stack.flash > 0, 0.0, scores)
+    backward = largest_live(tasks["backward block"], sizes, how)
+    if recompute not in KEEPS:
+        return everything, backward
+    keeps, part = KEEPS[recompute](forward), PART.get(recompute, 1.0)
+    some = input_bytes(forward, sizes)
+    for i, task in enumerate(forward):
+        if keeps(i, task):
+            in_pieces = any(i in other.after for other in forward if other.collective == "reduce_scatter")  # the matmul's, if asynchronous
+            some = some + result_bytes(task, sizes) * np.where((runs.async_tensor > 0) & in_pieces, 0.0, 1.0)
+    some = np.minimum(some, everything)
+    return part * some + (1 - part) * everything, everything - some + backward
 
 
-def _stage(
-    runs: TrainingRuns, constants: RunConstants, layers: np.ndarray, tables: np.ndarray | float, flight: np.ndarray | float
-) -> np.ndarray:
-    parameters = (layers * runs.block_parameters + tables) / runs.tensor
-    saved, inputs = activation_bytes(runs, constants)
-    kept = np.array([KEPT[kind] for kind in runs.recompute.tolist()])
-    per_block = np.where(kept >= 1, saved, np.maximum(kept * saved, inputs))
-    working = np.where(kept < 1, saved, 0.0)
-    gathered = np.where(runs.zero >= 3, 2 * 2 * (runs.block_parameters + runs.table_parameters) / runs.tensor, 0.0)
-    activations = np.minimum(flight * layers * per_block + working, flight * layers * saved)
-    return constants.memory.states * state_bytes(runs, parameters, constants.stack) + activations + gathered
+def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
+    """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them."""
+    eager = constants.memory.logits + np.where((runs.tensor > 1) & (constants.stack.libraries == 0), PARALLEL_LOSS, 0.0)
+    each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager) * runs.vocab / runs.tensor
+    return each * runs.tokens / runs.values.get("loss_chunks", np.ones(len(runs)))
+
+
+def _compiled_loss(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
+    return (runs.values.get("compiled_loss", runs.compiled) > 0) & (constants.stack.fused_accumulation == 0)

@@ -60,14 +60,15 @@ class StackConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Of software stacks, as columns: factors of autoshard.launch.peak_memory's formula."""
+    """Of software stacks, as columns: what autoshard.launch.peak_memory needs to know of them. None is fitted."""
 
-    states: Numbers
-    attention: Numbers
-    mlp: Numbers
-    gathered: Numbers  # 0: gathered inputs are gathered again in the backward
-    logits: Numbers
-    fixed: Numbers  # bytes
+    logits: Numbers  # bytes per logit while the loss and its gradient are computed
+    gradients: Numbers  # bytes per parameter, between the backward and the update
+    copies8: Numbers  # bytes per parameter of a block that runs in 8 bits
+    gathered: Numbers  # 1: without a pipeline the gathered inputs of matmuls are kept, whatever `regathers` says
+    pure: Numbers  # 1: gradients and optimizer state have 16 bits, and there is no float32 copy
+    fragments: Numbers  # what the caching allocator holds besides, relative to what is allocated
+    context: Numbers  # bytes of CUDA, NCCL and cuBLAS
 
 
 DATA_SHEET, DESCRIPTION = 5, 10  # leading fields that are never fitted
@@ -122,6 +123,13 @@ def spread_of(names: Names, share: float) -> tuple[np.ndarray, np.ndarray]:
     spread = {name: np.interp(ends, row["levels"], row["quantiles"]) for name, row in errors.items()}
     low, high = np.array([spread[name] for name in names]).reshape(-1, 2).T
     return low, high
+
+
+def memory_errors(names: Names) -> tuple[np.ndarray, np.ndarray]:
+    """Levels, and quantiles [names, levels] of log(measured / predicted) peak bytes of published runs of each stack; nothing is fitted."""
+    rows = {name: _stack(name)["memory_errors"] for name in set(np.asarray(names).tolist())}
+    levels = next(iter(rows.values()))["levels"] if rows else [0.5]
+    return np.array(levels), np.array([rows[name]["quantiles"] for name in np.asarray(names).tolist()]).reshape(-1, len(levels))
 
 
 def _columns(names: Names, row_of: Callable[[str], Mapping[str, float]], record: type) -> dict[str, np.ndarray]:
