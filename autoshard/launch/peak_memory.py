@@ -24,13 +24,14 @@ import numpy as np
 from autoshard.cost import StackConstants, memory_errors
 
 from .block_memory import input_bytes, kept_bytes, largest_live, result_bytes
-from .block_time import GROUPED, KEEPS, PART, Names, RunConstants
+from .block_time import KEEPS, PART, Names, RunConstants
 from .blocks_of_stages import Stages, stages
 from .captured_block import Sizes, tasks_of
 from .runs import V_SHAPED, TrainingRuns
 
 USABLE = 0.92  # of a device's memory: an answer that needs more is never given without saying so
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporaries", "logits")
+PASSING = ("activations", "temporaries", "logits")  # what comes and goes within a step
 MOMENTS = ("loss", "backward", "update")
 COMPILED_LOSS, PARALLEL_LOSS = 4.0, 4.0  # bytes per logit: 16 bits and their gradient; exponentials that torch's sharded loss computes again
 SCORES = 5.0  # bytes per score of unfused attention that are kept: the softmax and the mask and result of its dropout
@@ -48,6 +49,10 @@ class Peak(NamedTuple):
     def bytes(self) -> np.ndarray:
         return sum(self.kinds.values())  # type: ignore[return-value]
 
+    @property
+    def passing(self) -> np.ndarray:
+        return sum(self.kinds[kind] for kind in PASSING)  # type: ignore[return-value]
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -55,7 +60,7 @@ class Memory:
 
     peaks: tuple[Peak, ...]
     pools: np.ndarray  # bytes that the allocator holds besides: for other streams, and freed ones that nothing fits into
-    fragments: np.ndarray  # ... and relative to what is allocated
+    fragments: np.ndarray  # ... and relative to what comes and goes within a step
     context: np.ndarray  # bytes
     bias: float = 1.0  # measured / predicted of the user's own runs
 
@@ -65,7 +70,8 @@ class Memory:
 
     @property
     def reserved(self) -> np.ndarray:
-        return self.allocated * (1 + self.fragments) + self.bias * self.pools
+        """States are allocated once; what comes and goes beside them leaves gaps."""
+        return self.bias * (np.max([peak.bytes + self.fragments * peak.passing for peak in self.peaks], axis=0) + self.pools)
 
     @property
     def device(self) -> np.ndarray:
@@ -187,7 +193,7 @@ def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.nd
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     # Megatron fuses chains of ops and keeps what autograd asks for: it has no partitioner
     partitioned = (runs.compiled > 0) & (constants.stack.fused_accumulation == 0)
-    grouped = np.where(partitioned, "compiled", GROUPED[constants.stack.libraries.astype(int)])
+    grouped = np.where(partitioned, "compiled", np.where(constants.stack.libraries > 1, "library", ""))
     kinds = np.array([family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute]).T
     kept, working = np.zeros(len(runs)), np.zeros(len(runs))
     for kind in sorted({*map(tuple, kinds.tolist())}):
