@@ -36,11 +36,15 @@ class Change:
     what: str
     to: Launch
     tokens_per_second: float
-    gain: float  # relative; of a launch that doesn't fit: inf, since it doesn't run
+    gain: float  # of expected speed, relative; of a launch that doesn't fit: inf, since it doesn't run
     bytes: float
+    chance: float  # to fit
 
     def to_dict(self) -> dict[str, Any]:
-        return {"change": self.what, "tokens_per_second_per_device": self.tokens_per_second, "gain": self.gain, "memory_bytes": self.bytes}
+        return {
+            "change": self.what, "tokens_per_second_per_device": self.tokens_per_second, "gain": self.gain, "memory_bytes": self.bytes,
+            "chance_to_fit": self.chance,
+        }  # fmt: skip
 
 
 def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, count: int = 3) -> list[Change]:
@@ -49,10 +53,10 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
     now: the price of `launch`, None where it is illegal. Changes that gain nothing are left out; where `launch` itself is illegal or does
     not fit, each change that fits gains.
     """
-    rate = float(now.tokens_per_second[0]) if now is not None and now.fits[0] else 0.0
+    rate = float(now.expected[0]) if now is not None and now.fits[0] else 0.0
     columns, prices = ranked.columns, ranked.prices
     differs = {name: columns.values[name] != getattr(launch, name) for name in FIELDS}
-    faster = prices.fits & (prices.tokens_per_second > rate * (1 + 1e-6))
+    faster = prices.fits & (prices.expected > rate * (1 + 1e-6))
 
     def best(allowed: set[str]) -> int | None:
         others = [column for name, column in differs.items() if name not in allowed]
@@ -62,12 +66,16 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
     two_things = [best(a | b) for a, b in combinations(THINGS.values(), 2)]
     rows = {ranked.first(faster), min((row for row in two_things if row is not None), default=None), *one_thing} - {None}
     chosen = sorted(row for row in rows if row is not None)[:count]  # rows are in order of speed
-    rates = {i: prices.tokens_per_second[i].item() for i in chosen}
-    gains = {i: rates[i] / rate - 1 if rate else np.inf for i in chosen}
-    return [Change(_in_words(launch, columns.launch(i)), columns.launch(i), rates[i], gains[i], prices.bytes[i].item()) for i in chosen]
+    return [_change(launch, ranked, i, rate) for i in chosen]
 
 
-def _in_words(launch: Launch, to: Launch) -> str:
+def _change(launch: Launch, ranked: Ranking, i: int, rate: float) -> Change:
+    to, prices = ranked.columns.launch(i), ranked.prices
+    speed, expected, bytes, chance = (column[i].item() for column in (prices.tokens_per_second, prices.expected, prices.bytes, prices.chance))
+    return Change(in_words(launch, to), to, speed, expected / rate - 1 if rate else np.inf, bytes, chance)
+
+
+def in_words(launch: Launch, to: Launch) -> str:
     """`tp 8 -> 4, dp 8 -> 16`."""
     names = [name for name in WRITTEN if getattr(launch, name) != getattr(to, name)]
     if launch.pipeline == to.pipeline == 1:

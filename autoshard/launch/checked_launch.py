@@ -53,6 +53,7 @@ class CheckedLaunch:
             "configuration": {key: column[0].item() for key, column in TrainingRuns.of([launch]).degrees().items()},
             "precision": launch.precision, "parameters": self.described.sizes.parameters, "legal": not self.reasons,
             "reasons": list(self.reasons), "fits": self.fits, "usable_bytes": self.site.usable,
+            "chance_to_fit": None if self.prices is None else float(self.prices.chance[0]),
             "changes": [change.to_dict() for change in self.changes],
         }  # fmt: skip
         keys = ("seconds", "memory_bytes", "tokens_per_second_per_device", "mfu")

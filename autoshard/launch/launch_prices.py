@@ -19,7 +19,7 @@ from autoshard.cost import beside, device_constants, experts_seconds, matmul_sec
 from .block_time import Parts, RunConstants, block
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
-from .peak_memory import USABLE, peak_bytes, state_bytes
+from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, memory_of, state_bytes
 from .runs import Launch, TrainingRuns
 from .step_time import OPTIMIZER_BYTES, end_share, stage_parameters, step_parts
 
@@ -36,10 +36,11 @@ class Site:
     memory: float = 80e9  # bytes of a device
     network: float = 50e9  # bytes/s of one device's adapter
     inside: float | None = None  # bytes/s of one device to the others of its node; None: as its constants have it
+    memory_bias: float = 1.0  # measured / predicted bytes of own runs
 
     @property
     def usable(self) -> float:
-        """Bytes that a launch may be predicted to need: the rest is the driver's, lost to fragments, and the prediction's error."""
+        """Bytes up to which an answer is given without a warning."""
         return USABLE * self.memory
 
     @property
@@ -57,10 +58,16 @@ class LaunchPrices(NamedTuple):
     """One entry per launch."""
 
     seconds: np.ndarray  # of a step
-    bytes: np.ndarray  # of the fullest device
+    bytes: np.ndarray  # of the fullest device, contexts among them
     tokens_per_second: np.ndarray  # of one device
     mfu: np.ndarray
-    fits: np.ndarray
+    chance: np.ndarray  # to fit
+    fits: np.ndarray  # more likely than not
+
+    @property
+    def expected(self) -> np.ndarray:
+        """Tokens/s of one device times the chance to fit."""
+        return self.tokens_per_second * self.chance
 
 
 def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> TrainingRuns:
@@ -76,10 +83,17 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:
     """Prices of launches, which should be legal. launcher: or a stack of cost/devices. ValueError for a device without constants, and for
     float32."""
-    parts, runs, bytes = _priced(launches, sizes, site, launcher, fitted)
+    parts, runs, memory = _priced(launches, sizes, site, launcher, fitted)
     seconds = sum(parts.values())
     tokens = runs.global_batch * runs.seq / seconds / runs.devices
-    return LaunchPrices(seconds, bytes, tokens, sizes.flops_per_token(runs.seq) * tokens / site.peak, bytes <= site.usable)  # type: ignore[arg-type]
+    bytes, flops = memory.device, sizes.flops_per_token(runs.seq)
+    chance = chance_to_fit(bytes, site.memory, np.full(len(runs), STACKS.get(launcher, launcher)))
+    return LaunchPrices(seconds, bytes, tokens, flops * tokens / site.peak, chance, chance >= 0.5)  # type: ignore[arg-type]
+
+
+def launch_memory(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> Memory:
+    """Bytes of launches by stage, moment and kind."""
+    return _priced(launches, sizes, site, launcher, True)[2]
 
 
 def seconds_by_kind(launch: Launch, sizes: ModelSizes, site: Site, launcher: str) -> dict[str, float]:
@@ -88,8 +102,8 @@ def seconds_by_kind(launch: Launch, sizes: ModelSizes, site: Site, launcher: str
     return dict(sorted(((kind, float(seconds[0])) for kind, seconds in parts.items()), key=lambda part: (-part[1], part[0])))
 
 
-def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool) -> tuple[Parts, TrainingRuns, np.ndarray]:
-    """Seconds by kind, all columns, bytes."""
+def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool) -> tuple[Parts, TrainingRuns, Memory]:
+    """Seconds by kind, all columns, memory."""
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
@@ -98,15 +112,16 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
-    parts, bytes = step_parts(runs, constants, split), peak_bytes(runs, constants, split)
+    parts, memory = step_parts(runs, constants, split), replace(memory_of(runs, constants, split), bias=site.memory_bias)
     if sizes.experts:
         more, more_bytes = experts(runs, sizes, constants, split)
-        parts, bytes = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}, bytes + more_bytes
-    return parts, runs, bytes
+        parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}
+        memory = memory.with_more(more_bytes)
+    return parts, runs, memory
 
 
-def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages) -> tuple[Parts, np.ndarray]:
-    """Seconds per step by kind, and bytes per device, that a mixture needs beyond its dense model."""
+def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages) -> tuple[Parts, Kinds]:
+    """Seconds per step by kind, and bytes per device by kind, that a mixture needs beyond its dense model."""
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
@@ -142,4 +157,4 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
         "expert parallel": passes * exchanged, "matmul": passes * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
         "data parallel": passes * sent + reduced, "bubble": blocks * (runs.pipeline - 1) / runs.virtual * (exchanged + few + sent),
     }  # fmt: skip
-    return parts, state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, stack)
+    return parts, state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, constants)

@@ -1,4 +1,4 @@
-"""The launches of a space, priced and sorted: those that fit first, the fastest first."""
+"""The launches of a space, priced and sorted by expected speed: tokens/s times the chance to fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ranking:
         p = self.prices
         columns = {
             **self.columns.degrees(), "seconds": p.seconds, "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu,
-            "memory_bytes": p.bytes, "fits": p.fits,
+            "memory_bytes": p.bytes, "chance_to_fit": p.chance, "fits": p.fits, "tight": p.fits & (p.bytes > self.site.usable),
         }  # fmt: skip
         return [dict(zip(columns, row)) for row in zip(*(column[:count].tolist() for column in columns.values()))]
 
@@ -72,6 +72,6 @@ def ranking(fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executo
     price = partial(prices_of, sizes=sizes, site=site, launcher=launcher)
     parts = map(price, chunks) if executor is None else executor.map(price, chunks)
     priced = LaunchPrices(*(np.concatenate(columns) for columns in zip(*parts)))
-    order = np.lexsort((np.arange(len(columns)), -np.round(priced.tokens_per_second, 9), ~priced.fits))
+    order = np.lexsort((np.arange(len(columns)), -np.round(priced.tokens_per_second, 9), -np.round(priced.expected, 9), ~priced.fits))
     prices = LaunchPrices(*(column[order] for column in priced))
     return Ranking(launcher, sizes, site, columns[order], prices, illegal_by_rule(splits, sizes, launcher), len(splits))
