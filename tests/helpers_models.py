@@ -51,8 +51,9 @@ def scheme_plan(graph: Graph, mesh: Mesh, scheme: str, **options: Any) -> Soluti
 
 
 def right_plan(model: nn.Module, inputs: Any, mesh: Mesh, *, random: int = 0, fault: bool = False, **options: Any) -> Solution:
-    """The plan of a model, verified with so many random layouts; fault: a planted one is found in it."""
-    solution = autoshard.plan(model, inputs, mesh, baselines=False, **options)
+    """The plan of a model, verified with so many random layouts; fault: a planted one is found in it. Of least cost, unless options say
+    otherwise: a plan of the shortest time line takes three times as long, and is verified in the same way."""
+    solution = autoshard.plan(model, inputs, mesh, **{"objective": "serial", "baselines": False, **options})
     found = autoshard.verify(model, inputs, solution, random=random)
     assert found["ok"], found
     assert not fault or not autoshard.verify(model, inputs, solution, plant_fault=True)["ok"]
@@ -93,13 +94,17 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
-def losses_of(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable) -> list[float]:
-    """The losses of a step for each batch, which is a tuple or a dict of inputs. A module may return its loss first or as `.loss`."""
+def losses_of(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable, clip: float | None = None) -> list[float]:
+    """The losses of a step for each batch, which is a tuple or a dict of inputs. A module may return its loss first or as `.loss`.
+
+    clip: the largest norm of the gradients."""
     losses = []
     for inputs in batches:
         made = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
         loss = made if isinstance(made, torch.Tensor) else made.loss
         loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(full(loss.detach()).item())

@@ -1,11 +1,12 @@
 """Small random problems with every feature, drawn from a seed."""
 
 import itertools
+import math
 import time
 
 import numpy as np
 
-from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, Usage
+from autoshard.problem import Edge, EdgeUsage, Evaluation, NodeUsage, Problem, Usage, evaluate
 from autoshard.solvers.dual_ascent import Messages, ascend
 from autoshard.solvers.incumbent import Incumbent, Record
 
@@ -64,6 +65,11 @@ def random_problem(seed: int, *, most_nodes: int = 6, most_choices: int = 4, mos
 def every_choice(problem: Problem) -> itertools.product:
     """All answers of a small problem."""
     return itertools.product(*(range(len(costs)) for costs in problem.node_costs))
+
+
+def every_answer(problem: Problem) -> list[Evaluation]:
+    """All answers that are allowed, judged."""
+    return [found for x in every_choice(problem) if math.isfinite((found := evaluate(problem, x)).cost)]
 
 
 def incumbent_of(problem: Problem, clock=time.monotonic) -> Incumbent:

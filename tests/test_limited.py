@@ -16,7 +16,7 @@ from autoshard.problem import Edge, EdgeUsage, Evaluation, NodeUsage, Problem, U
 from autoshard.solvers import Answer, Status, price_search, solve, split
 from autoshard.solvers.binding_times import binding_rows, load
 from autoshard.solvers.lagrangian import Line
-from tests.helpers_problems import random_problem
+from tests.helpers_problems import every_answer, every_choice, random_problem
 
 ROOT = Path(__file__).parent.parent
 SHAPES = ("chain", "tree", "cycle", "layered")
@@ -60,12 +60,6 @@ def shaped(shape: str, copies: bool, seed: int) -> Problem:
             usages.append(EdgeUsage(k, ends[k][1], ends[k][1] + 1, rng.integers(0, 6, table.shape).astype(float)))
     edges = tuple(Edge(a, b, table) for (a, b), table in zip(ends, tables))
     return Problem(tuple(f"n{v}" for v in range(count)), tuple(own), edges, tuple(usages))
-
-
-def every_answer(problem: Problem) -> list[Evaluation]:
-    """All answers that are allowed, enumerated."""
-    choices = itertools.product(*(range(len(c)) for c in problem.node_costs))
-    return [found for x in choices if math.isfinite((found := evaluate(problem, x)).cost)]
 
 
 def limits(every: list[Evaluation]) -> list[float]:
@@ -159,7 +153,7 @@ def test_no_answer_is_wrong_whatever_the_limit(seed, share, gap):
 @given(seed=st.integers(0, 10**6), share=st.floats(0.0, 1.0))
 def test_a_start_that_fits_is_never_lost(seed, share):
     problem = random_problem(seed, most_nodes=5, most_answers=300)
-    choices = list(itertools.product(*(range(len(c)) for c in problem.node_costs)))
+    choices = list(every_choice(problem))
     start = choices[int(share * (len(choices) - 1))]
     judged = evaluate(problem, start)
     given = replace(problem, usage_limit=judged.peak)
@@ -319,7 +313,7 @@ def test_without_exchange_there_are_only_the_corners(monkeypatch):
 def test_what_lies_on_the_way_is_what_evaluate_says(shape, copies):
     for seed in SEEDS:
         problem = shaped(shape, copies, seed)
-        allowed = [x for x in itertools.product(*(range(len(c)) for c in problem.node_costs)) if math.isfinite(evaluate(problem, x).cost)]
+        allowed = [x for x in every_choice(problem) if math.isfinite(evaluate(problem, x).cost)]
         rows = binding_rows(replace(problem, usage_limit=0.0))
         peaks = list(range(len(rows.times)))
         for x, y in zip(map(np.array, allowed), map(np.array, reversed(allowed))):

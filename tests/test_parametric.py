@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.problem import Edge, Evaluation, NodeUsage, Problem, evaluate, held, without_limit
+from autoshard.problem import Edge, NodeUsage, Problem, evaluate, held, without_limit
 from autoshard.solvers import Hull, HullPoint, exchange_parts, hull, memory_hull
 from autoshard.solvers.binding_times import load
 from autoshard.solvers.lagrangian import Lagrangian, Line
-from tests.helpers_problems import random_problem
+from tests.helpers_problems import every_answer, random_problem
 from tests.helpers_refusals import assert_refused
 
 TIGHT = memory_hull.LEAST_GAP  # relative
@@ -20,12 +20,6 @@ SEEDS = [seed for seed in range(40) if math.prod(map(len, random_problem(seed).n
 
 def unlimited(seed: int) -> Problem:
     return without_limit(random_problem(seed))
-
-
-def every_answer(problem: Problem) -> list[Evaluation]:
-    """All answers that are allowed, enumerated."""
-    choices = itertools.product(*(range(len(c)) for c in problem.node_costs))
-    return [found for x in choices if math.isfinite((found := evaluate(problem, x)).cost)]
 
 
 def wrong(problem: Problem, found: Hull, gap: float) -> list[str]:
@@ -43,10 +37,11 @@ def wrong(problem: Problem, found: Hull, gap: float) -> list[str]:
         best = min(e.cost for e in every if e.peak <= p.memory)
         if p.gap <= gap and judged.cost - best > max(gap, TIGHT) * abs(judged.cost):
             faults.append(f"{p} is called proven, the best costs {best}")
-    for a, b in itertools.pairwise(found.points):
-        if not (a.memory < b.memory and a.cost > b.cost):
-            faults.append(f"{a} and {b} are out of order")
-    return faults
+    return faults + [f"{a} and {b} are out of order" for a, b in wrong_order(found)]
+
+
+def wrong_order(found: Hull) -> list[tuple]:
+    return [(a, b) for a, b in itertools.pairwise(found.points) if not (a.memory < b.memory and a.cost > b.cost)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -194,10 +189,6 @@ def test_time_that_runs_out_leaves_what_is_known(time_limit, small, monkeypatch)
     found = hull(layers(30), points=31, time_limit=time_limit, clock=lambda: float(next(ticks)))
     assert 0 < len(found.points) < 31
     assert wrong_order(found) == []
-
-
-def wrong_order(found: Hull) -> list:
-    return [(a, b) for a, b in itertools.pairwise(found.points) if not (a.memory < b.memory and a.cost > b.cost)]
 
 
 @pytest.mark.parametrize("given", [{"points": 0}, {"gap": -1.0}, {"time_limit": 0.0}])

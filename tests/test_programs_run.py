@@ -7,21 +7,17 @@ from functools import cache
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Program
 from autoshard.lower.unsharded import materialized
 from models import llama, mlp
 from tests.helpers import fast_mesh
+from tests.helpers_models import full
 from tests.helpers_ranks import results, run_ranks
 
 BATCH, ROOM = 4, 8
 SWITCHES = 10
-
-
-def full(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def meta(*shape):

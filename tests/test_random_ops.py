@@ -19,7 +19,7 @@ from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.strategies.candidates import candidates
 from tests.helpers import fast_mesh
 from tests.helpers_lower import mesh_of, random_layouts
-from tests.helpers_models import Model, parallel, right_plan
+from tests.helpers_models import Model, losses_of, parallel, right_plan
 from tests.helpers_ranks import results
 
 D = torch.distributions
@@ -275,17 +275,11 @@ def trained(rank, model, solution=None):
     """Losses of three steps and one without gradients; ranks come with different seeds of their own."""
     module = parallel(materialized(model, 0), solution)
     torch.manual_seed(42 + rank)
-    optimizer, generator, losses = torch.optim.SGD(module.parameters(), lr=0.1), torch.Generator().manual_seed(3), []
-    for _ in range(3):
-        loss = module(torch.randn(ROWS, COLUMNS, generator=generator))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)  # some of these distributions have heavy tails
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    *batches, last = torch.randn(4, ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = losses_of(module, optimizer, ((x,) for x in batches), clip=0.1)  # some of these distributions have heavy tails
     with torch.no_grad():
-        losses.append(module(torch.randn(ROWS, COLUMNS, generator=generator)).item())
-    return losses
+        return [*losses, module(last).item()]
 
 
 def planned(model, sizes, **options):
