@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside 
 
 import autoshard
 from autoshard import api
-from autoshard.report.timeline import save_trace
-from autoshard.report.trace import trace_of
+from autoshard.report.timeline import save_trace, trace_of
 from models import mlp
 
 

@@ -15,8 +15,7 @@ from autoshard.cli import main
 from autoshard.cli.model import load_model
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import text
-from autoshard.lower.dispatch_table import has_kernel
-from autoshard.lower.dry_run import dry_run
+from autoshard.lower.dry_run import dry_run, has_kernel
 from autoshard.lower.program import lower
 from autoshard.solution import Placed
 from autoshard.strategies import candidates

@@ -15,7 +15,7 @@ from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of, weight_ops
-from autoshard.report.trace import trace_of_run
+from autoshard.report.timeline import trace_of_run
 from models import gpt2, mlp
 from tests.helpers_command import record_of, refusal, run
 from tests.helpers_refusals import refusals

@@ -12,7 +12,7 @@ from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
-from autoshard.report.trace import trace_of
+from autoshard.report.timeline import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.tasks import program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution

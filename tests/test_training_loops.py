@@ -28,7 +28,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoshard
-from autoshard.runtime.gpus import shared, use_gpu
+from autoshard.runtime.agreement import shared, use_gpu
 from models import gpt2
 from tests.helpers import fast_mesh
 from tests.helpers_models import full, losses_of, parallel

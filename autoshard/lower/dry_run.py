@@ -1,7 +1,7 @@
 """A program of a rank run without its device: fake tensors say that they are on it, and each operator is looked up in torch's table.
 
     for each operator that a record of the program calls, kernels and routes included:
-        it has a kernel for the device         dispatch_table.py
+        it has a kernel for the device         `has_kernel`
         its results are on the device          a tensor elsewhere would be copied at every step, or stop the run
 
 What is not seen: whether a kernel's library is installed, its limits on sizes and strides that torch's fake kernels don't check, its
@@ -11,8 +11,11 @@ not looked up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +25,15 @@ from torch.overrides import TorchFunctionMode
 from autoshard.capture import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Rank, drive, uncomputed
-from autoshard.lower.dispatch_table import has_kernel
 from autoshard.lower.kernels.table import FUNCTIONS
 from autoshard.lower.program import LoadPlaceholder, RankProgram, Record, Redistribute, RunOp, Slot
 from autoshard.lower.run import Interpreter, check, local_program
-from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, parse_to, pytree
+from autoshard.reading import text_of
+from autoshard.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, has_computed_kernel, parse_to, pytree
 
+TABLE = Path(torch.__file__).parent.parent / "torchgen" / "packaged" / "ATen" / "native" / "native_functions.yaml"
+ANY_DEVICE = {"CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
+NOT_ASKED = ("_c10d_functional", "c10d", "prim")  # collectives run wherever their group's backend does; prim asks for a tensor's device
 aten = torch.ops.aten
 NOT_LINKED = "not linked with support for"  # a fake kernel in Python asked this torch for a device that it was built without
 
@@ -165,3 +171,59 @@ def _selected(x: Tensor, index: Any) -> Tensor:
         else:
             x, dim = aten.index.Tensor(x, [*[None] * dim, item]), dim + item.dim()
     return x
+
+
+# -- torch's own table --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table. keys: dispatch keys with a kernel of their own; None where the row has no dispatch table."""
+
+    keys: frozenset[str] | None
+    delegate: str
+
+
+def has_kernel(operator: OpOverload, key: str) -> bool:
+    """Whether an operator runs on the devices of a dispatch key ("CUDA"), as torch's own table says it, which every wheel holds: so it can
+    be asked without such a device. The operators of other libraries are looked up in torch's dispatcher."""
+    name = operator.name()
+    if operator.namespace in NOT_ASKED:
+        return True
+    if operator.namespace != "aten" or (row := _entry(name.removeprefix("aten::"))) is None:
+        return has_computed_kernel(name, key)
+    return row.keys is None or bool(row.keys & {key, *ANY_DEVICE})
+
+
+def _entry(name: str) -> Entry | None:
+    row = _table().get(name)
+    while row is not None and row.delegate:
+        row = _table().get(row.delegate)
+    return row
+
+
+@cache
+def _table() -> dict[str, Entry]:
+    """Rows by operator and overload ("mm.out"). The file is YAML of one fixed form: a list of maps with scalars and one map of scalars.
+
+        - func: mm(Tensor self, Tensor mat2) -> Tensor          has what mm.out has
+          structured_delegate: mm.out
+        - func: mm.out(...)                                      CPU and CUDA
+          dispatch:
+            CPU: mm_out_cpu
+            CUDA: mm_out_cuda
+
+    An operator without a dispatch table, or with a composite kernel, calls other operators; one with an inner loop for `Generic` tensors
+    has it on CPU and CUDA; one that is generated from another (autogen) has that one's kernels.
+    """
+    rows: dict[str, Entry] = {}
+    for text in re.split(r"^- func: ", text_of(TABLE, "operators"), flags=re.MULTILINE)[1:]:
+        fields = dict(re.findall(r"^  (\w+): *(.*)$", text, re.MULTILINE))
+        keys = re.findall(r"^    ([\w, ]+):", text, re.MULTILINE) if "dispatch" in fields else None
+        name = text[: text.index("(")]
+        split = None if keys is None else {key.strip() for line in keys for key in line.split(",")}
+        generic = {"CPU", "CUDA"} if "ufunc_inner_loop" in fields else set()
+        rows[name] = Entry(None if split is None else frozenset(split | generic), fields.get("structured_delegate", ""))
+        for generated in filter(None, map(str.strip, fields.get("autogen", "").split(","))):
+            rows.setdefault(generated, Entry(None, name))
+    return rows

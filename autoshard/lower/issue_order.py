@@ -3,7 +3,7 @@
     issued          what each rank's program does, record by record: its collectives, and the operators between them
     disagreements   where a member of a group issues another collective than the group's first member
 
-Running ranks compare the graphs that they are about to run (`runtime.same_order`). Ranks whose shards are even join and move collectives
+Running ranks compare the graphs that they are about to run (`runtime.agreement`). Ranks whose shards are even join and move collectives
 (`runtime.overlap`), each by its own graph. All do the same where their graphs are equal but for numbers, so there the operators of a record
 must be the same on every rank, too.
 """

@@ -13,14 +13,14 @@ from autoshard.report.plan_tables import price_parts as price_parts
 from autoshard.report.programs import programs_record as programs_record
 from autoshard.report.programs import programs_report as programs_report
 from autoshard.report.serving import serving_report as serving_report
-from autoshard.report.trace import trace_of as trace_of
-from autoshard.report.trace import trace_of_run as trace_of_run
+from autoshard.report.timeline import trace_of as trace_of
+from autoshard.report.timeline import trace_of_run as trace_of_run
 
 from . import calibration, frontier, launchers, pipeline, redistribution, tables, timeline  # noqa: F401 (each of one verb)
-from .exported import exported as exported
-from .exported import exported_text as exported_text
 from .planned import plan_report as plan_report
 from .planned import planned_report as planned_report
 from .planned import summary as summary
 from .planned import verify_report as verify_report
 from .terminal import as_text as as_text
+from .terminal import exported as exported
+from .terminal import exported_text as exported_text

@@ -9,6 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.layout import text
+from autoshard.solution import json_text
+
 from .values import Code, Number, ReportTable, TableRow
 
 WIDTH = 100  # columns
@@ -56,3 +59,17 @@ def _table(table: ReportTable) -> Table:
 def _cells(table: ReportTable, row: TableRow) -> list[str]:
     first, *others = row.cells
     return [f"{first} ({row.tag})" if row.tag else first, *others, *([row.note] if table.notes else [])]
+
+
+def exported(value: Any) -> Any:
+    """Plain data; a DTensorSpec becomes the text of its layout."""
+    if isinstance(value, dict):
+        return {key: exported(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [exported(item) for item in value]
+    return text(value.placements) if hasattr(value, "placements") else value
+
+
+def exported_text(value: Any) -> Text:
+    """JSON over several lines."""
+    return Text(json_text(exported(value)), no_wrap=True, overflow="ignore")

@@ -1,23 +1,31 @@
 """Errors that all ranks raise together: an error of one rank is raised on all of them, and a rank that died ends the others.
 
 A check that fails on one rank only would leave the others waiting in the next collective. So the ranks exchange their complaints, and
-each of them raises the first one (by rank).
+each of them raises the first one (by rank). Among the checks: one rank uses one GPU, and the graphs that ranks are about to run issue their
+collectives in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.capture import no_warnings_about_torch
-from autoshard.torch_private import GlooOptions, get_default_store, set_pg_timeout
+from autoshard.lower import STARTS, Issued
+from autoshard.torch_private import GlooOptions, get_default_store, pytree, set_pg_timeout
 
 T = TypeVar("T")
+LOST = "a rank of the mesh died or stopped answering; start all ranks again, from the last checkpoint where there is one"
 
 
 class RankLost(RuntimeError):
@@ -31,11 +39,9 @@ def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = No
     to run; where the ranks have different ones, that is the error, since other complaints may follow from it. lost: the sentence of
     RankLost, where it isn't the usual one.
     """
-    said: list[Any] = [(complaint, plan)]
+    said = [(complaint, plan)]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        said = [None] * dist.get_world_size(group)
-        with rank_lost(what, lost or LOST):
-            dist.all_gather_object(said, (complaint, plan), group=group)
+        said = gathered(said[0], what, group, lost or LOST)
     _check_same([plan for _, plan in said])
     complaints: list[str | None] = [complaint for complaint, _ in said]
     raised = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
@@ -45,6 +51,14 @@ def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = No
     ranks = [rank for rank, text in raised if text == first]
     who = "" if len(ranks) == len(complaints) else f" (on rank {', '.join(map(str, ranks))} of {len(complaints)})"
     raise ValueError(f"{first}{who}")
+
+
+def gathered(value: Any, what: str, group: dist.ProcessGroup | None = None, sentence: str = LOST) -> list[Any]:
+    """The values of all ranks of the group, by rank; every one of them calls this. what, sentence: as of `rank_lost`."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with rank_lost(what, sentence):
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _check_same(plans: list[str]) -> None:
@@ -75,12 +89,17 @@ def agreed(
     in_words: Callable[[Exception], str] = str,
 ) -> T:
     """The result of `work()`, which every rank of the group does; where it fails on one of them, ValueError on all, `in_words`."""
-    try:
-        result, complaint = work(), None
-    except errors as error:
-        result, complaint = None, in_words(error)
+    result, complaint = _tried(work, errors, in_words)
     agree(complaint, what, group)
     return result  # type: ignore[return-value]
+
+
+def _tried(work: Callable[[], Any], errors: tuple[type[Exception], ...], in_words: Callable[[Exception], str]) -> tuple[Any, str | None]:
+    """The result, or why there is none."""
+    try:
+        return work(), None
+    except errors as error:
+        return None, in_words(error)
 
 
 def of_first_rank(
@@ -92,12 +111,7 @@ def of_first_rank(
     in_words: Callable[[Exception], str] = str,
 ) -> T:
     """The result of `work()`, done by the first rank of the group, on all of them; where it fails, ValueError on all, `in_words`."""
-    message: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            message = [work(), None]
-        except errors as error:
-            message = [None, in_words(error)]
+    message: list[Any] = [*_tried(work, errors, in_words)] if dist.get_rank(group) == 0 else [None, None]
     if dist.get_world_size(group) > 1:
         with rank_lost(what), no_warnings_about_torch():
             dist.broadcast_object_list(message, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
@@ -109,9 +123,6 @@ def of_first_rank(
 
 # Words of torch's backends' messages when a peer is gone; torch has no exception type for it.
 GONE = ("connection", "timed out", "timeout", "gloo", "nccl", "peer", "socket", "broken pipe", "watchdog")
-
-
-LOST = "a rank of the mesh died or stopped answering; start all ranks again, from the last checkpoint where there is one"
 
 
 @contextmanager
@@ -188,3 +199,82 @@ def grouped(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ti
     if timeout is not None:
         limit_waiting(mesh, PREPARING)
     return mesh
+
+
+# -- one rank, one GPU --------------------------------------------------------------------------------------------------------------
+
+
+COMPARING_GPUS = "comparing the ranks' GPUs"
+
+
+def use_gpu() -> None:
+    """Makes the GPU of this rank the current one: the first rank of a host uses its first GPU. ValueError, the same on every rank, where a
+    host has more ranks than GPUs."""
+    hosts = gathered(socket.gethostname(), COMPARING_GPUS)
+    place = hosts[: dist.get_rank()].count(socket.gethostname())
+    torch.cuda.set_device(place % max(torch.cuda.device_count(), 1))
+    check_gpus(place % max(torch.cuda.device_count(), 1))
+
+
+def check_gpus(device: int | None = None) -> None:
+    """ValueError, the same on every rank, where two ranks use one GPU. device: the GPU of this rank, by default the current one."""
+    device = torch.cuda.current_device() if device is None else device
+    identity = str(torch.cuda.get_device_properties(device).uuid)
+    if (complaint := shared(gathered((socket.gethostname(), identity), COMPARING_GPUS))) is not None:
+        raise ValueError(complaint)
+
+
+def shared(used: list[tuple[str, str]]) -> str | None:
+    """The complaint where two ranks use one GPU. used: by rank, its host and the identity of its GPU."""
+    (host, gpu), count = Counter(used).most_common(1)[0]
+    if count == 1:
+        return None
+    gpus, ranks = len({g for h, g in used if h == host}), sum(h == host for h, _ in used)
+    first, second = [rank for rank, place in enumerate(used) if place == (host, gpu)][:2]
+    return (
+        f"{ranks} ranks run on {host} and use {gpus} GPU{'s' * (gpus > 1)}: ranks {first} and {second} have the same one, and NCCL needs "
+        "one per rank; start one rank per GPU, or set each rank's device before this call"
+    )
+
+
+# -- one order of collectives -------------------------------------------------------------------------------------------------------
+
+
+def of_graph(graph: fx.Graph, names: Sequence[str]) -> list[Issued]:
+    """The collectives of a rank's graph in their order. names: of the process groups of the mesh axes."""
+    collectives = []
+    for node in graph.nodes:
+        if node.op != "call_function" or not (used := _groups_of(node, names)):
+            continue
+        source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
+        reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
+        records = tuple(node.meta.get("members", (node.meta.get("record"),)))
+        collectives.append(Issued(records, str(node.target), used, tuple(source.shape), str(source.dtype), reduce_op))
+    return collectives
+
+
+def _groups_of(node: fx.Node, names: Sequence[str]) -> tuple[int, ...]:
+    """The mesh axes whose groups a node is given."""
+    given = {x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, str)}
+    return tuple(k for k, name in enumerate(names) if name in given)
+
+
+def compare(own: Mapping[str, tuple[tuple[int, ...], Sequence[Issued]]], group: dist.ProcessGroup | None = None) -> None:
+    """ValueError on every rank where two ranks are about to issue other collectives along an axis that they share.
+
+    own: by the name of a pass, this rank's coordinate on the pass's mesh and its collectives. Every rank of the group calls this.
+    """
+    digests = {}
+    for which, (where, sequence) in own.items():
+        for axis in range(len(where)):
+            along = repr([one for one in sequence if axis in one.axes])
+            digests[which, axis, where] = hashlib.sha256(along.encode()).digest()
+    of_ranks = gathered(digests, "comparing the order of collectives", group)
+    first: dict[tuple, tuple[tuple[int, ...], bytes]] = {}
+    for (which, axis, where), digest in (row for of_rank in of_ranks for row in of_rank.items()):
+        other, expected = first.setdefault((which, axis, where[:axis], where[axis + 1 :]), (where, digest))
+        if digest != expected:
+            raise ValueError(
+                f"the ranks at {other} and {where} of the mesh would issue other collectives along axis {axis} in the {which}, and wait "
+                "for each other forever; plan with other layouts (pins), and report this: ranks of a group must have one order"
+            )

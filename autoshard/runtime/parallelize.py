@@ -26,15 +26,26 @@ from autoshard.graph import Graph, is_without_dropout
 from autoshard.layout import Layout, parse, replicated
 from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
 from autoshard.mesh import Mesh
-from autoshard.runtime.agreement import absent, agree, agreed, grouped, join, limit_waiting, of_first_rank, patiently
+from autoshard.runtime.agreement import (
+    absent,
+    agree,
+    agreed,
+    check_gpus,
+    compare,
+    grouped,
+    join,
+    limit_waiting,
+    of_first_rank,
+    of_graph,
+    patiently,
+    use_gpu,
+)
 from autoshard.runtime.call_inputs import CallInputs
 from autoshard.runtime.distribute import Where, copy_with, on_meta
-from autoshard.runtime.gpus import check_gpus, use_gpu
 from autoshard.runtime.microbatches import step_moves, with_sums
 from autoshard.runtime.module import ParallelModule, Runner, attach, parallel_class
 from autoshard.runtime.overlap import scheduled
 from autoshard.runtime.programs import parallelize_programs
-from autoshard.runtime.same_order import compare, of_graph
 from autoshard.runtime.traced_call import TracedCall
 from autoshard.solution import ProgramsSolution, Solution, of_one_microbatch, replay
 

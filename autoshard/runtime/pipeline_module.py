@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.lower import state_of_module
-from autoshard.runtime.agreement import rank_lost
+from autoshard.runtime.agreement import gathered, rank_lost
 from autoshard.runtime.call_inputs import BoundInputs, CallInputs
 from autoshard.runtime.distribute import Where, as_dtensor, local
 from autoshard.runtime.stage_run import PipelineRank, StageRun, StepInputs, gradients_of
@@ -182,9 +182,7 @@ def of_all_stages(module: PipelineModule, state: Mapping[str, Any]) -> dict[str,
     if "optimizer" in state:
         own = state["optimizer"]
         kept = {name: x for name, x in own["state"].items() if name not in copied}
-        groups: list[Any] = [None] * dist.get_world_size()
-        with rank_lost("collecting the parameter groups"):
-            dist.all_gather_object(groups, [group["params"] for group in own["param_groups"]])
+        groups = gathered([group["params"] for group in own["param_groups"]], "collecting the parameter groups")
         names = [list(dict.fromkeys(name for of_rank in groups for name in of_rank[k])) for k in range(len(own["param_groups"]))]
         merged = [{**group, "params": params} for group, params in zip(own["param_groups"], names)]
         merged_state["optimizer"] = {**own, "state": kept, "param_groups": merged}

@@ -24,13 +24,11 @@ from autoshard.capture import filled, input_names, listed
 from autoshard.layout import Layout, replicated
 from autoshard.lower import Issued, first_state, state_of_module
 from autoshard.mesh import Mesh
-from autoshard.runtime.agreement import agree, agreed, limit_waiting, of_first_rank, rank_lost
+from autoshard.runtime.agreement import agree, agreed, check_gpus, compare, limit_waiting, of_first_rank, of_graph, rank_lost
 from autoshard.runtime.call_inputs import CallInputs
 from autoshard.runtime.distribute import Where, copy_with, on_meta
-from autoshard.runtime.gpus import check_gpus
 from autoshard.runtime.module import attach, parallel_class
 from autoshard.runtime.pipeline_module import PipelineModule, PipelineRunner
-from autoshard.runtime.same_order import compare, of_graph
 from autoshard.runtime.stage_graphs import stage_graphs
 from autoshard.runtime.stage_run import PipelineRank, StageRun
 from autoshard.runtime.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss

@@ -16,7 +16,6 @@ from .answer import TOLERANCE as TOLERANCE
 from .answer import Answer as Answer
 from .answer import Infeasibility as Infeasibility
 from .answer import Status as Status
-from .auto import Auto as Auto
 from .cvx import CVX as CVX
 from .dual_ascent import Dual as Dual
 from .elimination import DP as DP
@@ -27,6 +26,7 @@ from .memory_hull import Hull as Hull
 from .memory_hull import HullPoint as HullPoint
 from .memory_hull import hull as hull
 from .solve import TIME_LIMIT as TIME_LIMIT
+from .solve import Auto as Auto
 from .solve import certified as certified
 from .solve import converged as converged
 from .solve import solve as solve

@@ -9,13 +9,12 @@ Elsewhere its dual ascent may do a tenth of the work that the search did, which 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..problem import Problem, anchored, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
-from .auto import Auto
 from .cutting_planes import bound_below
 from .cvx import CVX
 from .dual_ascent import CONVERGED, RESUMED, Dual, Messages, ascend, look
@@ -24,14 +23,31 @@ from .exhaustive import Exhaustive
 from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
-from .price_search import PriceSearch
-from .settle import Settling, continue_from, polish
+from .price_search import PriceSearch, search_prices
+from .settle import Settling, continue_from, polish, reduce_and_settle
 
 TIME_LIMIT = 10000.0  # seconds
 EXPLAIN_SECONDS = 1.0  # which at least have to be left to look for the smallest limit that works
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
 PREFERENCE_WORK, LEAST_WORK = 0.1, 8e9  # of the search's; cells, which take two seconds
 PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large problem
+
+
+@dataclass(frozen=True)
+class Auto(Solver):
+    """The default solver, which combines the others.
+
+    Where memory is limited and moves between layouts hold bytes, layers repeat and answers are dense near the limit: a search over prices
+    per byte comes first (price_search.py). Then reductions, dual ascent, and branch and bound on the choices that are still affordable
+    (settle.py).
+    """
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        if problem.usage_limit is not None and any(u.edge is not None for u in problem.usages):
+            search_prices(problem, incumbent, incumbent.record.messages)
+            incumbent.note_carried()
+        if not incumbent.done:
+            reduce_and_settle(problem, incumbent)
 
 
 SOLVERS: dict[str, type[Solver]] = {
