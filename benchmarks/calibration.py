@@ -5,7 +5,7 @@
 Errors of all measured curves and by system, relative, in percent: GMAE / mean (calibrate/errors.py).
 
     held out          3 folds over a curve's sizes but the first and last
-    pooled            the same, with all other curves of the files known (calibrate/pooled.py), sizes held out of this one included
+    pooled            the same, with all other curves of the files known (calibrate/fit.py), sizes held out of this one included
     pooled, strict    the same without those of the same collective, system and devices (other dtypes, which nearly repeat it)
     extrapolated      sizes in the top 16x predicted from those below
     left out          a device count predicted from the curves of the other counts of its system, collective and dtype

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -145,34 +147,32 @@ def extents(size: int, sizes: Sizes, block: int) -> np.ndarray:
     return p * block + np.where(r < last, block, np.where(r == last, rest, 0))
 
 
+def owners(size: int, sizes: Sizes, block: int, j: np.ndarray) -> np.ndarray:
+    """The number of the part that holds each of these indices of a dim."""
+    if not sizes:
+        return np.zeros_like(j)
+    if block == CHUNKS:
+        return np.searchsorted(np.array(chunk_bounds(size, sizes)), j, side="right") - 1
+    return j // block % math.prod(sizes)
+
+
 def indices(size: int, sizes: Sizes, block: int, part: int) -> np.ndarray:
     """The indices of a dim in one of its parts, ascending."""
-    if not sizes:
-        return np.arange(size)
-    if block == CHUNKS:
-        bounds = chunk_bounds(size, sizes)
-        return np.arange(bounds[part], bounds[part + 1])
-    j = np.arange(size)
-    return j[(j // block) % math.prod(sizes) == part]
+    return np.flatnonzero(owners(size, sizes, block, np.arange(size)) == part)
 
 
 def axis_sizes(axes: Axes, mesh: Sizes) -> Sizes:
     return tuple(mesh[a] for a in axes)
 
 
-def largest_shape(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> Sizes:
-    """The shape of the largest shard."""
-    return tuple(largest(s, axis_sizes(axes, mesh), b) for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True))
-
-
 def local_elements(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> int:
     """The number of elements of the largest shard."""
-    return math.prod(largest_shape(shape, layout, mesh))
+    return math.prod(largest(s, axis_sizes(axes, mesh), b) for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True))
 
 
-def part_of(axes: Axes, mesh: Sizes, coordinate: Sizes) -> int:
-    """The number of the part of a dim that the rank at `coordinate` holds."""
-    index = 0
+def part_of(axes: Axes, mesh: Sizes, coordinate: Sequence[Any] | np.ndarray) -> Any:
+    """The number of the part of a dim that the rank at `coordinate` holds; of many ranks, whose coordinates are arrays, an array."""
+    index: Any = 0
     for a in axes:
         index = index * mesh[a] + coordinate[a]
     return index

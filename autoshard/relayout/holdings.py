@@ -175,13 +175,13 @@ def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) 
     count = np.ones((1, 1), dtype=np.int64)
     for s, a1, b1, a2, b2 in zip(shape, before.axes, before.blocks, after.axes, after.blocks, strict=True):
         table = common(s, axis_sizes(a1, mesh), b1, axis_sizes(a2, mesh), b2)
-        count = count * table[_parts(a1, mesh, holding), _parts(a2, mesh, list(coordinate))]
+        count = count * table[part_of(a1, mesh, holding), part_of(a2, mesh, coordinate)]
     is_kept = np.ones((1, 1), dtype=bool)
     for a in old:
         is_kept = is_kept & (coordinate[a] == holding[a])
     sending = list(holding)
     same = tuple(a for a in range(len(mesh)) if a in old and a not in new)
-    which = _parts(same, mesh, list(coordinate))
+    which = part_of(same, mesh, coordinate)
     for slowest in changing if same else []:  # the first axis that a message crosses
         spare = tuple(a for a in range(slowest, len(mesh)) if a not in old and a in new)
         crosses = coordinate[slowest] != holding[slowest]
@@ -193,25 +193,17 @@ def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) 
             i = i // mesh[a]
     every = tuple(range(len(mesh)))
     receivers = np.arange(math.prod(mesh))[:, None]
-    senders = np.where(is_kept, receivers, _parts(every, mesh, sending))
+    senders = np.where(is_kept, receivers, part_of(every, mesh, sending))
     senders, receivers, count = np.broadcast_arrays(senders, receivers, count)
     some = (senders != receivers) & (count > 0)
     return Traffic(senders[some], receivers[some], count[some], mesh)
 
 
-def _parts(axes: Axes, mesh: Sizes, coordinate: list[np.ndarray]) -> np.ndarray:
-    """`part_of` for arrays of coordinates."""
-    index = np.zeros((1, 1), dtype=np.int64)
-    for a in axes:
-        index = index * mesh[a] + coordinate[a]
-    return index
-
-
 def most_scattered(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> int:
     """The most elements that one rank sends in a reduce_scatter: all its summands except those of its own output shard."""
-    coordinate = list(np.indices(mesh).reshape(len(mesh), -1)[:, None, :])
+    coordinate = np.indices(mesh).reshape(len(mesh), -1)[:, None, :]
     held = [np.ones((1, 1), dtype=np.int64) for _ in (before, after)]
     for i, layout in enumerate((before, after)):
         for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True):
-            held[i] = held[i] * extents(s, axis_sizes(axes, mesh), b)[_parts(axes, mesh, coordinate)]
+            held[i] = held[i] * extents(s, axis_sizes(axes, mesh), b)[part_of(axes, mesh, coordinate)]
     return int((held[0] - held[1]).max())

@@ -18,8 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.layout import chunk_bounds
-from autoshard.relayout.blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, indices, local_indices, part_of, parts_of
+from autoshard.relayout.blocks import Axes, BlockLayout, Sizes, axis_sizes, indices, local_indices, owners, part_of
 from autoshard.relayout.holdings import holdings, involved, sender
 from autoshard.relayout.problems import BlockProblem, BlockStep
 
@@ -61,14 +60,10 @@ def communication_axes(step: BlockStep) -> Axes:
 
 def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence[int]) -> list[list[int]]:
     """For every rank and each of the given indices of a dim: 1 where the rank's shard has the index, else 0."""
-    axes, b, size = layout.axes[dim], layout.blocks[dim], problem.shape[dim]
-    sizes = axis_sizes(axes, problem.mesh)
-    if b == CHUNKS:
-        owners = np.searchsorted(np.array(chunk_bounds(size, sizes)), points, side="right") - 1
-    else:
-        owners = np.array(points) // b % parts_of(axes, problem.mesh) if axes else np.zeros(len(points), dtype=int)
-    parts = [part_of(axes, problem.mesh, coordinate) for coordinate in product(*map(range, problem.mesh))]
-    return [[int(owner == part) for owner in owners] for part in parts]
+    axes, mesh = layout.axes[dim], problem.mesh
+    holders = owners(problem.shape[dim], axis_sizes(axes, mesh), layout.blocks[dim], np.array(points)).tolist()
+    parts = [part_of(axes, mesh, coordinate) for coordinate in product(*map(range, mesh))]
+    return [[int(holder == part) for holder in holders] for part in parts]
 
 
 def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:

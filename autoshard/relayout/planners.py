@@ -24,8 +24,7 @@ from autoshard.relayout.blocks import Axes, BlockLayout, canonical, parts_of
 from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import involved, most_scattered, sharding_axes, traffic
 from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
-from autoshard.relayout.space import Space
-from autoshard.relayout.states import CandidateStep, State
+from autoshard.relayout.space import CandidateStep, Space, State
 
 MOST = 30_000  # states that an exact search expands
 GREED = 4.0  # weight of h in the greedy search
