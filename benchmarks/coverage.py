@@ -63,7 +63,7 @@ from autoshard.mesh import Mesh
 from benchmarks import strangers
 from benchmarks.strangers import STRANGERS
 from benchmarks.study import plain, table
-from benchmarks.trained_steps import FAST, trained
+from benchmarks.trained_steps import FAST, difference, trained
 
 ROOT = Path(__file__).resolve().parent.parent
 HF = ROOT / "tests" / "data" / "hf"
@@ -168,13 +168,13 @@ def _largest_error(module, example_inputs, solution, draws: bool) -> float:
     largest = max((float(x.abs().max()) for key, x in expected.items() if key.startswith("gradient") and x.numel()), default=0.0)
     # A gradient that cancels to almost nothing (of a bias before a norm) carries the rounding of the largest one
     floors = {key: 1e-2 * largest if key.startswith("gradient") else 1e-3 for key in expected}
-    errors = {key: _error(found[key], x, floors[key]) for key, x in expected.items()}
+    errors = {key: difference(found[key], x, floors[key]) for key, x in expected.items()}
     allowed = tolerance(module)
     if max(errors.values()) > allowed and all(x.dtype == torch.float32 for x in expected.values() if x.is_floating_point()):
         exact = _one_call(module.double(), _double(example_inputs), solution.training)
         for key in (key for key, error in errors.items() if error > allowed):
             noise = NOISE * float((expected[key].double() - exact[key].double()).abs().max())
-            errors[key] = _error(found[key], expected[key], max(floors[key], noise / allowed))
+            errors[key] = difference(found[key], expected[key], max(floors[key], noise / allowed))
     return max(errors.values())
 
 
@@ -193,17 +193,6 @@ def _one_call(module, inputs, training: bool) -> dict[str, torch.Tensor]:
     found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
     found |= {f"state {name}": x for name, x in [*module.named_parameters(), *module.named_buffers()]}
     return {key: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for key, x in found.items()}
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor, least: float) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    if expected.numel() == 0 or torch.equal(found, expected):
-        return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = found.to(wide), expected.to(wide)
-    error = float((a - b).abs().max() / b.abs().max().clamp(min=least))
-    return error if error == error else float("inf")
 
 
 def measure(name: str, training: bool, *, folder: Path = HF, random: int = 3, settings: dict | None = None) -> dict:

@@ -100,7 +100,7 @@ def _compared(name: str, optimizer: Any, mesh: Any) -> dict[str, Any]:
     expected = steps(copy.deepcopy(module), copy.deepcopy(inputs), optimizer)
     found = steps(autoshard.parallelize(module, solution, mesh), copy.deepcopy(inputs), optimizer)
     sharded = sum("S" in layout for placed in solution.layouts.values() for layout in placed.outputs if layout is not None)
-    errors = {key: off(found[key], value) for key, value in expected.items()}
+    errors = {key: difference(found[key], value) for key, value in expected.items()}
     of_loss = max(error for key, error in errors.items() if key.startswith("loss"))
     of_state = max((error for key, error in errors.items() if not key.startswith("loss")), default=0.0)
     verdict = "ok" if max(of_loss, of_state) <= ALLOWED else "wrong"
@@ -132,11 +132,13 @@ def steps(module: nn.Module, inputs: Any, optimizer: Any) -> dict[str, torch.Ten
     return {key: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for key, x in found.items()}
 
 
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest element or 1; inf for another shape and for what is not a number in one of them."""
+def difference(found: torch.Tensor, expected: torch.Tensor, least: float = 1.0) -> float:
+    """The largest difference, relative to the largest element or `least`; inf for another shape and for what is not a number in one."""
     if found.shape != expected.shape:
         return float("inf")
-    if torch.equal(found, expected):
+    if expected.numel() == 0 or torch.equal(found, expected):
         return 0.0
-    apart = (found - expected).abs().max() / expected.abs().max().clamp(min=1) if expected.dtype != torch.bool else torch.tensor(1.0)
-    return float(apart) if apart == apart else float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = found.to(wide), expected.to(wide)
+    apart = float((a - b).abs().max() / b.abs().max().clamp(min=least))
+    return apart if apart == apart else float("inf")

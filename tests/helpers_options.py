@@ -1,13 +1,11 @@
 """Every option of every verb beside what the verb is given: command lines that differ in one option, and what changes with it."""
 
-import contextlib
-import io
 import json
 import re
 from functools import cache
 from pathlib import Path
 
-from autoshard.cli import main
+from tests.helpers_command import run
 
 ROOT = Path(__file__).parent.parent
 DATA = f"{ROOT}/tests/data"
@@ -142,7 +140,7 @@ def prepare(argv: list[str], folder: Path) -> None:
             continue
         if name in WRITES:
             prepare(WRITES[name], folder)
-            assert run([*WRITES[name], "--out", name])[0] == 0
+            assert run(*WRITES[name], "--out", name)[0] == 0
         elif name == "edited.json":
             prepare(["plan.json"], folder)
             plan = json.loads((folder / "plan.json").read_text())
@@ -154,13 +152,6 @@ def prepare(argv: list[str], folder: Path) -> None:
             measured(path)
         else:
             path.write_text({"rl.py": PROGRAMS, "tables.csv": TABLES, TITAN: TITAN_TEXT, PROBLEMS: ROUTES}[name])
-
-
-def run(argv: list[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(argv)
-    return code, out.getvalue(), err.getvalue()
 
 
 @cache
@@ -212,7 +203,7 @@ def answer(argv: list[str], folder: Path) -> tuple:
     prepare(argv, folder)
     for path in folder.glob("new.*"):
         path.unlink()
-    code, out, err = run(argv)
+    code, out, err = run(*argv)
     try:
         said = json.dumps(timeless(json.loads(out)))
     except ValueError:

@@ -54,7 +54,7 @@ def test_batched_experts_too(name):
 
 def experts(mesh, **sizes):
     module, example_inputs = moe.moe(layers=1, seq=64, batch=64, loss=True, **sizes)
-    return api.plan(module, example_inputs, mesh, training=True)
+    return api.plan(module, example_inputs, mesh, training=True, objective="serial")
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
@@ -100,7 +100,7 @@ def plan_custom():
     with torch.device("meta"):
         parts = {"scale": torch.nn.Parameter(torch.empty(16)), "linear": torch.nn.Linear(16, 16)}
     model, inputs = Model(lambda m, x: scaled_sum(torch.relu(m.linear(x)), m.scale), **parts), (torch.empty(8, 4, 16, device="meta"),)
-    return model, inputs, api.plan(model, inputs, Mesh.from_bandwidths((2, 2)), baselines=False)
+    return model, inputs, api.plan(model, inputs, Mesh.from_bandwidths((2, 2)), baselines=False, objective="serial")
 
 
 def test_an_unknown_op_is_replicated_and_said(no_rule):

@@ -44,7 +44,7 @@ def inputs(kind):
 
 def planned(kind):
     pins = {f"model.layers.*.self_attn.{name}_proj.weight": "S(0)" for name in "qkv"} | {"model.layers.*.self_attn.o_proj.weight": "S(1)"}
-    return autoshard.plan(model(), inputs(kind), fast_mesh((2,)), baselines=False, pins=pins)
+    return autoshard.plan(model(), inputs(kind), fast_mesh((2,)), baselines=False, objective="serial", pins=pins)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("StaticCache", marks=pytest.mark.slow), "DynamicCache"])

@@ -134,7 +134,7 @@ def test_a_models_op_without_a_kernel_is_named_with_its_line():
 
 def test_a_plan_is_run_dry_in_its_layouts():
     model, inputs = load_model("models/mlp.py:tiny", {})
-    solution = api.plan(model, inputs, mesh_of(2), baselines=False)
+    solution = api.plan(model, inputs, mesh_of(2), baselines=False, objective="serial")
     assert api.dry_run(model, inputs, solution)["ok"]
     assert_refused("device is 'tpu'; expected one of cpu, cuda", api.dry_run, model, inputs, solution, device="tpu")
 
@@ -172,7 +172,7 @@ def test_doctor_names_what_a_device_cannot_run(tmp_path, capsys, monkeypatch, tr
 
 def test_without_a_gpu_verify_on_one_is_an_error_in_one_sentence():
     model, inputs = load_model("models/mlp.py:tiny", {})
-    solution = api.plan(model, inputs, mesh_of(2), baselines=False)
+    solution = api.plan(model, inputs, mesh_of(2), baselines=False, objective="serial")
     if not torch.cuda.is_available():
         assert_refused("^device is cuda, but torch sees no GPU here; [^.]*$", api.verify, model, inputs, solution, device="cuda")
     assert_refused("device is 'tpu'; expected one of cpu, cuda", api.verify, model, inputs, solution, device="tpu")

@@ -167,7 +167,7 @@ def test_imbalance_is_priced_noted_and_needs_memory():
         local = next(k for k, c in enumerate(options) if c.inputs[0] == (S(0),) and c.inputs[3] == (R,))
         costs.append((formulated.problem.node_costs[i][sent], formulated.problem.node_costs[i][local]))
     assert costs[1][0] > costs[0][0] and costs[1][1] == costs[0][1]
-    solution = api.plan(module, inputs, mesh, training=True, baselines=False, expert_imbalance=1.5)
+    solution = api.plan(module, inputs, mesh, training=True, baselines=False, objective="serial", expert_imbalance=1.5)
     assert solution.assumptions["expert_imbalance"] == 1.5 and solution.mesh.expert_imbalance == 1.5
     assert Mesh.from_dict(solution.mesh.to_dict()) == solution.mesh
     assert_refused("expert_imbalance", replace, mesh, expert_imbalance=0.5)

@@ -194,7 +194,7 @@ def test_an_axis_like_another_is_priced_once_and_as_it_would_be_alone(devices_pe
 
     def modules():
         mesh = Mesh.from_bandwidths((2, 2, 2), devices_per_node=devices_per_node)
-        return autoshard.plan(*llama.tiny(layers=1), mesh, training=True).modules
+        return autoshard.plan(*llama.tiny(layers=1), mesh, training=True, objective="serial").modules
 
     once = modules()
     assert sorted(set(axes)) == priced

@@ -88,8 +88,8 @@ def test_messages_of_another_problem_give_a_bound_all_the_same():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_plan_of_two_layers_extrapolates_to_six(name):
-    few = plan(*MODELS[name](layers=2), MESH, training=True, baselines=False)
-    direct = plan(*MODELS[name](layers=6), MESH, training=True, baselines=False)
+    few = plan(*MODELS[name](layers=2), MESH, training=True, baselines=False, objective="serial")
+    direct = plan(*MODELS[name](layers=6), MESH, training=True, baselines=False, objective="serial")
     found = few.extrapolate(*MODELS[name](layers=6))
     assert direct.cost * (1 - 1e-9) <= found.cost <= 1.01 * direct.cost
     assert found.bound <= direct.cost * (1 + 1e-9) and math.isfinite(found.gap)
@@ -104,7 +104,7 @@ def test_an_extrapolated_plan_computes_what_the_model_computes():
 
 
 def test_what_can_not_be_extrapolated_is_one_sentence():
-    few = plan(*mlp.tiny(layers=3), MESH, training=True, baselines=False)
+    few = plan(*mlp.tiny(layers=3), MESH, training=True, baselines=False, objective="serial")
     assert_refused("the plan is not one of this model's first layers .*plan those first", few.extrapolate, *mlp.tiny(layers=5, width=64))
     assert_refused("no ModuleList or Sequential of equal layers", few.extrapolate, *mlp.tiny(layers=2))
     with pytest.raises(autoshard.Infeasible, match="on the full model the plan needs .* the limit is"):
@@ -114,7 +114,7 @@ def test_what_can_not_be_extrapolated_is_one_sentence():
 @pytest.mark.slow
 def test_deep_models_are_planned_from_their_shallow_graph():
     deep = gpt2.tiny(layers=24)
-    found = plan(*deep, MESH, training=True, baselines=False)
+    found = plan(*deep, MESH, training=True, baselines=False, objective="serial")
     alone = formulated("gpt2", 24)
     assert found.status == "optimal" and found.cost == pytest.approx(solve(alone.problem).cost, rel=1e-9)
 

@@ -98,7 +98,7 @@ def test_what_the_module_does_with_one_tensor_is_not_what_it_does_with_two():
 def test_verify_tells_the_places_apart(monkeypatch):
     """The second place has other values than the first one, so that a program that reads the wrong one is found."""
     model, x = Sums(), torch.randn(4, WIDTH)
-    solution = autoshard.plan(model, (x, x), fast_mesh((2,)), training=True, baselines=False)
+    solution = autoshard.plan(model, (x, x), fast_mesh((2,)), training=True, baselines=False, objective="serial")
     assert autoshard.verify(model, (x, x), solution)["ok"]
     monkeypatch.setattr("autoshard.capture.inputs.apart", lambda module, args, kwargs: (args, kwargs))
     assert not autoshard.verify(model, (x, x), solution)["ok"]

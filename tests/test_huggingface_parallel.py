@@ -36,7 +36,7 @@ def inputs(rows: int = 4) -> dict[str, torch.Tensor]:
 @cache
 def planned(kind: str):
     pins = {"input_ids": "S(0)", "labels": "S(0)"}
-    return autoshard.plan(build(kind), inputs(), fast_mesh((2,)), training=True, baselines=False, pins=pins)
+    return autoshard.plan(build(kind), inputs(), fast_mesh((2,)), training=True, baselines=False, objective="serial", pins=pins)
 
 
 def used(rank: int, kind: str, solution, folder: str) -> dict:

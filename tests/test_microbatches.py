@@ -187,7 +187,7 @@ def test_a_plan_with_microbatches_computes_what_the_model_does_and_its_file_says
 
 
 def test_a_plan_of_one_microbatch_says_nothing_of_them():
-    solution = plan(*TINY["mlp"](), Mesh.from_bandwidths((2,)), training=True, baselines=False)
+    solution = plan(*TINY["mlp"](), Mesh.from_bandwidths((2,)), training=True, baselines=False, objective="serial")
     assert solution.microbatches == 1
     assert "microbatch" not in json.dumps(solution.to_dict())
 
@@ -195,7 +195,7 @@ def test_a_plan_of_one_microbatch_says_nothing_of_them():
 def test_the_examples_of_a_step_give_the_number_of_microbatches():
     model, inputs = TINY["mlp"](batch=16)
     mesh = Mesh.from_bandwidths((2,))
-    assert plan(model, inputs, mesh, training=True, global_batch=64, baselines=False).microbatches == 4
+    assert plan(model, inputs, mesh, training=True, global_batch=64, baselines=False, objective="serial").microbatches == 4
     for options, sentence in (
         ({"global_batch": 24}, "global_batch is 24, the example inputs' batch is 16; expected a multiple"),
         ({"global_batch": 64, "microbatches": 3}, "global_batch 64 is 4 batches of 16, not 3"),

@@ -9,7 +9,8 @@ import autoshard
 from autoshard.cli import combinations
 from autoshard.mesh import Mesh
 from models import mlp
-from tests.helpers_options import OWN, SITUATIONS, TINY, VALUES, lines, outcomes, prepare, run, verbs
+from tests.helpers_command import run
+from tests.helpers_options import OWN, SITUATIONS, TINY, VALUES, lines, outcomes, prepare, verbs
 
 # (verb, option): why the same answer is right
 UNSEEN = {
@@ -81,9 +82,9 @@ def test_an_option_that_is_ignored_would_be_seen(folder, monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["auto", pytest.param("data_parallel", marks=pytest.mark.slow)])
 def test_a_degree_that_shards_nothing_is_refused(scheme):
-    code, out, err = run(["simulate", TINY, "--scheme", scheme, "--tensor", "5", "--json"])
+    code, out, err = run("simulate", TINY, "--scheme", scheme, "--tensor", "5", "--json")
     assert (code, out) == (2, "") and "tensor is 5, but nothing of the model can be sharded so" in err
-    assert run(["simulate", TINY, "--scheme", scheme, "--tensor", "2", "--json"])[0] == 0
+    assert run("simulate", TINY, "--scheme", scheme, "--tensor", "2", "--json")[0] == 0
 
 
 @pytest.mark.parametrize("verb", ["explain", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("simulate", "show"))])
@@ -93,9 +94,9 @@ def test_sizes_that_a_plan_was_not_made_for_are_refused(verb, given, folder, mon
     prepare(["tiny.json"], folder)
     more = {"explain": ["layers.0.up.weight"], "show": ["--html", "new.html"]}.get(verb, [])
     words = [verb, "tiny.json", *more, "--trust", "--json"]
-    code, out, err = run([*words, *given])
+    code, out, err = run(*words, *given)
     assert (code, out) == (2, "") and "tiny.json was planned for" in err and "--any-graph" in err
-    assert run([*words, "--set", "batch=16"])[0] == 0  # as it was planned
+    assert run(*words, "--set", "batch=16")[0] == 0  # as it was planned
 
 
 @pytest.mark.parametrize(
@@ -112,5 +113,5 @@ def test_a_plan_of_several_programs_says_its_mesh_itself(folder, monkeypatch):
     monkeypatch.chdir(folder)
     prepare(["programs.json"], folder)
     for path in ("programs.json", "programs.json#use"):
-        code, _, err = run(["show", path, "--mesh", "4"])
+        code, _, err = run("show", path, "--mesh", "4")
         assert code == 2 and "says itself for which devices it was planned; leave out the mesh" in err

@@ -51,7 +51,7 @@ def tokens(rows: int = 8, seq: int = 4, seed: int = 0) -> tuple[torch.Tensor, to
 def planned(shape: tuple[int, ...], by_name: bool = False, scheme: str | None = None):
     given = dict(zip(("tokens", "targets"), tokens())) if by_name else tokens()
     pins = {None: {}, "replicated": {"*": ",".join("R" * len(shape))}}[scheme]
-    return autoshard.plan(Normed(), given, fast_mesh(shape), training=True, baselines=False, pins=pins)
+    return autoshard.plan(Normed(), given, fast_mesh(shape), training=True, baselines=False, objective="serial", pins=pins)
 
 
 def storages(module: nn.Module) -> set[int]:
@@ -181,7 +181,7 @@ def packed(rank: int, solution, kind: Callable) -> list:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", [packs, asks])
 def test_what_a_module_returns_is_packed_as_it_was_captured(kind, training):
-    solution = autoshard.plan(packing(kind), (torch.ones(4, 4),), fast_mesh((2,)), training=training, baselines=False)
+    solution = autoshard.plan(packing(kind), (torch.ones(4, 4),), fast_mesh((2,)), training=training, baselines=False, objective="serial")
     y = packing(packs)(torch.ones(4, 4))["twice"][0].tolist()
     for found in results(2, packed, solution, kind):
         assert found[:4] == [["loss", "none", "twice", "number", "text"], None, 3, "a"]
@@ -204,7 +204,7 @@ def loaded(rank: int, solution) -> tuple[dict, float, str, str]:
 
 def test_shards_of_all_inputs_of_a_batch_are_loaded_alike_whatever_the_plan_does_with_them():
     pins = {"input_0": "S(0),S(1)", "input_1": "S(0),S(0)"}
-    solution = autoshard.plan(Normed(), tokens(), fast_mesh((2, 2)), training=True, baselines=False, pins=pins)
+    solution = autoshard.plan(Normed(), tokens(), fast_mesh((2, 2)), training=True, baselines=False, objective="serial", pins=pins)
     for layouts, loss, wrong, unlike in results(4, loaded, solution):
         assert layouts == {"input_0": "S(0),R", "input_1": "S(0),R"}
         assert loss == pytest.approx(alone(tokens()), rel=1e-5)

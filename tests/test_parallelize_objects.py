@@ -38,7 +38,7 @@ def cached():
 
 
 def planned(model, inputs, pins):
-    return autoshard.plan(model, inputs, fast_mesh((2,)), training=False, baselines=False, pins=pins)
+    return autoshard.plan(model, inputs, fast_mesh((2,)), training=False, baselines=False, objective="serial", pins=pins)
 
 
 def steps(module, cache):
@@ -191,7 +191,7 @@ def frozen():
 
 def test_parts_keep_the_modes_that_they_were_planned_in():
     model, inputs = frozen()
-    solution = autoshard.plan(model, inputs, fast_mesh((2,)), training=True, baselines=False)
+    solution = autoshard.plan(model, inputs, fast_mesh((2,)), training=True, baselines=False, objective="serial")
     found = results(2, differentiated, model, inputs, solution, True)
     expected = results(1, lambda rank: gradients(copy.deepcopy(model), inputs, True))[0]
     assert all(torch.allclose(made[name], x, rtol=1e-4, atol=1e-5) for made in found for name, x in expected.items())

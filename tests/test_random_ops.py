@@ -283,7 +283,8 @@ def trained(rank, model, solution=None):
 
 
 def planned(model, sizes, **options):
-    return autoshard.plan(model, (torch.empty(ROWS, COLUMNS),), fast_mesh(sizes), training=True, baselines=False, **options)
+    options = {"training": True, "baselines": False, "objective": "serial", **options}
+    return autoshard.plan(model, (torch.empty(ROWS, COLUMNS),), fast_mesh(sizes), **options)
 
 
 EXACT = tuple(name for name in DRAWS if name not in ASKING)

@@ -18,20 +18,13 @@ from referencing import Registry, Resource
 from autoshard.cli import main
 from autoshard.reading import DEEPEST, FORMATS, check_sound, checked, content_of, data_of, parsed, rows_of, schemas, text_of
 from autoshard.solution.plan_format import packed
+from tests.helpers_models import refusal
 from tests.helpers_mutations import bad_json
 
 DATA = Path(__file__).parent / "data"
 EXAMPLE = (DATA / "iopddl" / "example.json").read_text()
 SCHEMAS = schemas()
 REGISTRY = Registry().with_resources((name, Resource.from_contents(schema)) for name, schema in SCHEMAS.items())
-
-
-def refusal(call, *arguments) -> str:
-    with pytest.raises(ValueError) as caught:
-        call(*arguments)
-    said = str(caught.value)
-    assert "\n" not in said and len(said) < 1000
-    return said
 
 
 # -- what is no file, or too large ------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_the_policy_is_what_selective_checkpointing_takes():
 
 
 def test_a_plan_without_choices_has_no_policy():
-    solution = plan(*mlp.tiny(layers=1), PAIR, training=True, baselines=False)
+    solution = plan(*mlp.tiny(layers=1), PAIR, training=True, baselines=False, objective="serial")
     assert_refused("plan with recompute='auto'", export, solution, "checkpoint_policy")
 
 
@@ -190,7 +190,7 @@ def test_recomputing_changes_no_number(build, k):
 @pytest.mark.slow
 def test_recomputed_plans_take_fewer_bytes_and_more_seconds_and_verify():
     model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
-    plans = [plan(model, inputs, GRID, training=True, baselines=False, recompute=k) for k in (0, 2, "all")]
+    plans = [plan(model, inputs, GRID, training=True, baselines=False, objective="serial", recompute=k) for k in (0, 2, "all")]
     assert plans[0].cost < plans[1].cost < plans[2].cost
     assert plans[0].peak_bytes > plans[1].peak_bytes > plans[2].peak_bytes
     small, small_inputs = gpt2.tiny(layers=4)
@@ -200,12 +200,12 @@ def test_recomputed_plans_take_fewer_bytes_and_more_seconds_and_verify():
 @pytest.mark.slow
 def test_blocks_are_recomputed_only_where_the_limit_asks_for_it():
     model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
-    free = plan(model, inputs, GRID, training=True, baselines=False)
-    blocks = plan(model, inputs, GRID, training=True, baselines=False, recompute="blocks")
+    free = plan(model, inputs, GRID, training=True, baselines=False, objective="serial")
+    blocks = plan(model, inputs, GRID, training=True, baselines=False, objective="serial", recompute="blocks")
     assert blocks.recompute == 0 and blocks.gap <= blocks.assumptions["gap"] == 0.01  # numbers of blocks are planned to within one percent
     assert free.cost * (1 - 1e-9) <= blocks.cost <= 1.01 * free.cost  # 1.6e-5 above
     with pytest.raises(Infeasible) as refused:
-        plan(model, inputs, GRID, training=True, baselines=False, memory_limit=free.peak_bytes / 100)
+        plan(model, inputs, GRID, training=True, baselines=False, objective="serial", memory_limit=free.peak_bytes / 100)
     low, _ = refused.value.smallest_limit
     tight = plan(model, inputs, GRID, training=True, baselines=False, recompute="blocks", memory_limit=low * 0.98, gap=0.05, time_limit=60)
     assert tight.recompute > 0 and tight.peak_bytes <= low * 0.98

@@ -11,6 +11,7 @@ from autoshard.mesh import Mesh
 from autoshard.strategies import candidates
 from benchmarks import coverage
 from benchmarks.strangers import STRANGERS, Decode, build, features
+from benchmarks.trained_steps import difference
 from tests.helpers_models import right_plan
 
 QUICK = [
@@ -50,7 +51,7 @@ def decode(put):
     with torch.device("meta"):
         module = Decode(put, layers=1, width=1024, heads=16, length=2048, batch=8)
         inputs = (features(8, 1, 1024), torch.zeros(1, dtype=torch.int64))
-    return api.plan(module, inputs, Mesh.from_bandwidths((8,)), training=False, baselines=False)
+    return api.plan(module, inputs, Mesh.from_bandwidths((8,)), training=False, baselines=False, objective="serial")
 
 
 def test_a_cache_written_by_index_copy_costs_what_one_written_by_where_does():
@@ -95,12 +96,12 @@ def test_what_a_row_is_called(row, verdict):
     assert coverage.verdict(row) == verdict
 
 
-def test_an_error_is_measured_and_none_is_overlooked():
-    x = torch.tensor([1 + 2j, 3.0])
-    assert coverage._error(x, x.clone(), 1e-3) == 0
-    assert coverage._error(x + 1, x, 1e-3) == pytest.approx(1 / 3)
-    assert coverage._error(x[:1], x, 1e-3) == float("inf")
-    assert coverage._error(x * float("nan"), x, 1e-3) == float("inf")
+def test_a_difference_is_measured_and_none_is_overlooked():
+    for x in (torch.tensor([1 + 2j, 3.0]), torch.tensor([2.0, 3.0], dtype=torch.float64)):
+        assert difference(x, x.clone()) == 0
+        assert difference(x + 1, x) == pytest.approx(1 / 3) and difference(x + 1, x, least=5.0) == pytest.approx(1 / 5)
+        assert difference(x[:1], x) == difference(x * float("nan"), x) == float("inf")
+    assert difference(torch.tensor([True]), torch.tensor([False])) == 1
 
 
 def test_a_model_that_does_not_end_is_a_row():

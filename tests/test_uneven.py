@@ -377,8 +377,8 @@ def test_a_rank_that_counts_equal_parts_looks_up_the_wrong_rows(monkeypatch):
 def test_the_vocabulary_of_gpt2_is_cut_where_that_is_cheaper():
     """50257 words on 8 devices: never dearer than with equal parts only (the vocabulary whole), here by 4 %."""
     model, inputs = gpt2.small()
-    found = plan(model, inputs, mesh_of(2, 4), training=True, baselines=False)
-    whole = plan(model, inputs, mesh_of(2, 4), training=True, baselines=False, pins={"wte.weight": "R,S(1)"})
+    found = plan(model, inputs, mesh_of(2, 4), training=True, baselines=False, objective="serial")
+    whole = plan(model, inputs, mesh_of(2, 4), training=True, baselines=False, objective="serial", pins={"wte.weight": "R,S(1)"})
     assert found.parameters["wte.weight"]["layout"] == "S(0),S(0)"
     assert found.cost < 0.98 * whole.cost
     assert found.parameters["wte.weight"]["local_bytes"] == -(-50257 // 8) * 768 * 4
@@ -396,7 +396,7 @@ def convolutions(channels):
 
 def test_the_offer_to_pad_is_what_the_padded_model_saves():
     """20 channels on 8 leave a rank without any, so they stay whole; 24 don't."""
-    found, padded = (plan(*convolutions(n), fast_mesh((8,))) for n in (20, 24))
+    found, padded = (plan(*convolutions(n), fast_mesh((8,)), objective="serial") for n in (20, 24))
     (offer,) = found.padding
     assert (offer["dim"], offer["from"], offer["to"]) == (0, 20, 24)
     assert offer["saves_seconds"] == pytest.approx(found.cost - padded.cost, rel=1e-3) and padded.cost < 0.9 * found.cost

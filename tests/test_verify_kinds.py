@@ -149,7 +149,7 @@ CASES = [(name, training) for name, kind in KINDS.items() for training in kind.m
 def planned(name, training):
     torch.manual_seed(0)
     model, inputs = KINDS[name].build(), KINDS[name].inputs()
-    return model, inputs, api.plan(model, inputs, Mesh.from_bandwidths((2, 2)), training=training, baselines=False)
+    return model, inputs, api.plan(model, inputs, Mesh.from_bandwidths((2, 2)), training=training, baselines=False, objective="serial")
 
 
 @pytest.mark.parametrize(("name", "training"), CASES)

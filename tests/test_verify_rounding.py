@@ -57,7 +57,7 @@ def outcome(solution, graph, values, reference):
 
 def verified(end):
     model = network(ENDS[end])
-    solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False)
+    solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False, objective="serial")
     graph = capture(model, X, training=False)
     values, reference = run_unsharded(model, X, graph, training=False, seed=0)
     return solution, graph, values, reference
@@ -108,7 +108,7 @@ def test_a_wrong_reference_is_found_beside_rounding(end):
 
 def test_what_nothing_reads_is_not_compared(monkeypatch):
     model = network(lambda y, z: y.topk(3).values.mean())
-    solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False)
+    solution = autoshard.plan(model, X, fast_mesh((2, 2)), training=False, baselines=False, objective="serial")
     run = SimulatedRanks.run
 
     def wrong(self, record, *args):
