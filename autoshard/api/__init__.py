@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from autoshard.launch.best_degrees import degrees as degrees
     from autoshard.launch.checked_launch import CheckedLaunch as CheckedLaunch
     from autoshard.launch.checked_launch import check_launch as check_launch
+    from autoshard.launch.fitting import Fitting as Fitting
+    from autoshard.launch.fitting import will_fit as will_fit
     from autoshard.planning.extrapolate import extrapolate as extrapolate
     from autoshard.planning.frontier import Frontier as Frontier
     from autoshard.planning.frontier import FrontierPoint as FrontierPoint
@@ -72,6 +74,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "exports": "NotHeld as_plain export",
     "launch.best_degrees": "Degrees degrees",
     "launch.checked_launch": "CheckedLaunch check_launch",
+    "launch.fitting": "Fitting will_fit",
     "runtime.agreement": "RankLost",
     "runtime.checkpoints": "load_checkpoint save_checkpoint",
     "runtime.parallelize": "device_mesh",

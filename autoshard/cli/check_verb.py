@@ -8,11 +8,10 @@ from rich.console import Group
 from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.launchers import load_launchers, site_of, sizes_of
+from autoshard.cli.launchers import load_launchers, read_launch, site_of
 from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_report, models_for
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
-from autoshard.reading import text_of
 from autoshard.writing import write_atomically
 
 WRITTEN_FOR = {
@@ -59,12 +58,9 @@ def _refuse_configuration(path: str) -> None:
 def _check_launch(output: Output, asked: Asked) -> int:
     """Print what is known of a launcher's configuration; the exit code says whether it will run."""
     room, path, launcher = load_launchers(), asked.solution, asked.launcher
-    known = {name: getattr(asked, name) for name in ("devices", "per_node", "seq", "microbatch", "global_batch")}
-    sizes = None if asked.model is None else sizes_of(asked.model, asked.settings)
-    text = text_of(path, "launch")
-    described = room.read_configuration(launcher, text, path, room.Overrides(**known, sizes=sizes))
+    described, text = read_launch(path, asked, launcher)
     output.progress("pricing launches", 0.2)
-    checked = load_api().check_launch(described, launcher, site_of(asked))
+    checked = load_api().check_launch(described, launcher, site_of(asked, launcher))
     kept = room.kept_settings(launcher, text, path)
     rest = f"other settings are those of {path}" if kept else f"it holds what a launch decides, so take the rest from {path}"
     if asked.out is not None:

@@ -66,6 +66,10 @@ def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
     return not _is_model(given, values)
 
 
+def _is_configuration(given: Given, values: Mapping[str, Any]) -> bool:
+    return not _is_model(given, values)
+
+
 def _one_stage(given: Given, values: Mapping[str, Any]) -> bool:
     return {values.get("pipeline"), values.get("microbatches")} == {(1,)}
 
@@ -104,16 +108,17 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
     return [(shape, values.get("devices_per_node") or math.prod(shape[1:])) for shape in grid]
 
 
-LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "out")
+LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "evidence", "out")
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
 OF_PAGES = ("model", "settings", "trust", "frontier", "no_model")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", "tf32", *LINKS)
 
+OF_LAUNCHED_MODEL = ("tp", "pp", "cp", "recompute", "precision", "compiled")
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
 OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", "tf32", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
-LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check")
+LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check", "fits")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
@@ -147,7 +152,7 @@ RULES = (
         LINKED, ("inter_node_bandwidth",), _has_no("inter_node_bandwidth"), "where no two nodes talk to each other", "give more nodes"
     ),
     Ineffective(
-        LINKED[:-1], ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
+        LINKED[:-2], ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
     ),
     Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
@@ -172,6 +177,8 @@ RULES = (
     Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
     Ineffective(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
     Ineffective(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),
+    Ineffective(("fits",), OF_LAUNCHED_MODEL, _is_configuration, "on a configuration, which says it itself"),
+    Ineffective(("fits",), ("model",), lambda given, values: not _is_configuration(given, values), "beside a model that is named"),
 )  # fmt: skip
 
 
@@ -193,7 +200,7 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
         settings_of(written, settings | own)
     if verb == "pipeline":
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
-    if verb in ("degrees", "check"):
+    if verb in ("degrees", "check", "fits"):
         _launch(verb, values)
     if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
         published = " or ".join(CONSTANTS[1:])
@@ -219,7 +226,7 @@ def _launch(verb: str, values: Mapping[str, Any]) -> None:
     ending = LAUNCHERS.get(values["launcher"])
     if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending}:
         raise ValueError(f"--out {out} is no configuration of {values['launcher']}, which reads {ending}; expected another name")
-    if verb == "degrees" and values["precision"] in NO_NARROW.get(values["device"], ()):
+    if verb in ("degrees", "fits") and values["precision"] in NO_NARROW.get(values["device"], ()):
         raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
 
 

@@ -1,15 +1,78 @@
-"""`autoshard degrees`: every launch of a launcher on some devices, predicted and sorted, with the regret of the best."""
+"""`autoshard fits`: will a launch fit, with odds. `autoshard degrees`: every launch of a launcher on some devices, predicted and sorted."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.launchers import load_launchers, model_builder, site_of, sizes_of
+from autoshard.cli.launchers import load_launchers, model_builder, read_launch, site_of, sizes_of
 from autoshard.cli.loading import load_api, load_report
 from autoshard.cli.output import Output
+from autoshard.cli.table import CONFIGURATIONS
 from autoshard.cli.verbs import Asked
 from autoshard.writing import write_atomically
 
 TABLE_ROWS = 20
+
+
+@app.command()
+def fits(asked: Asked, output: Output) -> int:
+    """Will it fit before it is launched? yes, tight or no, with odds; where the bytes are and when; the largest microbatch; what makes it fit.
+
+    TARGET is a launcher's configuration, or a MODEL that is trained with the degrees given here, sharded over all devices. Exit code 1 where
+    it is less likely to fit than not. --observed corrects the next answers for the launcher by what a run of this launch needed.
+
+    \b
+    autoshard fits hf:Llama-3.1-8B --devices 8 --seq 8192 --microbatch 2 --recompute selective_op
+    autoshard fits models/llama.py:llama3_70b --devices 64 --launcher megatron --tp 8 --pp 2
+    autoshard fits llama3_70b.toml --devices 64 --memory 80GB
+    autoshard fits llama3_70b.toml --devices 64 --observed train.log --evidence memory.json
+    """
+    room = load_launchers()
+    launcher = asked.launcher or CONFIGURATIONS.get(Path(asked.target).suffix, "torchtitan")
+    if Path(asked.target).suffix in (*CONFIGURATIONS, ".yaml", ".yml", ".json"):
+        if asked.launcher is None and Path(asked.target).suffix not in CONFIGURATIONS:
+            raise ValueError(f"{asked.target} may be of several launchers; add --launcher accelerate, nanotron, megatron or torchtitan")
+        described, _ = read_launch(asked.target, asked, launcher)
+    else:
+        described = _described(room, asked, launcher)
+    site = site_of(asked, launcher)
+    answer = load_api().will_fit(described, launcher, site)
+    record = answer.to_dict()
+    if asked.observed is not None:
+        record["observed"] = _observed(output, asked, answer)
+    output.answer(record, lambda: load_report().launchers.fits_table(record, asked.target))
+    return OK if record["ok"] else NO
+
+
+def _described(room: Any, asked: Asked, launcher: str) -> Any:
+    """A model with the degrees of the command line: data parallel over the other devices, sharded as the launcher shards."""
+    if asked.devices is None:
+        raise ValueError(f"{asked.target} is a model, and how many devices train it isn't said; add --devices 8")
+    microbatch, model = asked.microbatch or 1, asked.tp * asked.pp * asked.cp
+    data = max(asked.devices // model, 1)
+    zero = (1 if launcher in ("megatron", "nanotron") else 2 if asked.pp > 1 else 3) * (data > 1)
+    launch = room.Launch(
+        asked.devices, asked.seq or 8192, asked.global_batch or data * microbatch * (2 * asked.pp if asked.pp > 1 else 1),
+        microbatch=microbatch, data=data, shard=data if zero else 1, zero=zero, tensor=asked.tp, pipeline=asked.pp, context=asked.cp,
+        expert_tensor=asked.tp, sequence_parallel=asked.tp > 1 and launcher != "accelerate", recompute=asked.recompute,
+        precision=asked.precision, compiled=asked.compiled,
+    )  # fmt: skip
+    return room.LaunchConfig(launch, sizes_of(asked.target, asked.settings))
+
+
+def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
+    """What a run needed beside what was predicted of it; written to the evidence, where there is a file for it."""
+    from autoshard.api.observing import observed, read_evidence  # here: torch takes seconds to import
+    from autoshard.launch.observed import explained, with_observed
+
+    seen = observed(asked.observed)
+    evidence = with_observed(read_evidence(asked.evidence), answer, seen)
+    text = json.dumps(evidence, indent=1) + "\n"
+    output.write(asked.evidence, lambda path: write_atomically(text, path), f": the next answers for {answer.launcher} are corrected")
+    return {**evidence[answer.launcher][-1], "by_kind": explained(answer, seen)}
 
 
 @app.command()
@@ -29,7 +92,7 @@ def degrees(asked: Asked, output: Output) -> int:
     output.progress("pricing launches", 0.1)
     builder = None if asked.no_bound else model_builder(asked.model, asked.settings, asked.seq)
     options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, **asked.links}
-    answer = load_api().degrees(sizes, launch, site_of(asked), launcher, **options)
+    answer = load_api().degrees(sizes, launch, site_of(asked, launcher), launcher, **options)
     if answer.why_not:
         output.note(f"no regret: {answer.why_not}")
     best = answer.ranked.launch(0)

@@ -106,7 +106,16 @@ def _model_or_plan(name: str, value: str) -> None:
         PLAN.check(name, value)
 
 
-MODEL, MODEL_OR_PLAN = ValueKind(_model), ValueKind(_model_or_plan)
+def _model_or_configuration(name: str, value: str) -> None:
+    if value.startswith("hf:") or ".py:" in value:
+        _model(name, value)
+    elif Path(value).suffix in (".toml", ".sh", ".yaml", ".yml", ".json"):
+        _readable(name, value, "a launcher's configuration")
+    else:
+        raise ValueError(f"{value} is neither a model (file.py:function, hf:DIR) nor a configuration (.toml, .sh, .yaml, .json)")
+
+
+MODEL, MODEL_OR_PLAN, MODEL_OR_CONFIGURATION = ValueKind(_model), ValueKind(_model_or_plan), ValueKind(_model_or_configuration)
 SETTINGS = reading(lambda name, typed: parse_settings(typed), list[str])
 
 

@@ -10,7 +10,7 @@ from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import DEVICES
-from autoshard.reading import data_of
+from autoshard.reading import data_of, text_of
 
 
 def load_launchers() -> ModuleType:
@@ -19,11 +19,14 @@ def load_launchers() -> ModuleType:
     return launch
 
 
-def site_of(asked: Asked) -> Any:
+def site_of(asked: Asked, launcher: str) -> Any:
     """The site; a node's link to the others is shared by its devices."""
+    from autoshard.api.observing import read_evidence  # here: torch again
+    from autoshard.launch.observed import bias_of
+
     memory = asked.memory or DEVICES[asked.device].memory
-    inside = getattr(asked, "intra_node_bandwidth", None)
-    return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside)
+    inside, bias = getattr(asked, "intra_node_bandwidth", None), bias_of(read_evidence(asked.evidence), launcher, str(asked.evidence))
+    return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside, bias)
 
 
 def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) -> Any:
@@ -36,6 +39,14 @@ def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) 
         return load_launchers().sizes_of_config({**config, **of_layers}, str(file))
     module, _ = load_model(model, settings, training=training)
     return load_launchers().sizes_of_module(module)
+
+
+def read_launch(path: str, asked: Asked, launcher: str) -> tuple[Any, str]:
+    """What a launcher's configuration describes, with what the command line adds to it; and its text."""
+    room, text = load_launchers(), text_of(path, "launch")
+    known = {name: getattr(asked, name) for name in ("devices", "per_node", "seq", "microbatch", "global_batch")}
+    sizes = None if asked.model is None else sizes_of(asked.model, asked.settings)
+    return room.read_configuration(launcher, text, path, room.Overrides(**known, sizes=sizes)), text
 
 
 def model_builder(model: str, settings: Mapping[str, Any], seq: int) -> Callable[[int], tuple[Any, Any]]:

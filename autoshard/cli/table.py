@@ -21,6 +21,7 @@ from autoshard.cli.kinds import (
     MESH,
     MESH_OR_AUTO,
     MODEL,
+    MODEL_OR_CONFIGURATION,
     MODEL_OR_PLAN,
     NODES,
     OUT,
@@ -67,6 +68,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # and how its configurations end
+CONFIGURATIONS = {".toml": "torchtitan", ".sh": "megatron"}  # endings that tell their launcher
+RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "full")  # by launchers
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 
@@ -142,6 +145,7 @@ SITE = {  # of a launch
     "per_node": opt("Devices of a node.", count(), default=8),
     "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
 }
+EVIDENCE = opt("A file with what own runs needed, by which answers are corrected; `fits --observed` writes it.", OUT)
 SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
 LAUNCH_OUT = opt("Write a configuration here, as the launcher reads it.", OUT)
 RECORDS: dict[str, type] = {"pipeline": PipelineOptions}  # by verb; of the other verbs Options
@@ -270,7 +274,30 @@ OWN: dict[str, dict[str, Typed]] = {
         "seq": opt(SEQ, count()),
         "microbatch": opt("Sequences of a microbatch, where the configuration doesn't say.", count()),
         "global_batch": opt(GLOBAL_BATCH, count()),
-        **SITE, **shared("inter_node_bandwidth"), "out": LAUNCH_OUT, **ANSWER,
+        **SITE, **shared("inter_node_bandwidth"), "evidence": EVIDENCE, "out": LAUNCH_OUT, **ANSWER,
+    },
+    "fits": {
+        "target": arg(
+            "A launcher's configuration (.toml, .sh, .yaml); or file.py:function or hf:DIR, a model.", MODEL_OR_CONFIGURATION,
+            "MODEL|CONFIG",
+        ),
+        "model": arg("With a configuration that doesn't say its model: file.py:function or hf:DIR.", MODEL, default=None),
+        "devices": opt("How many, where a configuration doesn't say.", count()),
+        "seq": opt(f"{SEQ} Default of a model: 8192.", count()),
+        "microbatch": opt("Sequences of a microbatch. Default of a model: 1.", count()),
+        "global_batch": opt(f"{GLOBAL_BATCH} Default of a model: one microbatch per rank, with --pp two per stage.", count()),
+        "launcher": opt("torchtitan, megatron, accelerate or nanotron. Default: by the file's ending; torchtitan for a model.", LAUNCHER),
+        "tp": opt("Of a model: tensor parallel degree.", count(), default=1),
+        "pp": opt("Of a model: pipeline stages.", count(), default=1),
+        "cp": opt("Of a model: context parallel degree.", count(), default=1),
+        "recompute": opt("Of a model: none, selective_op, selective_layer, attn or full.", one_of(RECOMPUTED), default="none"),
+        "precision": opt("Of a model: of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
+        "compiled": opt("Of a model: blocks and loss are compiled.", SWITCH, "--compile"),
+        **shared("settings"), **SITE, **shared("inter_node_bandwidth"),
+        "observed": opt(
+            "What a run of this launch needed: 71.2GB as torch.cuda.max_memory_reserved says, its log, or a memory snapshot.", TEXT
+        ),
+        "evidence": EVIDENCE, **ANSWER,
     },
     "degrees": {
         **shared("model"),
@@ -285,6 +312,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "no_bound": opt("Leave out the bound of an unrestricted plan.", SWITCH),
         "time_limit": opt("Seconds for that bound.", SECONDS, default=30.0),
         "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),
+        "evidence": EVIDENCE,
         "row": opt("Where the seconds of this row of the table go; 1 is the best.", count()),
         "out": LAUNCH_OUT,
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),

@@ -6,6 +6,10 @@ from autoshard.cost.block_prices import IdealPrices as IdealPrices
 from autoshard.cost.block_prices import MeshPrices as MeshPrices
 from autoshard.cost.block_prices import Prices as Prices
 from autoshard.cost.block_prices import Seconds as Seconds
+from autoshard.cost.caching_allocator import CachingAllocator as CachingAllocator
+from autoshard.cost.caching_allocator import OutOfMemory as OutOfMemory
+from autoshard.cost.caching_allocator import peak_of_snapshot as peak_of_snapshot
+from autoshard.cost.caching_allocator import replayed as replayed
 from autoshard.cost.compute import EFFICIENCY as EFFICIENCY
 from autoshard.cost.curves import load_cluster as load_cluster
 from autoshard.cost.curves import load_device as load_device

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.cost import beside, device_constants, experts_seconds, matmul_seconds
+from autoshard.cost import beside, device_constants, experts_seconds, host_seconds, matmul_seconds
+from autoshard.devices import DEVICES
 
 from .block_time import Parts, RunConstants, block
 from .blocks_of_stages import Stages, stages
@@ -24,6 +25,7 @@ from .runs import Launch, TrainingRuns
 from .step_time import OPTIMIZER_BYTES, end_share, stage_parameters, step_parts
 
 STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
+HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
 OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated")
 
 
@@ -112,7 +114,12 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
-    parts, memory = step_parts(runs, constants, split), replace(memory_of(runs, constants, split), bias=site.memory_bias)
+    parts = step_parts(runs, constants, split)
+    if "offload" in runs.values and runs.offload.any():  # gradients go to the host, whose processors update, and parameters come back
+        owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
+        link = host_seconds(1.0, DEVICES[site.device])
+        parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
+    memory = replace(memory_of(runs, constants, split), bias=site.memory_bias)
     if sizes.experts:
         more, more_bytes = experts(runs, sizes, constants, split)
         parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}

@@ -28,8 +28,7 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     ranked = answer.ranked
     fits, site = int(ranked.prices.fits.sum()), ranked.site
     best = ranked.launch(0)
-    memory = f"{size(site.usable)} of {size(site.memory)}"
-    head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} fit in {memory}"
+    head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} likely to fit in {size(site.memory)}"
     model = (
         f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {best.global_batch} sequences of {best.seq} tokens per step, {best.precision}"
     )
@@ -38,7 +37,9 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     lines: list[Any] = [head, model, f"MFU of {_peak(site.mfu_of)}", "", launches_table(ranked.rows(top)), ""]
     if apart is not None:
         lines += [seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
-    return shown(*lines, splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
+    shown_rows = ranked.rows(top)
+    tight = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory" if any(r["tight"] for r in shown_rows) else None
+    return shown(*lines, tight, splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
 
 
 def seconds_table(title: str, by_kind: Mapping[str, float]) -> ReportTable:
@@ -68,7 +69,8 @@ def launches_table(launches: list[Mapping[str, Any]]) -> ReportTable:
     rows = []
     for row in launches:
         rates = (f"{row['tokens_per_second_per_device']:.0f}", f"{row['mfu']:.1%}", size(row["memory_bytes"]))
-        rows.append((*(SHORT.get(row[name], str(row[name])) for name in COLUMNS), *rates, "yes" if row["fits"] else "no"))
+        chance = f"{row['chance_to_fit']:.0%}" + ("!" if row["tight"] else "")
+        rows.append((*(SHORT.get(row[name], str(row[name])) for name in COLUMNS), *rates, chance))
     names = (TITLES.get(name, name) for name in COLUMNS)
     return ReportTable("", numbers(*names, "tokens\n/s", "MFU", "memory", "fits"), rows, "tight")
 
@@ -81,8 +83,8 @@ def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
     lines: list[Any] = [f"{path}: {model}", degrees]
     lines += [f"illegal: {reason}" for reason in record["reasons"]]
     if record["legal"]:
-        fits = "fits in" if record["fits"] else "needs more than"
-        lines.append(f"memory {size(record['memory_bytes'])} per device, {fits} {size(record['usable_bytes'])}")
+        tight = f", more than the {size(record['usable_bytes'])} that leave a margin" if record["memory_bytes"] > record["usable_bytes"] else ""
+        lines.append(f"memory {size(record['memory_bytes'])} per device{tight}; fits with a chance of {record['chance_to_fit']:.0%}")
         low, high = record["tokens_per_second_per_device_interval"]
         rate, mfu = record["tokens_per_second_per_device"], record["mfu_interval"]
         lines.append(f"{rate:.0f} tokens/s per device ({low:.0f} to {high:.0f}), {seconds(record['seconds'])} per step")
@@ -93,6 +95,50 @@ def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
         rate = change["tokens_per_second_per_device"]
         lines.append(f"{gain}: {change['change']} ({rate:.0f} tokens/s per device, {size(change['memory_bytes'])})")
     return shown(*lines)
+
+
+def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
+    """Will it fit: the verdict, the bytes by stage and kind, the largest microbatch, what makes it fit."""
+    row = record["configuration"]
+    degrees = ", ".join(f"{name} {row[name]}" for name in COLUMNS)
+    model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
+    lines: list[Any] = [f"{path}: {model}, {record['launcher']}", f"{degrees}; {record['global_batch']} sequences of {record['seq']} tokens"]
+    lines += [f"illegal: {reason}" for reason in record["reasons"]]
+    if (fullest := record["fullest"]) is not None:
+        at = "" if fullest["stage"] == "all" else f", on the {fullest['stage']} stage"
+        need = f"{size(fullest['device_bytes'])} of {size(record['memory_bytes'])}"
+        lines.append(f"{record['verdict']}: fits with a chance of {record['chance_to_fit']:.0%}; needs {need} {WHEN[fullest['moment']]}{at}")
+        if record["bias"] != 1:
+            lines.append(f"own runs needed {record['bias'] - 1:+.1%}; that is counted in")
+        lines += ["", _bytes_table(record["stages"]), ""]
+        largest = record["largest_microbatch"]
+        lines.append("no microbatch surely fits" if largest is None else f"the largest microbatch that surely fits: {largest} sequences")
+    for change in record["changes"]:
+        to = f"{size(change['device_bytes'])}, chance {change['chance_to_fit']:.0%}"
+        lines.append(f"fits with {change['change']} ({to}), {_price(change['price_seconds'])} per step of {seconds(record['seconds'])}")
+    if (seen := record.get("observed")) is not None:
+        off = seen["measured_bytes"] / seen["predicted_bytes"] - 1
+        lines.append(f"{seen['what']}: {size(seen['measured_bytes'])} {seen['figure']}, predicted {size(seen['predicted_bytes'])} ({off:+.1%})")
+        kinds = [(k["kind"], size(k["predicted_bytes"]), size(k["measured_bytes"])) for k in seen["by_kind"]]
+        lines += [ReportTable("", numbers("", "predicted", "measured"), kinds, "tight")] if kinds else []
+    return shown(*lines)
+
+
+WHEN = {"loss": "while the loss is computed", "backward": "in the backward of a block", "update": "while parameters are updated"}
+
+
+def _price(change: float) -> str:
+    return f"{'+' if change >= 0 else '-'}{seconds(abs(change))}"
+
+
+def _bytes_table(stages: list[Mapping[str, Any]]) -> ReportTable:
+    """A column per stage, at its own peak."""
+    kinds = [kind for kind in stages[0]["bytes_by_kind"] if any(stage["bytes_by_kind"][kind] for stage in stages)]
+    rows = [(kind, *(size(stage["bytes_by_kind"][kind]) for stage in stages)) for kind in kinds]
+    for name in ("allocated", "reserved", "device"):
+        rows.append((name if name != "device" else "with contexts", *(size(stage[f"{name}_bytes"]) for stage in stages)))
+    titles = [stage["moment"] if stage["stage"] == "all" else f"{stage['stage']}\n{stage['moment']}" for stage in stages]
+    return ReportTable("", numbers("", *titles), rows, "tight")
 
 
 def draw(answer: Any, path: str | os.PathLike[str]) -> None:

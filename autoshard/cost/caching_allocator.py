@@ -1,0 +1,287 @@
+"""What torch's caching allocator of CUDA memory reserves for a sequence of allocations and frees.
+
+The rules are those of pytorch/pytorch@eb42ad6, c10/cuda/CUDACachingAllocator.cpp (the function that has each is named where it is followed):
+
+    sizes      512 bytes and multiples of it (kMinBlockSize, line 116; round_size); up to 1 MiB from the small pool (kSmallSize, get_pool)
+    segments   2 MiB for the small pool (kSmallBuffer), 20 MiB for up to 10 MiB (kLargeBuffer, kMinLargeAlloc), else multiples of 2 MiB
+               (kRoundLarge; get_allocation_size); expandable ones grow by pages of 2 or 20 MiB, one segment per stream and pool
+    reuse      the smallest free block of the stream and pool that is large enough, the lowest address first (BlockComparatorSize,
+               get_free_block); what is left of it is split off if it is 512 bytes of a small or expandable block, or more than 1 MiB of
+               a large one (should_split); free neighbours merge (try_merge_blocks)
+    limit      before more is reserved than there is, blocks that are whole segments are given back: one that is large enough, else all
+               (release_available_cached_blocks, release_cached_blocks); beyond a share of the limit, those unused for longest
+               (garbage_collect_cached_blocks)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MIN_BLOCK, SMALL, SMALL_BUFFER, LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 512, 2**20, 2 * 2**20, 20 * 2**20, 10 * 2**20, 2 * 2**20
+Pool = tuple[int, bool]  # a stream, and whether it is the small one
+
+
+class OutOfMemory(ValueError):
+    """More was asked for than the limit leaves once all that can be given back is."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Of a segment, beside its neighbours."""
+
+    pool: Pool
+    address: int
+    size: int
+    before: Block | None = None
+    after: Block | None = None
+    is_free: bool = False
+    freed_at: int = 0  # in calls
+
+    @property
+    def is_segment(self) -> bool:
+        return self.before is None and self.after is None
+
+
+@dataclass
+class CachingAllocator:
+    """Sizes in bytes. limit: what can be reserved. collect_above: a share of it, of PYTORCH_CUDA_ALLOC_CONF's
+    garbage_collection_threshold; 0: never."""
+
+    limit: int | None = None
+    expandable: bool = False
+    collect_above: float = 0.0
+    reserved: int = 0
+    allocated: int = 0
+    peak_reserved: int = 0
+    peak_allocated: int = 0
+    retries: int = 0
+    calls: int = 0
+    ends: dict[Pool, Block] = field(default_factory=dict)  # of expandable segments: their last blocks
+    free_blocks: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=dict)  # sorted by size and address
+    used: dict[Any, Block] = field(default_factory=dict)
+    next_address: int = 0
+
+    def allocate(self, name: Any, size: int, stream: int = 0) -> None:
+        """`name` is one that is not in use. OutOfMemory where it can't be had."""
+        self.calls += 1
+        size = max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
+        pool = (stream, size <= SMALL)
+        block = self._best_fit(pool, size) or self._more(pool, size)
+        left = block.size - size
+        if left >= MIN_BLOCK if pool[1] or self.expandable else left > SMALL:
+            rest = Block(pool, block.address + size, left, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            elif self.ends.get(pool) is block:
+                self.ends[pool] = rest
+            block.size, block.after = size, rest
+            self._put(rest)
+        self.used[name] = block
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, name: Any) -> None:
+        """KeyError for a name that is not in use."""
+        block = self.used.pop(name)
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                self._take(other)
+                first, second = (other, block) if other is block.before else (block, other)
+                merged = Block(block.pool, first.address, first.size + second.size, first.before, second.after)
+                if self.ends.get(block.pool) is second:
+                    self.ends[block.pool] = merged
+                if merged.before is not None:
+                    merged.before.after = merged
+                if merged.after is not None:
+                    merged.after.before = merged
+                block = merged
+        self._put(block)
+
+    def begin_with(self, pool: Pool, address: int, size: int, used: Sequence[tuple[int, int]]) -> None:
+        """A segment that is there already, with its used blocks (address, size) in order, named by their addresses."""
+        at, before = address, None
+        for start, n in [*used, (address + size, 0)]:
+            for where, length, is_used in ((at, start - at, False), (start, n, True)):
+                if length > 0:
+                    block = Block(pool, where, length, before)
+                    if before is not None:
+                        before.after = block
+                    before = block
+                    if is_used:
+                        self.used[where] = block
+                        self.allocated += length
+                    else:
+                        self._put(block)
+            at = start + n
+        self.reserved += size
+        self.next_address = max(self.next_address, address + size)
+        self.peak_reserved, self.peak_allocated = max(self.peak_reserved, self.reserved), max(self.peak_allocated, self.allocated)
+
+    def empty_cache(self) -> None:
+        """Give back all segments that are free."""
+        for block in [block for blocks in self.free_blocks.values() for _, _, block in blocks if block.is_segment]:
+            self._give_back(block)
+
+    def run(self, events: Iterable[tuple[Any, int] | tuple[Any, int, int]]) -> CachingAllocator:
+        """Events are (name, size) or (name, size, stream); a size of 0 frees."""
+        for name, size, *stream in events:
+            if size:
+                self.allocate(name, size, *stream)
+            else:
+                self.free(name)
+        return self
+
+    def _put(self, block: Block) -> None:
+        block.is_free, block.freed_at = True, self.calls
+        insort(self.free_blocks.setdefault(block.pool, []), (block.size, block.address, block))
+
+    def _take(self, block: Block) -> None:
+        blocks = self.free_blocks[block.pool]
+        del blocks[bisect_left(blocks, (block.size, block.address))]
+        block.is_free = False
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        blocks = self.free_blocks.get(pool, [])
+        for _, _, block in blocks[bisect_left(blocks, (size,)) :]:
+            # the end of an expandable segment counts as large as it can grow: any other block that is large enough fits better
+            if self.ends.get(pool) is not block or block is blocks[-1][2]:
+                self._take(block)
+                return block
+        return None
+
+    def _more(self, pool: Pool, size: int) -> Block:
+        """A block of a new segment, or of an expandable one that grows."""
+        end = self.ends.get(pool) if self.expandable else None
+        tail = end.size if end is not None and end.is_free else 0
+        page = SMALL_BUFFER if pool[1] else LARGE_BUFFER
+        large = LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        more = -(-(size - tail) // page) * page if self.expandable else SMALL_BUFFER if pool[1] else large
+        if self.limit is not None and self.collect_above and self.reserved + more > self.collect_above * self.limit:
+            self._collect(self.reserved + more - int(self.collect_above * self.limit))
+        if self.limit is not None and self.reserved + more > self.limit:
+            self.retries += 1
+            self._release(pool, more)
+        if self.limit is not None and self.reserved + more > self.limit:
+            raise OutOfMemory(f"{size} bytes can't be allocated: {self.reserved} of {self.limit} are reserved, {self.allocated} allocated")
+        self.reserved += more
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if end is not None and self.ends.get(pool) is end and tail:
+            self._take(end)
+            end.size += more
+            return end
+        follows = end if end is not None and self.ends.get(pool) is end else None
+        block = Block(pool, self.next_address if follows is None else follows.address + follows.size, more, follows)
+        if follows is not None:
+            follows.after = block
+        else:
+            self.next_address += 2**50 if self.expandable else more
+        if self.expandable:
+            self.ends[pool] = block
+        return block
+
+    def _release(self, pool: Pool, wanted: int) -> None:
+        """One segment that is free and large enough, the smallest; else all that are."""
+        whole = [block for _, _, block in self.free_blocks.get(pool, []) if block.is_segment and block.size >= wanted]
+        for block in whole[:1]:
+            self._give_back(block)
+        if self.limit is not None and self.reserved + wanted > self.limit:
+            self.empty_cache()
+
+    def _collect(self, wanted: int) -> None:
+        """Segments that are free, those unused for longest first, until `wanted` bytes are given back."""
+        every = [block for blocks in self.free_blocks.values() for _, _, block in blocks if block.is_segment and not block.pool[1]]
+        for block in sorted(every, key=lambda block: block.freed_at):
+            if wanted <= 0:
+                return
+            wanted -= block.size
+            self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        self._take(block)
+        self.reserved -= block.size
+        if self.ends.get(block.pool) is block:
+            del self.ends[block.pool]
+
+
+def replayed(snapshot: Mapping[str, Any], device: int = 0, **how: Any) -> tuple[CachingAllocator, int]:
+    """A memory snapshot's trace (torch.cuda.memory._snapshot()["device_traces"][device]) run again from the segments that it began with; and
+    the peak of bytes that were reserved then. how: fields of CachingAllocator, `expandable=True` to see what that would have changed."""
+    segments, used, peak = _at_the_start(snapshot, device)
+    allocator = CachingAllocator(**how)
+    blocks = sorted(used.items())
+    for address, (size, stream) in sorted(segments.items()):
+        inside = [(at, n) for at, n in blocks if address <= at < address + size]
+        allocator.begin_with((stream, size == SMALL_BUFFER), address, size, inside)
+    before = ""
+    for entry in _trace(snapshot, device):
+        action, address = entry["action"], entry["addr"]
+        if action == "alloc":
+            allocator.allocate(address, int(entry["size"]), int(entry.get("stream", 0)))
+        elif action == "free_completed" and address in allocator.used:
+            allocator.free(address)
+        elif action == "segment_free" and before != action:
+            allocator.empty_cache()
+        before = action
+    return allocator, peak
+
+
+def _trace(snapshot: Mapping[str, Any], device: int) -> Sequence[Mapping[str, Any]]:
+    traces = snapshot.get("device_traces") or []
+    return traces[device] if len(traces) > device else []
+
+
+def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, tuple[int, int]], dict[int, int], int]:
+    """Segments (address: size and stream) and used blocks (address: size) before a snapshot's trace, and the reserved peak within it: what
+    the snapshot says of its end, and the trace backwards."""
+    segments, used = {}, {}
+    for segment in snapshot["segments"]:
+        if segment.get("device", 0) != device:
+            continue
+        segments[segment["address"]] = int(segment["total_size"]), int(segment.get("stream", 0))
+        at = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                used[at] = int(block["size"])
+            at += int(block["size"])
+    reserved = peak = sum(size for size, _ in segments.values())
+    for entry in reversed(_trace(snapshot, device)):
+        action, address, size = entry["action"], entry["addr"], int(entry.get("size", 0))
+        if action == "alloc":
+            used.pop(address, None)
+        elif action == "free_completed":
+            used[address] = max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
+        elif action == "segment_alloc":
+            segments.pop(address, None)
+            reserved -= size
+        elif action == "segment_free":
+            segments[address] = size, int(entry.get("stream", 0))
+            reserved += size
+        peak = max(peak, reserved)
+    return segments, used, peak
+
+
+def peak_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> tuple[int, list[tuple[int, Sequence[Mapping[str, Any]]]]]:
+    """Bytes reserved at most within a snapshot's trace; and the sizes and stacks of what was alive when most was allocated."""
+    _, _, reserved = _at_the_start(snapshot, device)
+    alive: dict[int, tuple[int, Sequence[Mapping[str, Any]]]] = {}
+    for segment in snapshot["segments"]:
+        at = segment["address"]
+        for block in segment["blocks"] if segment.get("device", 0) == device else ():
+            if block["state"] != "inactive":
+                alive[at] = int(block["size"]), block.get("frames") or ()
+            at += int(block["size"])
+    now = most = sum(size for size, _ in alive.values())
+    at_peak = dict(alive)
+    for entry in reversed(_trace(snapshot, device)):
+        if entry["action"] == "alloc":
+            now -= alive.pop(entry["addr"], (0, ()))[0]
+        elif entry["action"] == "free_completed":
+            alive[entry["addr"]] = int(entry["size"]), entry.get("frames") or ()
+            now += int(entry["size"])
+            if now > most:
+                most, at_peak = now, dict(alive)
+    return reserved, list(at_peak.values())

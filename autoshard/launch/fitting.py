@@ -1,0 +1,188 @@
+"""`fits`: will a launch fit, with odds; where and when it needs its bytes; its largest microbatch; what makes it fit, at which price.
+
+    yes     fits with a chance of 90 % or more, within 92 % of the device's memory        (LIKELY, peak_memory.USABLE)
+    tight   more likely than not
+    no      less likely, or illegal
+
+The chance is that of the launcher's kept runs to need no more than the memory, by how far off their predicted bytes were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from .best_changes import in_words
+from .launch_prices import LaunchPrices, Site, launch_memory, prices_of
+from .launch_space import RECOMPUTED
+from .legality import legal, why_illegal
+from .peak_memory import MOMENTS, Memory
+from .runs import Launch, LaunchConfig, TrainingRuns
+
+LIKELY = 0.9
+MOST_SEQUENCES = 512  # of a microbatch that is looked at
+CHUNKS = 8  # torchtitan's ChunkedCELoss, Liger's fused linear cross entropy
+CHUNKED, OFFLOADED = f"the loss in {CHUNKS} chunks", "the optimizer's state in the host's memory"
+SWITCHES = {  # what launchers can switch on that is no field of a launch: columns of TrainingRuns
+    "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)},
+    "megatron": {OFFLOADED: ("offload", 1)}, "nanotron": {},
+}  # fmt: skip
+TOGETHER = 2  # changes at once, where one is not enough
+Move = tuple[str, Mapping[str, Any], Mapping[str, int]]  # what, fields of a launch, columns
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change after which a launch fits."""
+
+    what: str
+    to: Launch
+    price: float  # seconds per step; less than none where it is faster
+    chance: float
+    bytes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"change": self.what, "price_seconds": self.price, "chance_to_fit": self.chance, "device_bytes": self.bytes}
+
+
+@dataclass(frozen=True, eq=False)
+class Fitting:
+    """What `fits` says of a launch. Without reasons it is legal, and has memory and prices."""
+
+    described: LaunchConfig
+    launcher: str
+    site: Site
+    reasons: tuple[str, ...]
+    memory: Memory | None = None
+    prices: LaunchPrices | None = None
+    largest_microbatch: int | None = None  # sequences; None: not even one fits
+    remedies: tuple[Remedy, ...] = ()
+
+    @property
+    def chance(self) -> float:
+        return 0.0 if self.prices is None else float(self.prices.chance[0])
+
+    @property
+    def verdict(self) -> str:
+        """yes, tight or no."""
+        if self.prices is None or self.chance < 0.5:
+            return "no"
+        return "yes" if _surely(self.prices, self.site)[0] else "tight"
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Each kind of stage when it needs most: first, inner (the largest of those between) and last, or all."""
+        if self.memory is None:
+            return []
+        p = self.described.launch.pipeline
+        names = ["first", *(["inner"] if p > 2 else []), *(["last"] if p > 1 else [])]
+        return [self._peak(name, name if p > 1 else "all") for name in names]
+
+    def _peak(self, stage: str, called: str) -> dict[str, Any]:
+        peaks = tuple(peak for peak in self.memory.peaks if peak.stage == stage)  # type: ignore[union-attr]
+        of_stage = replace(self.memory, peaks=peaks)  # type: ignore[type-var]
+        peak = of_stage.fullest()
+        figures = {f"{name}_bytes": float(getattr(of_stage, name)[0]) for name in ("allocated", "reserved", "device")}
+        kinds = {kind: of_stage.bias * float(bytes[0]) for kind, bytes in peak.kinds.items()}
+        return {"stage": called, "moment": peak.moment, **figures, "bytes_by_kind": kinds}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `autoshard fits --json` prints it."""
+        launch, stages = self.described.launch, self.stages()
+        fullest = max(stages, key=lambda stage: stage["device_bytes"], default=None)
+        return {
+            "ok": self.verdict != "no", "verdict": self.verdict, "chance_to_fit": self.chance, "launcher": self.launcher,
+            "devices": launch.devices, "global_batch": launch.global_batch, "seq": launch.seq, "precision": launch.precision,
+            "configuration": {key: column[0].item() for key, column in TrainingRuns.of([launch]).degrees().items()},
+            "parameters": self.described.sizes.parameters, "reasons": list(self.reasons),
+            "memory_bytes": self.site.memory, "usable_bytes": self.site.usable, "bias": self.site.memory_bias,
+            "fullest": fullest, "stages": stages, "largest_microbatch": self.largest_microbatch,
+            "seconds": None if self.prices is None else float(self.prices.seconds[0]),
+            "changes": [remedy.to_dict() for remedy in self.remedies],
+        }  # fmt: skip
+
+
+def will_fit(described: LaunchConfig, launcher: str, site: Site) -> Fitting:
+    """Whether a launch fits, and what makes it fit where it does not surely. ValueError for a device without constants, and for float32."""
+    launch, sizes = described.launch, described.sizes
+    reasons = why_illegal(launch, sizes, launcher)
+    if reasons:
+        return Fitting(described, launcher, site, reasons)
+    runs = TrainingRuns.of([launch])
+    memory, prices = launch_memory(runs, sizes, site, launcher), prices_of(runs, sizes, site, launcher)
+    largest = _largest_microbatch(described, launcher, site)
+    remedies = () if _surely(prices, site)[0] else _remedies(described, launcher, site, float(prices.seconds[0]))
+    return Fitting(described, launcher, site, (), memory, prices, largest, remedies)
+
+
+def _surely(prices: LaunchPrices, site: Site) -> np.ndarray:
+    return (prices.chance >= LIKELY) & (prices.bytes <= site.usable)
+
+
+def _largest_microbatch(described: LaunchConfig, launcher: str, site: Site) -> int | None:
+    """Of those that surely fit, with as many sequences per step as there are, or more where these don't divide."""
+    launch = described.launch
+    rounds = max(launch.global_batch // launch.data, 1)
+    batches = [replace(launch, microbatch=n, global_batch=launch.data * n * max(rounds // n, 1)) for n in range(1, MOST_SEQUENCES + 1)]
+    fits = _surely(prices_of(TrainingRuns.of(batches), described.sizes, site, launcher), site)
+    return int(np.flatnonzero(fits)[-1]) + 1 if fits.any() else None
+
+
+def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float, count: int = 3) -> tuple[Remedy, ...]:
+    """The cheapest changes after which the launch surely fits: of one thing, or of two where one is not enough."""
+    launch, sizes = described.launch, described.sizes
+    moves = list(_moves(launch, launcher))
+    for together in range(1, TOGETHER + 1):
+        joined = [_joined(some) for some in combinations(moves, together)]
+        joined = [one for one in joined if one is not None]
+        if not joined:
+            return ()
+        to = [replace(launch, **fields) for _, fields, _ in joined]
+        columns = {name: np.array([switches.get(name, default) for _, _, switches in joined]) for name, default in (("loss_chunks", 1), ("offload", 0))}
+        runs = TrainingRuns.of(to).with_columns(**columns)
+        allowed = np.flatnonzero(legal(runs, sizes, launcher))
+        prices = prices_of(runs[allowed], sizes, site, launcher)
+        good = sorted(np.flatnonzero(_surely(prices, site)), key=lambda i: (round(float(prices.seconds[i]), 9), i))[:count]
+        if good:
+            entries = [(allowed[i], float(prices.seconds[i]), float(prices.chance[i]), float(prices.bytes[i])) for i in good]
+            return tuple(Remedy(_in_words(launch, to[k], joined[k]), to[k], s - seconds, chance, bytes) for k, s, chance, bytes in entries)
+    return ()
+
+
+def _in_words(launch: Launch, to: Launch, move: Move) -> str:
+    return ", ".join(filter(None, [in_words(launch, to), *(what for what in move[0].split("; ") if what in (CHUNKED, OFFLOADED))]))
+
+
+def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
+    """Changes of one thing that lower the peak; the sequences per step stay as many."""
+    for kind in RECOMPUTED[launcher]:
+        if kind != launch.recompute:
+            yield kind, {"recompute": kind}, {}
+    for n in range(1, launch.microbatch):
+        if launch.microbatch % n == 0:
+            yield f"microbatch {n}", {"microbatch": n}, {}
+    if launch.data > 1:
+        zeros = {"megatron": (1,), "nanotron": (1,)}.get(launcher, (2, 3))
+        for zero in zeros:
+            if zero > launch.zero or (zero == launch.zero and launch.shard < launch.data):
+                yield f"zero {zero}", {"zero": zero, "shard": launch.data}, {}
+    for name in ("tensor", "pipeline", "context"):
+        fields = {name: getattr(launch, name) * 2, "data": launch.data // 2, "shard": max(min(launch.shard, launch.data // 2), 1)}
+        if launch.data % 2 == 0:
+            if name == "tensor":
+                fields |= {"sequence_parallel": launcher != "accelerate", "expert_tensor": launch.expert_tensor * (2 if launch.expert_tensor > 1 else 1)}
+            yield name, fields, {}
+    for what, (column, value) in SWITCHES[launcher].items():
+        yield what, {}, {column: value}
+
+
+def _joined(moves: tuple[Move, ...]) -> Move | None:
+    """Several moves as one; None where two change the same."""
+    names = [name for _, fields, columns in moves for name in (*fields, *columns)]
+    if len(names) > len(set(names)):
+        return None
+    fields = {name: value for _, fields, _ in moves for name, value in fields.items()}
+    return "; ".join(what for what, _, _ in moves), fields, {name: value for _, _, columns in moves for name, value in columns.items()}
