@@ -58,7 +58,7 @@ def _described(room: Any, asked: Asked, launcher: str) -> Any:
         asked.devices, asked.seq or 8192, asked.global_batch or data * microbatch * (2 * asked.pp if asked.pp > 1 else 1),
         microbatch=microbatch, data=data, shard=data if zero else 1, zero=zero, tensor=asked.tp, pipeline=asked.pp, context=asked.cp,
         expert_tensor=asked.tp, sequence_parallel=asked.tp > 1 and launcher != "accelerate", recompute=asked.recompute,
-        precision=asked.precision, compiled=asked.compiled,
+        precision=asked.precision, compiled=asked.compiled, compiled_loss=asked.compiled,
     )  # fmt: skip
     return room.LaunchConfig(launch, sizes_of(asked.target, asked.settings))
 
@@ -86,7 +86,8 @@ def degrees(asked: Asked, output: Output) -> int:
     autoshard degrees models/llama.py:llama3_70b --devices 512 --launcher megatron --no-bound --row 1
     """
     room, launcher = load_launchers(), asked.launcher
-    launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, compiled=asked.compiled)
+    launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, compiled=asked.compiled,
+                         compiled_loss=asked.compiled)
     output.progress("reading the model's sizes", 0.0)
     sizes = sizes_of(asked.model, asked.settings)
     output.progress("pricing launches", 0.1)

@@ -20,7 +20,7 @@ from autoshard.devices import DEVICES
 from .block_time import Parts, RunConstants, block
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
-from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, memory_of, state_bytes
+from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import Launch, TrainingRuns
 from .step_time import OPTIMIZER_BYTES, end_share, stage_parameters, step_parts
 
@@ -164,4 +164,7 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
         "expert parallel": passes * exchanged, "matmul": passes * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
         "data parallel": passes * sent + reduced, "bubble": blocks * (runs.pipeline - 1) / runs.virtual * (exchanged + few + sent),
     }  # fmt: skip
-    return parts, state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, constants)
+    # a token's copies, sent to the experts and back, in 16 bits; recomputation of whole blocks keeps none
+    sent_bytes = np.where(runs.recompute == "full", 0.0, 4 * tokens * sizes.active * sizes.width)
+    kinds = state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, constants)
+    return parts, {**kinds, "activations": in_flight(runs, 0) * blocks * largest * sent_bytes}

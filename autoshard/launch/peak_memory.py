@@ -6,6 +6,7 @@
         activations     in flight * blocks * what a block keeps for its backward                             (block_memory.py)
         temporaries     what recomputation and the backward of one block hold besides
         logits          of the last stage: those of the loss and their gradients
+        transfers       buffers of a pipeline's stage: what it sends and waits for
     reserved  = allocated and what the caching allocator holds besides
     device's  = reserved, and contexts of CUDA, NCCL and cuBLAS
 
@@ -30,8 +31,7 @@ from .captured_block import Sizes, tasks_of
 from .runs import V_SHAPED, TrainingRuns
 
 USABLE = 0.92  # of a device's memory: an answer that needs more is never given without saying so
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporaries", "logits")
-PASSING = ("activations", "temporaries", "logits")  # what comes and goes within a step
+PASSING = ("activations", "temporaries", "logits")  # kinds that come and go within a step
 MOMENTS = ("loss", "backward", "update")
 COMPILED_LOSS, PARALLEL_LOSS = 4.0, 4.0  # bytes per logit: 16 bits and their gradient; exponentials that torch's sharded loss computes again
 SCORES = 5.0  # bytes per score of unfused attention that are kept: the softmax and the mask and result of its dropout
@@ -116,6 +116,8 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     p, one, none = runs.pipeline, runs.pipeline == 1, np.zeros(len(runs))
     kept, working = activation_bytes(runs, constants)
     logits, table = logits_bytes(runs, constants), runs.table_parameters
+    shard = 2 * runs.tokens * runs.width / np.where(runs.sequence_parallel > 0, runs.tensor, 1.0)  # of what goes from block to block
+    ends = 2 * runs.tokens * runs.width + shard  # kept of the last norm and the head
     both = (2 - runs.tied) * table
     folded = np.isin(schedules(runs), V_SHAPED) & ~one  # the first device has the last stage, too
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
@@ -130,18 +132,23 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     for stage, exists, place, blocks, tables, head in places:
         of_blocks = blocks * runs.block_parameters / runs.tensor
         parameters = of_blocks + tables / runs.tensor
-        activations = in_flight(runs, place) * blocks * kept
+        held = in_flight(runs, place)
+        activations = held * blocks * kept
+        # torch's stages have a buffer per microbatch to receive into (_prepare_forward_infra); others one at a time. Results wait for the backward
+        buffers = shard * np.where(one, 0.0, held + np.where(runs.zero >= 2, runs.microbatches, 2.0))
         for moment in MOMENTS:
             kinds = state_bytes(runs, parameters, constants)
             kinds["parameters"] = kinds["parameters"] + np.where(runs.itemsize() < 2, constants.memory.copies8, 0.0) * of_blocks
             if moment == "loss":
                 kinds["gradients"] = np.where(appear, 0.0, kinds["gradients"])
             kinds["gathered"] = _gathered(runs, constants.stack, parameters, tables / runs.tensor, moment)
-            kinds["activations"] = none if moment == "update" else activations
+            kinds["activations"] = none if moment == "update" else activations + np.where(head & (moment == "loss"), ends, 0.0)
+            kinds["transfers"] = buffers
             kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
             kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
             peaks.append(Peak(stage, moment, {kind: np.where(exists, bytes, 0.0) for kind, bytes in kinds.items()}))
-    return Memory(tuple(peaks), _pools(runs, constants, both), constants.memory.fragments, constants.memory.context)
+    fragments = np.where((runs.zero >= 3) & one, 0.0, constants.memory.fragments)  # FSDP's are counted one by one: `_pools`
+    return Memory(tuple(peaks), _pools(runs, constants, both), fragments, constants.memory.context)
 
 
 def schedules(runs: TrainingRuns) -> np.ndarray:
@@ -186,7 +193,7 @@ def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> n
     one; 16-bit logits are freed where no tensor of the loss fits into their place."""
     reduced = constants.stack.gradient_bytes * (runs.block_parameters + tables) / runs.tensor
     freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor
-    return np.where(runs.zero >= 3, reduced + freed, 0.0)
+    return np.where(runs.zero >= 2, reduced, 0.0) + np.where(runs.zero >= 3, freed, 0.0)
 
 
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
@@ -233,4 +240,4 @@ def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
 
 
 def _compiled_loss(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
-    return (runs.values.get("compiled_loss", runs.compiled) > 0) & (constants.stack.fused_accumulation == 0)
+    return (runs.compiled_loss > 0) & (constants.stack.fused_accumulation == 0)

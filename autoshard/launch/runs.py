@@ -46,6 +46,7 @@ class Launch:
     precision: str = "bf16"
     sequence_parallel: bool = False
     compiled: bool = False
+    compiled_loss: bool = False
     async_tensor: bool = False
     async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
     rowwise: bool = False  # float8 scales per row

@@ -79,6 +79,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     reshard = section.text("parallelism.fsdp_reshard_after_forward", default="default")
     gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
     precision, rowwise = _precision(section)
+    compiled, parts = section.flag("compile.enable", "training.compile"), str(section.value("compile.components") or ["model", "loss"])
     launch = Launch(
         devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
         global_batch=local * data_parallel if global_batch < 1 else global_batch, microbatch=microbatch,
@@ -86,7 +87,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
         expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") else 1),
         pipeline=pipeline, virtual=virtual, schedule=schedule, recompute=_recompute(section), precision=precision, rowwise=rowwise,
-        compiled=section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
+        compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
@@ -148,6 +149,7 @@ def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
     if name is None:
         raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")
     local = launch.global_batch // launch.data if launch.pipeline > 1 else launch.microbatch
+    compiled = [part for part, is_on in (("model", launch.compiled), ("loss", launch.compiled_loss)) if is_on]
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": launch.replicate if launch.zero else launch.data,
         "data_parallel_shard_degree": launch.shard if launch.zero else 1,
@@ -166,7 +168,7 @@ def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
         "training": {"local_batch_size": local, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
         "parallelism": parallelism,
         "activation_checkpoint": _checkpointing(launch.recompute),
-        "compile": {"enable": launch.compiled, "components": ["model", "loss"]},
+        "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
     }
     if launch.rowwise:
         sections["float8"] = {"recipe_name": "rowwise", "filter_fqns": ["output"]}
