@@ -9,18 +9,20 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from autoshard.launch import Launch, ModelSizes, Site
+from autoshard.launch.blocks_of_stages import ENDS
 from autoshard.launch.launch_prices import prices_of
 from autoshard.launch.runs import TrainingRuns
 from autoshard.launch.torchtitan import FLAVORS
 
 QWEN_30B = ModelSizes(48, 2048, 6144, 32, 4, 151936, 128, experts=128, active=8, expert_ffn=768)
 MODELS = {  # published configurations; hybrids with state space layers have no sizes here
-    "DeepSeekV3": FLAVORS["deepseek_v3", "671B"], "DeepSeekV3 (w/o MTP)": FLAVORS["deepseek_v3", "671B"],
+    "DeepSeekV3": replace(FLAVORS["deepseek_v3", "671B"], mtp=1), "DeepSeekV3 (w/o MTP)": FLAVORS["deepseek_v3", "671B"],
     "DeepSeek V3 16B": FLAVORS["deepseek_v3", "16B"], "Qwen3_30B_a3B": QWEN_30B, "Qwen3 30B-A3B": QWEN_30B,
     "Qwen3_235B_a22B": ModelSizes(94, 4096, 12288, 64, 4, 151936, 128, experts=128, active=8, expert_ffn=1536),
     "GPT OSS 120B": ModelSizes(36, 2880, 2880, 64, 8, 201088, 64, experts=128, active=4, expert_ffn=2880),
@@ -50,12 +52,13 @@ def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
     sizes, devices = MODELS[row["model"]], int(row["gpus"])
     tensor, pipeline, context, expert = (int(row[name] or 1) for name in ("tp", "pp", "cp", "ep"))
     virtual = re.search(r"VP (\d+)", row["notes"])
-    stages = int(virtual[1]) if virtual and pipeline > 1 and sizes.layers % (pipeline * int(virtual[1])) == 0 else 1
+    stages = int(virtual[1]) if virtual and pipeline > 1 else 1
+    split = ENDS if sizes.layers % (pipeline * stages) and pipeline > 1 else ""  # as Bridge's recipes list the stages of 61 layers
     data, seq, batch = devices // (tensor * pipeline * context), int(row["seq"]), int(row["global_batch"])
     fully = row["fsdp"] not in ("", "0", "1")
     launch = Launch(
         devices=devices, seq=seq, global_batch=batch, microbatch=int(row["micro_batch"] or 1), data=data, shard=data,
-        zero=3 if fully else 1, tensor=tensor, context=context, expert=expert, pipeline=pipeline, virtual=stages,
+        zero=3 if fully else 1, tensor=tensor, context=context, expert=expert, pipeline=pipeline, virtual=stages, split=split,
         precision=PRECISIONS[row["precision"].upper()],
         recompute="full" if row["recompute"] == "full" else "none", sequence_parallel=tensor > 1, compiled=True,
         async_expert=expert > 1 and overlaps(row["notes"]),

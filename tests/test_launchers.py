@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autoshard.api import check_launch
 from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, Site, configuration_text, read_configuration, why_illegal
+from autoshard.launch.blocks_of_stages import counts_of, spread
 from autoshard.launch.launch_prices import _priced, prices_of, seconds_by_kind
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
@@ -60,7 +61,8 @@ def described(path, old="", new=""):
 def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     """One launch, one condition per line, in the words of each launcher's own checks."""
     stages, latent = a.pipeline * a.virtual, bool(m.latent)
-    microbatches = max(a.global_batch // (a.data * a.microbatch), 1)
+    microbatches = max(max(a.global_batch // (a.data * a.microbatch), 1) // a.passes, 1)
+    counts = [int(n) for n in a.split.split(",")] if "," in a.split else []
     ok = [
         a.data * a.tensor * a.context * a.pipeline == a.devices, a.data % a.shard == 0, m.heads % a.tensor == 0,
         latent or m.kv_heads % a.tensor == 0, m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch) == 0,
@@ -68,8 +70,10 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     ]  # fmt: skip
     if a.expert > 1:
         ok += [m.experts > 0 and m.experts % a.expert == 0]
+    if launcher in ("torchtitan", "megatron"):
+        ok += [len(counts) == stages and sum(counts) == m.layers if counts else stages <= m.layers + 2]
     if launcher == "torchtitan":
-        ok += [a.seq % (a.tensor * a.context * 2) == 0, stages <= m.layers + 2, not a.async_tensor or a.compiled]
+        ok += [a.seq % (a.tensor * a.context * 2) == 0, not a.async_tensor or a.compiled]
         if a.pipeline > 1:
             chunks = {"1F1B": a.virtual == 1, "GPipe": a.virtual == 1, "ZBVZeroBubble": a.virtual == 2, "DualPipeV": a.virtual == 2}
             ok += [chunks.get(a.schedule, a.virtual > 1)]
@@ -86,7 +90,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         if a.zero == 0 and a.data > 1:
             ok += [a.tensor == a.context == a.pipeline == 1]
     if launcher == "megatron":
-        ok += [a.uneven or m.layers % stages == 0, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
+        ok += [bool(a.split) or m.layers % stages == 0, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
         ok += [a.virtual == 1 or (a.pipeline > 1 and microbatches % a.pipeline == 0)]
         ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
     if launcher in ("megatron", "accelerate") and a.context > 1:
@@ -119,17 +123,18 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     launcher=st.sampled_from(LAUNCHERS), model=st.sampled_from(sorted(MODELS)), devices=st.sampled_from([1, 6, 8, 64]),
     batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
     max_size=8),
-    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 4),
+    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 3),
+    split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
 )  # fmt: skip
-def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags):
+def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, split, passes):
     data, shard, tensor, context, expert, expert_tensor, pipeline, virtual = counts
     launch = Launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
-        sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], uneven=flags[3],
+        sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
-    assert all(reason.count(".") == 0 and len(reason) < 140 for reason in reasons)
+    assert all(reason.count(".") == 0 and len(reason) < 160 for reason in reasons)
 
 
 def crossed(fixed, choices):
@@ -145,7 +150,7 @@ def test_every_rule_forbids_something():
         "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
-        "expert_tensor": [1, 5],
+        "expert_tensor": [1, 5], "split": ["", "4,4"],
     }  # fmt: skip
     rows = crossed(Launch(48, 50, 27, 3), choices)
     for launcher in LAUNCHERS:
@@ -438,7 +443,7 @@ def test_torchtitan_gets_its_documented_keys_and_torchs_schedules():
 
 @pytest.mark.parametrize("layers, stages", [(3, 2), (32, 4), (32, 16), (126, 8), (5, 7), (1, 1), (61, 16)])
 def test_every_module_is_on_one_stage_in_order(layers, stages):
-    parts = model_parts(layers, stages)
+    parts = model_parts(spread(layers, stages))
     assert [part for stage in parts for part in stage] == ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
     counted = [len([part for part in stage if part != "norm"]) for stage in parts]
     assert len(parts) == stages and max(counted) - min(counted) <= 1 and counted == sorted(counted, reverse=True)
@@ -548,7 +553,7 @@ test_what_can_not_be_is_refused_in_a_sentence = refusals(
     (lambda: sizes_of_config({}), "none of num_hidden_layers"),
     (lambda: sizes_of_config({"num_hidden_layers": "two"}), "expected a whole number"),
     (lambda: configuration_text("torchtitan", LaunchConfig(Launch(8, 64, 8), SMALL)), "torchtitan has no flavor of these sizes"),
-    (lambda: model_parts(3, 6), "can't be 6 stages; expected 5 at most"),
+    (lambda: counts_of(Launch(6, 64, 8, pipeline=6), 3), "can't be 6 stages; expected 5 at most"),
     (lambda: priced(precision="fp32"), "matmuls in float32 have no prices; expected a run in bf16"),
     (lambda: priced("tpu"), "no constants of device 'tpu'"),
     (lambda: Launch(1000000, 64, 8), "there are 1000000 devices; expected 262144 at most"),

@@ -30,10 +30,15 @@ from autoshard.cost import (
 from autoshard.devices import LAUNCHES, NEWEST, OF_HOPPER, AttentionKernel, ExpertsKernel, MatmulKernel, in_program, slower
 
 from .captured_block import BlockTask, Sizes, again, end_of, is_launched, kernel_seconds, tasks_of
-from .runs import TrainingRuns
+from .runs import TrainingRuns, distinct
 
 Names = Sequence[str] | np.ndarray
 Parts = dict[str, np.ndarray]  # seconds by kind
+# columns of runs that a block's seconds depend on
+OF_BLOCK = (
+    "microbatch", "seq", "context", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision", "microscaling",
+    "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "per_node", "network",
+)  # fmt: skip
 RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
 GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, uncompiled, by StackConstants.libraries
 MICROSCALED = 0.93  # rate of float8 matmuls with scales per block of 32, relative to one scale per tensor
@@ -132,9 +137,20 @@ class Block:
         """Of the forward and of the backward."""
         return sum(self.forward.values()), sum(self.backward.values())  # type: ignore[return-value]
 
+    def at(self, rows: np.ndarray) -> Block:
+        forward, backward = ({kind: seconds[rows] for kind, seconds in way.items()} for way in (self.forward, self.backward))
+        return Block(forward, backward, self.launches[rows])
+
 
 def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
+    if any(np.size(value) > 1 for name in RECORDS for value in vars(getattr(constants, name)).values()):
+        return _block(runs, constants)
+    firsts, of = distinct(getattr(runs, name) for name in OF_BLOCK)  # launches of one model have few kinds of blocks
+    return tuple(one.at(of) for one in _block(runs[firsts], constants))  # type: ignore[return-value]
+
+
+def _block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
     kinds = np.array([family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute]).T

@@ -22,7 +22,7 @@ from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import Launch, TrainingRuns
-from .step_time import OPTIMIZER_BYTES, end_share, stage_parameters, step_parts
+from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
 
 STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
@@ -76,7 +76,8 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     """The launches with all columns that seconds and bytes are computed from, of the dense model of a token's width."""
     numbers = {name: column.astype(float) for name, column in launches.values.items() if column.dtype.kind in "biu"}
     fixed = {name: getattr(sizes, name) for name in OF_MODEL}
-    fixed |= {"ffn": sizes.active_ffn, "per_node": site.per_node, "network": site.network, "microscaling": 0}
+    fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn}
+    fixed |= {"per_node": site.per_node, "network": site.network, "microscaling": 0}
     columns = {name: np.full(len(launches), float(value)) for name, value in fixed.items()}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1).astype(float)
     return launches.with_columns(**numbers, **columns, sharing=sharing)
@@ -109,7 +110,8 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
-    constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], launches.precision, fitted=fitted)
+    precisions = launches.precision if len(set(launches.precision.tolist())) > 1 else launches.precision[:1]
+    constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], precisions, fitted=fitted)
     if site.inside is not None:
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
@@ -119,7 +121,8 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
         parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
-    memory = replace(memory_of(runs, constants, split), bias=site.memory_bias)
+    of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
+    memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
     if sizes.experts:
         more, more_bytes = experts(runs, sizes, constants, split)
         parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}
@@ -156,13 +159,15 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     reduce = constants.ring(runs, copies, ranks)
     exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
     reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (copies > 1)
-    sent = beside(hidden_by, gathered) - hidden_by
-    largest = split.largest / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
+    once = np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0)  # as of other parameters
+    sent = (beside(hidden_by, gathered) - hidden_by) * once
+    largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
     exchanged = np.where(runs.async_expert > 0, beside(hidden_by, exchanged) - hidden_by, exchanged)
-    passes = blocks * runs.microbatches
+    times = blocks * runs.microbatches
+    waiting = blocks * bubbles(runs, one) * (runs.pipeline - largest) + times * (largest - 1)
     parts = {
-        "expert parallel": passes * exchanged, "matmul": passes * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
-        "data parallel": passes * sent + reduced, "bubble": blocks * (runs.pipeline - 1) / runs.virtual * (exchanged + few + sent),
+        "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
+        "data parallel": times * sent + reduced, "bubble": waiting * (exchanged + few + sent),
     }  # fmt: skip
     # a token's copies, sent to the experts and back, in 16 bits; recomputation of whole blocks keeps none
     sent_bytes = np.where(runs.recompute == "full", 0.0, 4 * tokens * sizes.active * sizes.width)

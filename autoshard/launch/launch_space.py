@@ -1,7 +1,8 @@
 """All launches with which a launcher could train a model on given devices: the space that `ranking` searches.
 
     degrees      every split of the devices into data, tensor, context and pipeline parallel ones; shards of the data parallel ranks
-    stages       1F1B with one stage per device; interleaved with 2 or 4. GPipe takes as long as 1F1B and more memory, so it is left out
+    stages       1F1B with one stage per device; interleaved; torchtitan's that split backward passes. Layers as many on each stage, or by a
+                 layout (blocks_of_stages). GPipe takes as long as 1F1B and more memory, so it is left out
     the rest     microbatches of 1, 2, 4 ... sequences, kinds of recomputation, degrees of expert parallelism
 
 First the degrees with their stages are listed and checked (`structures`), then each legal one is crossed with the rest (`launches`).
@@ -9,57 +10,69 @@ First the degrees with their stages are listed and checked (`structures`), then 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
+from .blocks_of_stages import ENDS
 from .legality import broken_rules, legal
 from .model_sizes import ModelSizes
-from .runs import Launch, TrainingRuns
+from .runs import FIELDS, Launch, TrainingRuns
 
 RECOMPUTED = {
     "torchtitan": ("none", "selective_op", "selective_layer", "full"), "megatron": ("none", "attn", "full"), "accelerate": ("none", "full"),
     "nanotron": ("none", "full"),
 }  # fmt: skip
-STAGES = {"torchtitan": (("Interleaved1F1B", 2), ("Interleaved1F1B", 4)), "megatron": (("Interleaved1F1B", 2), ("Interleaved1F1B", 4))}
+STAGES = {  # schedule, stages per device, split; of pipelines
+    "torchtitan": [*((name, n, ENDS) for name, n in (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2)))],
+    "megatron": [*(("1F1B" if n == 1 else "Interleaved1F1B", n, split) for n in (1, 2, 4) for split in ("", ENDS)),
+                 *(("Interleaved1F1B", n, "") for n in (3, 6, 8, 12))],
+    "nanotron": [("1F1B", 1, "")],
+}  # fmt: skip
 LARGEST_MICROBATCH = 64  # sequences
 
 
+@cache
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if not number % n]
+    small = [n for n in range(1, math.isqrt(number) + 1) if not number % n]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     """Every split of `fixed.devices`, with shards and stages, whether legal or not; microbatches of one sequence, no experts."""
-    return TrainingRuns.of(list(_structures(fixed, launcher)))
+    names = ("tensor", "context", "pipeline", "data", "shard", "zero", "schedule", "virtual", "split")
+    varied = {name: np.array(column) for name, column in zip(names, zip(*_structures(fixed.devices, launcher)))}
+    tensor, rows = varied["tensor"], len(varied["tensor"])
+    varied |= {
+        "expert_tensor": tensor, "sequence_parallel": (tensor > 1) & (launcher != "accelerate"),
+        "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
+    }  # fmt: skip
+    plain = replace(fixed, microbatch=1, expert=1, passes=1)
+    return TrainingRuns({name: varied[name] if name in varied else np.full(rows, getattr(plain, name)) for name in FIELDS})
 
 
-def _structures(fixed: Launch, launcher: str) -> Iterator[Launch]:
-    for tensor in divisors(fixed.devices):
-        for context in divisors(fixed.devices // tensor):
-            for pipeline in [1] if launcher == "accelerate" else divisors(fixed.devices // tensor // context):
-                data = fixed.devices // tensor // context // pipeline
-                one = replace(
-                    fixed, tensor=tensor, context=context, pipeline=pipeline, data=data,
-                    sequence_parallel=tensor > 1 and launcher != "accelerate", microbatch=1, expert=1,
-                    expert_tensor=tensor, async_tensor=fixed.async_tensor and tensor > 1,
-                )  # fmt: skip
-                stages = (("1F1B", 1), *(STAGES.get(launcher, ()) if pipeline > 1 else ()))
-                for shard, zero in _states(one, launcher):
-                    for schedule, virtual in stages:
-                        yield replace(one, shard=shard, zero=zero, schedule=schedule, virtual=virtual)
+def _structures(devices: int, launcher: str) -> Iterator[tuple]:
+    for tensor in divisors(devices):
+        for context in divisors(devices // tensor):
+            for pipeline in [1] if launcher == "accelerate" else divisors(devices // tensor // context):
+                data = devices // tensor // context // pipeline
+                for states in _states(data, context, pipeline, launcher):
+                    for stages in STAGES[launcher] if pipeline > 1 else [("1F1B", 1, "")]:
+                        yield tensor, context, pipeline, data, *states, *stages
 
 
-def _states(one: Launch, launcher: str) -> list[tuple[int, int]]:
+def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple[int, int]]:
     """(shard, zero): how states can be sharded over the data parallel ranks."""
-    ranks = one.data * one.context
+    ranks = data * context
     if launcher in ("megatron", "nanotron"):
-        return [(1, 0), *([(one.data, 1)] if ranks > 1 else [])]
-    kinds = (2, 3) if launcher == "accelerate" or one.pipeline > 1 else (3,)
-    sharded = [(shard, zero) for shard in divisors(one.data) for zero in kinds if shard * one.context > 1]
-    return [(1, 0), *sharded] if one.context == 1 or ranks == 1 else sharded
+        return [(1, 0), *([(data, 1)] if ranks > 1 else [])]
+    kinds = (2, 3) if launcher == "accelerate" or pipeline > 1 else (3,)
+    sharded = [(shard, zero) for shard in divisors(data) for zero in kinds if shard * context > 1]
+    return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
 
 
 def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> TrainingRuns:

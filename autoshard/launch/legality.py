@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .blocks_of_stages import ENDS, listed
 from .model_sizes import ModelSizes
 from .runs import LOOPED, SINGLE, V_SHAPED, Launch, TrainingRuns
 
@@ -46,10 +47,14 @@ RULES = (
          lambda a, m: f"the sequence {a.seq} does not divide by 2 x cp {a.context}"),
     Rule("sequence", ("megatron", "nanotron"), lambda c, m: c.sequence_parallel & (c.seq % (c.tensor * c.context) != 0),
          lambda a, m: f"the sequence {a.seq} does not divide by tp {a.tensor} x cp {a.context}, as sequence parallelism needs"),
-    Rule("layers", MEGATRON, lambda c, m: ~c.uneven & (m.layers % (c.pipeline * c.virtual) != 0),
-         lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)),
-    Rule("layers", TITAN, lambda c, m: c.pipeline * c.virtual > m.layers + 2,
+    Rule("layers", MEGATRON, lambda c, m: (c.split == "") & (m.layers % (c.pipeline * c.virtual) != 0),
+         lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)
+         + "; --pipeline-model-parallel-layout can list what each stage has"),
+    Rule("layers", (*TITAN, *MEGATRON), lambda c, m: np.isin(c.split, ("", ENDS)) & (c.pipeline * c.virtual > m.layers + 2),
          lambda a, m: f"{m.layers} layers, token table and head are fewer than pp {a.pipeline} x {a.virtual} stages"),
+    Rule("layers", (*TITAN, *MEGATRON), lambda c, m: lists_other_layers(c, m),
+         lambda a, m: f"the stages that are listed are {len(listed(a.split))} with {sum(listed(a.split))} layers; expected "
+         f"pp {a.pipeline} x {a.virtual} stages with {m.layers} layers"),
     Rule("layers", NANOTRON, lambda c, m: c.pipeline > m.layers,
          lambda a, m: f"{m.layers} layers are fewer than pp {a.pipeline} stages"),
     Rule("pipeline", ACCELERATE, lambda c, m: c.pipeline > 1,
@@ -67,11 +72,12 @@ RULES = (
     Rule("schedule", ("nanotron", "accelerate"), lambda c, m: c.virtual > 1,
          lambda a, m: f"there are no virtual stages ({a.virtual})"),
     Rule("microbatches", TITAN,
-         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, ("1F1B", "DualPipeV")) & (c.microbatches < c.pipeline * c.virtual),
-         lambda a, m: f"{a.microbatches} microbatches are fewer than the {a.pipeline * a.virtual} stages of {a.schedule}"),
+         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, ("1F1B", "DualPipeV")) & (c.microbatches_of_pass < c.pipeline * c.virtual),
+         lambda a, m: f"{a.microbatches_of_pass} microbatches are fewer than the {a.pipeline * a.virtual} stages of {a.schedule}"),
     Rule("microbatches", TITAN,
-         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.microbatches % np.maximum(c.microbatches // c.pipeline, 1) != 0),
-         lambda a, m: f"{a.microbatches} microbatches do not divide into rounds of pp {a.pipeline}"),
+         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED)
+         & (c.microbatches_of_pass % np.maximum(c.microbatches_of_pass // c.pipeline, 1) != 0),
+         lambda a, m: f"{a.microbatches_of_pass} microbatches do not divide into rounds of pp {a.pipeline}"),
     Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & (c.microbatches % c.pipeline != 0),
          lambda a, m: f"{a.microbatches} microbatches do not divide by pp {a.pipeline}, as virtual stages need"),
     Rule("experts", LAUNCHERS, lambda c, m: (c.expert > 1) & ((m.experts == 0) | (m.experts % c.expert != 0)),
@@ -100,6 +106,13 @@ RULES = (
     Rule("async tensor parallelism", TITAN, lambda c, m: c.async_tensor & ~c.compiled,
          lambda a, m: "asynchronous tensor parallelism needs compile"),
 )  # fmt: skip
+
+
+def lists_other_layers(launches: TrainingRuns, sizes: ModelSizes) -> np.ndarray:
+    """Whether the listed stages are not those of the launch, or have not the layers of the model."""
+    counts = {split: listed(split) for split in set(launches.split.tolist())}
+    columns = zip(launches.split.tolist(), (launches.pipeline * launches.virtual).tolist())
+    return np.array([bool(counts[split]) and (len(counts[split]), sum(counts[split])) != (n, sizes.layers) for split, n in columns], bool)
 
 
 def check_launcher(launcher: str) -> None:

@@ -6,9 +6,12 @@ devices, which --nproc_per_node times --nnodes tell where the command line doesn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+from .blocks_of_stages import counts_of, split_of
 from .model_sizes import ModelSizes
 from .runs import Launch, LaunchConfig, Overrides
 from .texts import arguments_of, arguments_text, integer, parsed
@@ -16,10 +19,7 @@ from .texts import arguments_of, arguments_text, integer, parsed
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
 PADDED = 128  # --make-vocab-size-divisible-by
 LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
-UNEVEN = (
-    "pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
-)  # fmt: skip
+MOST_LETTERS = 10_000  # of a layout
 EXPERT_OVERLAP = "overlap-moe-expert-parallel-comm"
 RECOMPUTED = {"full": "full", "selective": "attn"}
 
@@ -58,8 +58,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     microbatch = a.number("micro-batch-size", known.microbatch or 1)
     sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED) * tensor)
     zero = _zero(a)
-    per_stage = a.number("num-layers-per-virtual-pipeline-stage", 0)
-    virtual = max(sizes.layers // pipeline // per_stage, 1) if per_stage else a.number("num-virtual-stages-per-pipeline-rank", 1)
+    virtual, split = _stages(a, sizes, pipeline)
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
     launch = Launch(
@@ -68,10 +67,57 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         data=data, shard=data if zero else 1, zero=zero, tensor=tensor, sequence_parallel="sequence-parallel" in a and tensor > 1,
         context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
-        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), uneven=any(name in a for name in UNEVEN),
+        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), split=split,
         async_expert=EXPERT_OVERLAP in a and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
+
+
+def _stages(a: Arguments, sizes: ModelSizes, pipeline: int) -> tuple[int, str]:
+    """The stages of a device, and the layers of each (blocks_of_stages). A list that misses layers tells that they don't divide."""
+    layout, layers = a.text("pipeline-model-parallel-layout"), sizes.layers
+    if layout:
+        counts = [stage.count("t") for stage in layout_stages(layout)]
+        return max(len(counts) // pipeline, 1), split_of(counts, layers, sizes.mtp)
+    ends = [int(f"account-for-{end}-in-pipeline-split" in a) for end in ("embedding", "loss")]
+    per_stage = a.number("num-layers-per-virtual-pipeline-stage", 0, 0)
+    virtual = a.number("num-virtual-stages-per-pipeline-rank", max((layers + sum(ends)) // pipeline // per_stage, 1) if per_stage else 1, 1)
+    first, last = (a.number(f"decoder-{end}-pipeline-num-layers", 0, 0) for end in ("first", "last"))
+    if pipeline == 1 or not (first or last or any(ends)):
+        return virtual, ""
+    middle, stages = pipeline - (first > 0) - (last > 0), pipeline * virtual
+    each = (layers - first - last) // max(middle, 1)
+    devices = [first] * (first > 0) + [each] * middle + [last] * (last > 0)
+    counts = [count // virtual for count in devices] * virtual
+    if any(ends):
+        counts = [(layers + sum(ends)) // stages] * stages
+        counts[0] -= ends[0]
+        counts[-1] -= ends[1]
+    return virtual, split_of(counts, layers, sizes.mtp)
+
+
+def layout_stages(layout: str) -> list[str]:
+    """The stages of --pipeline-model-parallel-layout, a letter per module: E token table, t layer, m further prediction, L head.
+
+    layout_stages("Et*3|(tt|)*2mL") -> ["Ettt", "tt", "tt", "mL"]
+    """
+    text = layout.replace(",", "").strip("\"' ")
+
+    def repeated(found: re.Match) -> str:
+        if len(found[1]) * integer(found[2], f"a factor of {layout[:40]}", 0) > MOST_LETTERS:
+            raise ValueError(f"--pipeline-model-parallel-layout {layout[:40]} has over {MOST_LETTERS} modules; expected those of the model")
+        return found[1] * int(found[2])
+
+    for group in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(group, repeated, text)
+    return text.split("|")
+
+
+def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
+    """The layout whose stages have so many layers: `Et*3|(t*4|)*14t*2L`."""
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in counts]
+    middle = "".join(f"({stage}|)*{n}" if (n := len(list(same))) > 1 else f"{stage}|" for stage, same in groupby(stages[1:-1]))
+    return f"E{stages[0]}|{middle}{stages[-1]}{'m' * mtp}L"
 
 
 def _zero(a: Arguments) -> int:
@@ -107,6 +153,7 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
             "experts": experts, "active": a.number("moe-router-topk", 2), "expert_ffn": a.number("moe-ffn-hidden-size", ffn),
             "shared_ffn": a.number("moe-shared-expert-intermediate-size", 0), "dense_layers": int(dense) if dense.isdecimal() else 0,
         }  # fmt: skip
+    more["mtp"] = a.number("mtp-num-layers", 0, 0)
     latent = tuple(a.number(name, default) for name, default in LATENT.items()) if "multi-latent-attention" in a else ()
     head_dim = latent[-1] if latent else a.number("kv-channels", 0)
     return ModelSizes(
@@ -126,7 +173,9 @@ def write(config: LaunchConfig) -> str:
         "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED, "seq-length": launch.seq, "max-position-embeddings": launch.seq,
         "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,
         "tensor-model-parallel-size": launch.tensor, "pipeline-model-parallel-size": launch.pipeline,
-        "num-virtual-stages-per-pipeline-rank": launch.virtual if launch.virtual > 1 else None, "context-parallel-size": launch.context,
+        "num-virtual-stages-per-pipeline-rank": launch.virtual if launch.virtual > 1 and not launch.split else None,
+        "pipeline-model-parallel-layout": layout_text(counts_of(launch, m.layers, m.mtp), m.mtp) if launch.split else None,
+        "context-parallel-size": launch.context,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
         "recompute-granularity": next((name for name, kind in RECOMPUTED.items() if kind == launch.recompute), None),
         "bf16": launch.precision in ("bf16", "fp8", "nvfp4"), "fp16": launch.precision == "fp16",
@@ -134,6 +183,8 @@ def write(config: LaunchConfig) -> str:
     }  # fmt: skip
     if launch.recompute == "full":
         options |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+    if m.mtp:
+        options["mtp-num-layers"] = m.mtp
     if m.latent:
         options |= {"multi-latent-attention": True, **{name: rank or None for name, rank in zip(LATENT, m.latent)}}
     if m.experts:

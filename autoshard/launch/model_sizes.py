@@ -35,6 +35,7 @@ class ModelSizes:
     expert_ffn: int = 0
     shared_ffn: int = 0
     dense_layers: int = 0
+    mtp: int = 0  # modules that predict further tokens, each a block and the head again
     latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class ModelSizes:
 
     @property
     def expert_layers(self) -> int:
-        return self.layers - self.dense_layers if self.experts else 0
+        return self.layers + self.mtp - self.dense_layers if self.experts else 0
 
     @property
     def expert_parameters(self) -> int:
@@ -75,7 +76,8 @@ class ModelSizes:
 
     def _mean_ffn(self, experts: int) -> float:
         mixture = experts * self.expert_ffn + self.shared_ffn
-        return ((self.layers - self.expert_layers) * self.ffn + self.expert_layers * mixture) / self.layers
+        layers = self.layers + self.mtp
+        return ((layers - self.expert_layers) * self.ffn + self.expert_layers * mixture) / layers
 
     @property
     def parameters(self) -> float:
@@ -88,7 +90,7 @@ class ModelSizes:
 
     def _parameters(self, ffn: float) -> float:
         block = self.attention_parameters + self.matrices * self.width * ffn
-        return self.layers * block + (2 - self.tied) * self.vocab * self.width
+        return (self.layers + self.mtp) * block + (2 - self.tied) * self.vocab * self.width
 
     def flops_per_token(self, seq: Any) -> Any:
         """Of a training step: 6 per parameter that a token is multiplied with, and 12 L heads d seq for attention.
@@ -97,7 +99,7 @@ class ModelSizes:
         torchtitan and of nanotron.
         """
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
-        return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq
+        return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
 
     def with_padded_vocab(self, multiple: int) -> ModelSizes:
         if multiple < 1:

@@ -1,6 +1,7 @@
 """Training runs: one as a `Launch`, many as columns (`TrainingRuns`), in one vocabulary for all launchers and for published runs.
 
     devices = data * tensor * context * pipeline          global batch = data * microbatch * microbatches
+    a step = `passes` through the pipeline, each of microbatches / passes microbatches
     zero = 0  states replicated over data parallel ranks     1  optimizer state sharded      2  and gradients      3  and parameters (FSDP)
 
 `shard` of the data parallel ranks share one copy of what `zero` shards (HSDP: shard < data), together with their context parallel ranks.
@@ -9,7 +10,7 @@ Expert parallel ranks are taken from the data, context and tensor parallel ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,6 +20,7 @@ from .model_sizes import ModelSizes
 
 SINGLE, LOOPED, V_SHAPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"), ("ZBVZeroBubble", "DualPipeV")
 SCHEDULES = SINGLE + LOOPED + V_SHAPED  # torch.distributed.pipelining's names; Megatron and nanotron have the first three of them
+ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)  # backward passes are of inputs and of weights, apart
 RECOMPUTE = ("none", "selective_op", "selective_layer", "attn", "full")
 PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # bytes per element of the blocks' matmuls' inputs
 MOST_DEVICES = 2**18  # as meshes
@@ -50,7 +52,8 @@ class Launch:
     async_tensor: bool = False
     async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
     rowwise: bool = False  # float8 scales per row
-    uneven: bool = False  # the stages' layers are listed by the configuration, equal or not
+    split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
+    passes: int = 1  # of a step: the pipeline runs empty after each
 
     def __post_init__(self) -> None:
         for name in sorted(COUNTS, key="devices".__eq__):  # their product comes last
@@ -73,14 +76,30 @@ class Launch:
         """Per step and data parallel rank."""
         return max(self.global_batch // (self.data * self.microbatch), 1)
 
+    @property
+    def microbatches_of_pass(self) -> int:
+        return max(self.microbatches // self.passes, 1)
+
 
 FIELDS = tuple(field.name for field in fields(Launch))
+DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule")}
+DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
 COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
+
+
+def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Of columns of equal length: a row of each different combination, and for every row which of these it is."""
+    code: np.ndarray | int = 0
+    for column in columns:
+        _, inverse = np.unique(column, return_inverse=True)
+        _, code = np.unique(code * (inverse.max(initial=0) + 1) + inverse, return_inverse=True)
+    return np.unique(code, return_index=True)[1], np.asarray(code)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingRuns:
-    """Many training runs, one array per column; the columns are attributes too. Every field of `Launch` is a column.
+    """Many training runs, one array per column; the columns are attributes too. Every field of `Launch` is a column; tables of published
+    runs leave out those of DEFAULTS.
 
     Seconds and bytes are computed from more columns, which `launch_prices.priced_runs` adds, all numbers as floats:
 
@@ -97,6 +116,8 @@ class TrainingRuns:
         try:
             return self.__dict__["values"][name]
         except KeyError:
+            if name in DEFAULTS:
+                return np.full(len(self), DEFAULTS[name])
             raise AttributeError(name) from None
 
     def __len__(self) -> int:
@@ -131,6 +152,10 @@ class TrainingRuns:
     def microbatches(self) -> np.ndarray:
         """Per step and data parallel rank."""
         return np.maximum(self.global_batch // (self.data * self.microbatch), 1)
+
+    @property
+    def microbatches_of_pass(self) -> np.ndarray:
+        return np.maximum(self.microbatches // self.passes, 1)
 
     @property
     def tokens(self) -> np.ndarray:

@@ -4,11 +4,12 @@
     FSDP       one block ahead: f beside the gather of the next block's parameters, b beside another one and the reduction of the last
                block's gradients; nothing hides the first gathers and the last reductions
     stage      its blocks and the head of the vocabulary; or the host's launches, if these take longer
-    pipeline   m (slowest stage + its transfers) + 1 / v (all other stages + their transfers)
+    pipeline   m (slowest stage + its transfers) + i z / v (all other stages + their transfers)
     step       pipeline + exposed part of the gradients' reduction + optimizer + parameter gather of ZeRO-1 + fixed   (`step_parts`)
 
-m microbatches, p stages, v virtual stages per device. Kernels and collectives beside each other are `cost.beside`. Each of EFFECTS can be
-left out, for ablations.
+m microbatches of a step in i passes, p devices with v virtual stages each; z: the share of the bubble that a schedule which splits backward
+passes leaves, (F + B - 2 W) / (F + B) (Qi et al. 2023, DeepSeek-V3). Kernels and collectives beside each other are `cost.beside`. Each of
+EFFECTS can be left out, for ablations.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoshard.cost import beside
 
 from .block_time import Block, Parts, RunConstants, block
 from .blocks_of_stages import Stages, stages
-from .runs import TrainingRuns
+from .runs import ZERO_BUBBLE, TrainingRuns
 
 EFFECTS = (
     "attention", "elementwise", "accumulation", "head", "tensor parallel", "context parallel", "recompute", "host",
@@ -44,14 +45,14 @@ def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages | None
     (forward, backward), has = one.seconds, constants.has
     hidden, edges = _with_fsdp(one, runs, constants)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)
-    head = {kind: (ends.forward[kind] + ends.backward[kind]) * has("head") for kind in ends.forward}
+    head = {kind: (ends.forward[kind] + ends.backward[kind]) * has("head") * runs.predictions for kind in ends.forward}
     head["elementwise"] = head["elementwise"] + summed * has("head")
     host, head_seconds = host_seconds(runs, constants, one), sum(head.values())
 
     def stage(blocks: np.ndarray, heads: np.ndarray | float) -> np.ndarray:
         return np.maximum(blocks * hidden + heads * head_seconds, blocks * host)
 
-    p, m, v = runs.pipeline, runs.microbatches, runs.virtual
+    p, m = runs.pipeline, runs.microbatches
     mean, blocks = stage(runs.layers / p, 1 / p), runs.layers / p
     slowest = np.where(p == 1, mean, np.maximum(stage(split.largest, 0.0), stage(split.last, 1.0)))
     slowest = mean + (slowest - mean) * has("imbalance")
@@ -63,11 +64,18 @@ def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages | None
         **parts,
         "data parallel": m * (blocks * (hidden - forward - backward) + edges * (p == 1)) + late,
         "host": m * np.maximum(blocks * host - (blocks * hidden + head_seconds / p), 0.0),
-        "bubble": m * (slowest - mean) + has("bubble") / v * (p * mean - slowest + (p - 1) * transfer),
+        "bubble": m * (slowest - mean) + has("bubble") * bubbles(runs, one) * (p * mean - slowest + (p - 1) * transfer),
         "transfers": m * transfer,
         "optimizer": optimizer,
         "other": constants.stack.fixed * has("fixed") * np.ones(len(runs)),
     }
+
+
+def bubbles(runs: TrainingRuns, one: Block) -> np.ndarray:
+    """How often a step waits for all stages in turn."""
+    forward, backward = one.seconds
+    left = np.where(np.isin(runs.schedule, ZERO_BUBBLE), 1 - 2 * one.forward["matmul"] / (forward + backward), 1.0)
+    return runs.passes * np.maximum(left, 0.0) / runs.virtual
 
 
 def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
@@ -92,7 +100,11 @@ def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> tuple
     same = (runs.tensor > 1) & (runs.tensor * runs.sharing <= runs.per_node)
     sent, sent_back = (same * way["tensor parallel"] / seconds for way, seconds in ((one.forward, forward), (one.backward, backward)))
     back = gather * (runs.zero >= 3) + scatter
-    hidden = beside(forward + np.minimum(gather, forward) * sent, gather) + beside(backward + np.minimum(back, backward) * sent_back, back)
+    # with a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch
+    once = np.where(runs.pipeline > 1, runs.passes / runs.microbatches, 1.0)
+    more = beside(forward + np.minimum(gather, forward) * sent, gather) - forward
+    more_back = beside(backward + np.minimum(back, backward) * sent_back, back) - backward
+    hidden = forward + more * np.where(runs.zero >= 3, 1.0, once) + backward + more_back * np.where(runs.zero >= 3, 1.0, once)
     edges = gather + scatter + sharded * (ring.gather(2 * table) + ring.gather(stack.gradient_bytes * table))
     return hidden, edges
 
@@ -133,17 +145,17 @@ def update_seconds(
     """The exposed reduction of gradients and the gather of ZeRO-1; and the optimizer on the parameters that a device owns."""
     stack, has = constants.stack, constants.has
     parameters = stage_parameters(runs, split)
-    fully = runs.zero >= 3
+    fully = runs.zero >= 2  # their gradients are reduced block by block
     optimizer = OPTIMIZER_BYTES * parameters / np.where(runs.zero >= 1, runs.sharing, 1.0) / constants.memory_rate
     replicas = np.where(fully, runs.data * runs.context / runs.sharing, runs.data * runs.context)
     stride = runs.tensor * np.where(fully, runs.sharing, 1.0)
     ring = constants.ring(runs, np.maximum(replicas, 1.0), stride)
     bytes = stack.gradient_bytes * parameters / np.where(fully, runs.sharing, 1.0)
-    reduced = np.where((runs.zero == 1) | (runs.zero == 2), ring.gather(bytes), ring.all_reduce(bytes)) * (replicas > 1)
+    reduced = np.where(runs.zero == 1, ring.gather(bytes), ring.all_reduce(bytes)) * (replicas > 1)
     end = end_share(runs, parameters)
     can_hide = (1 - end) * (stack.hides > 0)
     late = beside(last_backward, can_hide * reduced) - last_backward
     exposed = ((1 - can_hide) * reduced + late) * has("gradients")
-    gathered = ((runs.zero == 1) | (runs.zero == 2)) * ring.gather(2 * parameters) * has("parameter gather")
+    gathered = (runs.zero == 1) * ring.gather(2 * parameters) * has("parameter gather")
     gathered = gathered * np.where(stack.hides_gather > 0, end, 1.0)
     return exposed + gathered, optimizer * has("optimizer")

@@ -1,8 +1,8 @@
 """torchtitan: a job's TOML, or the configuration of its registry as JSON; both have the same sections.
 
     devices    data_parallel_replicate_degree * data_parallel_shard_degree * context * tensor * pipeline; a shard degree of -1 is the rest
-    batch      local_batch_size sequences per data parallel rank: a microbatch, or with a pipeline several of
-               pipeline_parallel_microbatch_size; global_batch_size adds accumulation
+    batch      local_batch_size sequences per data parallel rank: a microbatch, or with a pipeline the microbatches of
+               pipeline_parallel_microbatch_size of one pass; global_batch_size adds accumulation, further passes
 
 FSDP shards over shard * context ranks. Without a pipeline it gathers parameters again in the backward pass, unless told "never".
 """
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+from .blocks_of_stages import counts_of, split_of, spread
 from .model_sizes import ModelSizes
 from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
-from .texts import Nested, parsed, toml_text
+from .texts import Nested, integer, parsed, toml_text
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
 DEEPSEEK = (512, 64, 128, 128)  # latent attention: rank of keys and values, widths of a head's rotary, other and value features
@@ -74,19 +76,22 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     data_parallel = replicate * shard
     local = section.number("training.local_batch_size", "training.batch_size", default=known.microbatch or 8)
     global_batch = known.global_batch or section.number("training.global_batch_size", default=-1)
-    schedule, virtual = _stages(section, sizes, pipeline)
+    schedule, counts = _stages(section, sizes, pipeline)
     microbatch = degree("pipeline_parallel_microbatch_size") if pipeline > 1 else local
     reshard = section.text("parallelism.fsdp_reshard_after_forward", default="default")
     gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
     precision, rowwise = _precision(section)
     compiled, parts = section.flag("compile.enable", "training.compile"), str(section.value("compile.components") or ["model", "loss"])
+    global_batch = local * data_parallel if global_batch < 1 else global_batch
     launch = Launch(
         devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
-        global_batch=local * data_parallel if global_batch < 1 else global_batch, microbatch=microbatch,
+        global_batch=global_batch, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
         tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
         expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") else 1),
-        pipeline=pipeline, virtual=virtual, schedule=schedule, recompute=_recompute(section), precision=precision, rowwise=rowwise,
+        pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers),
+        passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
+        recompute=_recompute(section), precision=precision, rowwise=rowwise,
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
     )  # fmt: skip
@@ -103,21 +108,25 @@ def _flavor(section: Nested) -> ModelSizes:
     return FLAVORS[name, flavor]
 
 
-def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, int]:
-    """The schedule, in torch's spelling, and the stages of a device."""
+def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, list[int]]:
+    """The schedule, in torch's spelling, and the layers of each stage."""
     written = section.text("parallelism.pipeline_parallel_schedule", "experimental.pipeline_parallel_schedule", default="1F1B")
     schedule = next((name for name in SCHEDULES if name.lower() == written.lower()), written)
     if pipeline == 1:
-        return "1F1B", 1
+        return "1F1B", [sizes.layers]
     parts = section.value("parallelism.module_fqns_per_model_part")
-    per_stage = section.number("parallelism.pipeline_parallel_layers_per_stage", default=0, least=0)
-    if parts and not isinstance(parts, list):
+    if parts and not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
         raise ValueError(f"{section.path}: module_fqns_per_model_part is {str(parts)[:40]!r}; expected a list of the modules of each stage")
     if parts:
-        return schedule, max(len(parts) // pipeline, 1)
-    if per_stage:
-        return schedule, max(math.ceil((sizes.layers + 2) / per_stage) // pipeline, 1)
-    return schedule, 1 if schedule in SINGLE else 2
+        return schedule, [sum(str(name).startswith("layers.") for name in part) for part in parts]
+    points = section.value(*(f"{part}.pipeline_parallel_split_points" for part in SECTIONS))  # until 0.1: the first module of each stage
+    if points and isinstance(points, list):
+        firsts = [0, *(integer(str(point).rpartition(".")[2], f"{section.path}: a split point") for point in points), sizes.layers]
+        return schedule, [end - start for start, end in pairwise(firsts)]
+    per_stage = section.number("parallelism.pipeline_parallel_layers_per_stage", default=0, least=0)
+    ends = [section.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", default=1, least=0) for end in ("first", "last")]
+    stages = math.ceil((sizes.layers + sum(ends)) / per_stage) if per_stage else pipeline * (1 if schedule in SINGLE else 2)
+    return schedule, spread(sizes.layers, stages, *ends)
 
 
 def _recompute(section: Nested) -> str:
@@ -148,8 +157,8 @@ def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
     name = next((key for key, known in FLAVORS.items() if known == sizes), None)
     if name is None:
         raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")
-    local = launch.global_batch // launch.data if launch.pipeline > 1 else launch.microbatch
     compiled = [part for part, is_on in (("model", launch.compiled), ("loss", launch.compiled_loss)) if is_on]
+    local = launch.microbatches_of_pass * launch.microbatch if launch.pipeline > 1 else launch.microbatch
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": launch.replicate if launch.zero else launch.data,
         "data_parallel_shard_degree": launch.shard if launch.zero else 1,
@@ -161,7 +170,7 @@ def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
     if launch.pipeline > 1:
         parallelism |= {
             "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,
-            "module_fqns_per_model_part": model_parts(sizes.layers, launch.pipeline * launch.virtual),
+            "module_fqns_per_model_part": model_parts(counts_of(launch, sizes.layers)),
         }  # fmt: skip
     sections: dict[str, dict[str, Any]] = {
         "model": {"name": name[0], "flavor": name[1], "converters": ["float8"] if launch.precision == "fp8" else []},
@@ -190,20 +199,13 @@ def _checkpointing(recompute: str) -> dict[str, str]:
     return {"mode": "selective", "selective_ac_option": "op" if recompute == "selective_op" else "2"}
 
 
-def model_parts(layers: int, stages: int) -> list[list[str]]:
-    """`module_fqns_per_model_part`: the modules of each stage. Token table and head count as one layer each; the rest goes to early stages.
+def model_parts(counts: Sequence[int]) -> list[list[str]]:
+    """`module_fqns_per_model_part`: the modules of each stage, given the layers of each.
 
-        model_parts(3, 2) -> [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
-
-    ValueError where there are more stages than layers, table and head.
+    model_parts([2, 1]) -> [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
     """
-    if stages > layers + 2:
-        raise ValueError(f"{layers} layers, token table and head can't be {stages} stages; expected {layers + 2} at most")
-    least, over = divmod(layers + 2, stages)
-    names = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "output"]
-    parts, start = [], 0
-    for stage in range(stages):
-        end = start + least + (stage < over)
-        parts.append([part for name in names[start:end] for part in (("norm", name) if name == "output" else (name,))])
-        start = end
+    ends = [0, *accumulate(counts)]
+    parts = [[f"layers.{i}" for i in range(start, end)] for start, end in pairwise(ends)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
     return parts
