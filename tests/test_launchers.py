@@ -89,7 +89,10 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
             ok += [a.expert_tensor == 1 and in_ranks]
         if a.zero == 0 and a.data > 1:
             ok += [a.tensor == a.context == a.pipeline == 1]
+    if launcher == "torchtitan":
+        ok += [not a.async_expert or a.recompute == "none"]
     if launcher == "megatron":
+        ok += [not a.async_expert or (a.recompute != "full" and (a.pipeline == 1 or a.virtual > 1))]
         ok += [bool(a.split) or m.layers % stages == 0, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
         ok += [a.virtual == 1 or (a.pipeline > 1 and microbatches % a.pipeline == 0)]
         ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
@@ -123,14 +126,16 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     launcher=st.sampled_from(LAUNCHERS), model=st.sampled_from(sorted(MODELS)), devices=st.sampled_from([1, 6, 8, 64]),
     batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
     max_size=8),
-    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 3),
+    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 4),
+    recompute=st.sampled_from(["none", "full"]),
     split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
 )  # fmt: skip
-def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, split, passes):
+def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, split, passes, recompute):
     data, shard, tensor, context, expert, expert_tensor, pipeline, virtual = counts
     launch = Launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
         sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
+        async_expert=flags[3], recompute=recompute,
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
@@ -150,7 +155,7 @@ def test_every_rule_forbids_something():
         "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
-        "expert_tensor": [1, 5], "split": ["", "4,4"],
+        "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True], "recompute": ["none", "full"],
     }  # fmt: skip
     rows = crossed(Launch(48, 50, 27, 3), choices)
     for launcher in LAUNCHERS:

@@ -29,13 +29,16 @@ DATA = ROOT / "tests" / "data" / "launchers"
 TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
-KEYS = "dp shard tp cp ep pp schedule microbatch recompute seconds tokens_per_second_per_device mfu memory_bytes fits".split()
+KEYS = (
+    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert seconds tokens_per_second_per_device mfu "
+    "memory_bytes fits tokens_per_second_per_device_interval"
+).split()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_degrees_prints_exactly_the_documented_keys(launcher):
     record = record_of("degrees", TINY, *ON_8, "--launcher", launcher, "--no-bound")
-    assert list(record) == ["configurations", "bound_seconds", "regret", "compared", "mfu_of", "cpu_seconds"]
+    assert list(record) == ["configurations", "simplest", "bound_seconds", "regret", "compared", "mfu_of", "cpu_seconds"]
     assert all(list(row) == KEYS for row in record["configurations"]) and len(record["configurations"]) > 10
     assert record["bound_seconds"] is record["regret"] is record["compared"] is None and record["cpu_seconds"] > 0
     for row in record["configurations"]:
@@ -203,7 +206,8 @@ def test_degrees_of_mixtures_take_seconds(model, devices, launcher):
 
 
 def test_a_row_of_the_ranking_fits_in_80_columns():
-    widest = {"dp": 1024, "shard": 1024, "tp": 128, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
-    row = {**widest, "recompute": "selective_layer", "tokens_per_second_per_device": 12345.0, "mfu": 0.4567, "memory_bytes": 79.9e9}
-    lines = as_text(shown(launches_table([{**row, "fits": fits} for fits in (True, False)])), 80).splitlines()
-    assert len(lines) == 4 and [line.split()[-1] for line in lines[2:]] == ["yes", "no"]  # a title of two lines, and a line per row
+    widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
+    widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True}
+    row = {**widest, "recompute": "full", "tokens_per_second_per_device": 1234.0, "mfu": 0.4567, "memory_bytes": 79.9e9}
+    lines = as_text(shown(launches_table([{**row, "fits": True}] * 2, [(199, 12), (0, 1)])), 80).splitlines()
+    assert len(lines) == 4 and [line.split()[0] for line in lines[2:]] == ["200", "1"]  # a title of two lines, and a line per row

@@ -10,11 +10,19 @@ from autoshard.cli.app import NO, OK, app
 from autoshard.cli.launchers import load_launchers, model_builder, read_launch, site_of, sizes_of
 from autoshard.cli.loading import load_api, load_report
 from autoshard.cli.output import Output
-from autoshard.cli.table import CONFIGURATIONS
+from autoshard.cli.table import CONFIGURATIONS, ONLY
 from autoshard.cli.verbs import Asked
 from autoshard.writing import write_atomically
 
 TABLE_ROWS = 20
+
+
+def _only(asked: Asked) -> dict[str, list]:
+    """Values of degrees that are asked for, by their columns."""
+    given = {name: getattr(asked, name) for name in ONLY}
+    only = {name: list(values) for name, values in given.items() if values and not name.startswith("no_")}
+    only |= {name.removeprefix("no_"): [1] for name, value in given.items() if value and name.startswith("no_")}
+    return only | ({"zero": [int(stage) for stage in only["zero"]]} if "zero" in only else {})
 
 
 @app.command()
@@ -84,6 +92,7 @@ def degrees(asked: Asked, output: Output) -> int:
     \b
     autoshard degrees hf:Llama-3.1-8B --devices 64 --seq 8192 --global-batch 512 --out best.toml
     autoshard degrees models/llama.py:llama3_70b --devices 512 --launcher megatron --no-bound --row 1
+    autoshard degrees models/llama.py:llama3_8b --devices 64 --no-bound --tp 1,2 --recompute full --no-cp
     """
     room, launcher = load_launchers(), asked.launcher
     launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, compiled=asked.compiled,
@@ -92,14 +101,14 @@ def degrees(asked: Asked, output: Output) -> int:
     sizes = sizes_of(asked.model, asked.settings)
     output.progress("pricing launches", 0.1)
     builder = None if asked.no_bound else model_builder(asked.model, asked.settings, asked.seq)
-    options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, **asked.links}
+    options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, "only": _only(asked), **asked.links}
     answer = load_api().degrees(sizes, launch, site_of(asked, launcher), launcher, **options)
     if answer.why_not:
         output.note(f"no regret: {answer.why_not}")
-    best = answer.ranked.launch(0)
-    output.write(asked.out, lambda out: write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out))
-    output.write(asked.plot, lambda plot: load_report().launchers.draw(answer, plot))
     row = None if asked.row is None else asked.row - 1
     record = answer.to_dict(asked.top if output.as_json else 1, row)
+    best = answer.ranked.launch(row or 0)
+    output.write(asked.out, lambda out: write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out))
+    output.write(asked.plot, lambda plot: load_report().launchers.draw(answer, plot))
     output.answer(record, lambda: load_report().launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))
     return OK if answer.ranked.prices.fits[0] else NO

@@ -58,6 +58,7 @@ from autoshard.options import (
     one_of,
     options_of,
     recomputed,
+    some_of,
 )
 
 EXPORTS = (
@@ -70,6 +71,7 @@ PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # and how its configurations end
 CONFIGURATIONS = {".toml": "torchtitan", ".sh": "megatron"}  # endings that tell their launcher
 RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "full")  # by launchers
+LAUNCH_SCHEDULES = ("none", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 
@@ -146,6 +148,14 @@ SITE = {  # of a launch
     "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
 }
 EVIDENCE = opt("A file with what own runs needed, by which answers are corrected; `fits --observed` writes it.", OUT)
+ONLY = {  # of launches, by the names of their columns
+    **{name: opt(f"Only {name} of these: 1,2.", COUNTS) for name in ("dp", "shard", "tp", "cp", "ep", "pp")},
+    **{f"no_{name}": opt(f"Only {name} 1.", SWITCH) for name in ("tp", "cp", "ep", "pp")},
+    "zero": opt("Only these stages of ZeRO: 1,3.", some_of(("0", "1", "2", "3"))),
+    "microbatch": opt("Only microbatches of these many sequences: 1,2.", COUNTS),
+    "schedule": opt("Only these schedules of pipelines: none, 1F1B, Interleaved1F1B, ZBVZeroBubble.", some_of(LAUNCH_SCHEDULES)),
+    "recompute": opt("Only these kinds of recomputation.", some_of(RECOMPUTED)),
+}  # fmt: skip
 SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
 LAUNCH_OUT = opt("Write a configuration here, as the launcher reads it.", OUT)
 RECORDS: dict[str, type] = {"pipeline": PipelineOptions}  # by verb; of the other verbs Options
@@ -308,12 +318,12 @@ OWN: dict[str, dict[str, Typed]] = {
         "precision": opt("Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
         "compiled": opt("Blocks are compiled.", SWITCH, "--compile"),
         **shared("settings"), **SITE,
-        **LINKS,
+        **LINKS, **ONLY,
         "no_bound": opt("Leave out the bound of an unrestricted plan.", SWITCH),
         "time_limit": opt("Seconds for that bound.", SECONDS, default=30.0),
         "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),
         "evidence": EVIDENCE,
-        "row": opt("Where the seconds of this row of the table go; 1 is the best.", count()),
+        "row": opt("Where the seconds of the launch with this number go, which --out then writes; 1 is the best.", count()),
         "out": LAUNCH_OUT,
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
         **ANSWER,

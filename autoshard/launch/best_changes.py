@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices
+from .launch_prices import LaunchPrices, seconds_by_kind
 from .ranking import Ranking
 from .runs import FIELDS, Launch
 
@@ -18,14 +19,15 @@ THINGS = {
     "recomputation": {"recompute"},
     "tensor parallelism": {"tensor", "sequence_parallel", "data", "shard", "zero", "expert_tensor", "async_tensor"},
     "context parallelism": {"context", "data", "shard", "zero"},
-    "pipeline": {"pipeline", "schedule", "virtual", "data", "shard", "zero"},
-    "schedule": {"schedule", "virtual"},
-    "expert parallelism": {"expert", "expert_tensor"},
+    "pipeline": {"pipeline", "schedule", "virtual", "split", "passes", "data", "shard", "zero"},
+    "schedule": {"schedule", "virtual", "split", "passes"},
+    "expert parallelism": {"expert", "expert_tensor", "async_expert"},
     "sharding of states": {"shard", "zero"},
 }
 WRITTEN = {
     "microbatch": "microbatch", "recompute": "recompute", "tensor": "tp", "context": "cp", "pipeline": "pp", "schedule": "schedule",
-    "virtual": "stages per device", "expert": "ep", "data": "dp", "shard": "shard", "zero": "zero",
+    "virtual": "stages per device", "split": "layers of stages", "passes": "passes per step", "expert": "ep", "expert_tensor": "expert tp",
+    "async_expert": "expert overlap", "data": "dp", "shard": "shard", "zero": "zero",
 }  # fmt: skip
 
 
@@ -39,11 +41,16 @@ class Change:
     gain: float  # of expected speed, relative; of a launch that doesn't fit: inf, since it doesn't run
     bytes: float
     chance: float  # to fit
+    seconds: Mapping[str, float]  # of a step, by kind
+    saved: Mapping[str, float]  # seconds by kind that a step takes more (less: negative) than now, the largest first
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, low: float, high: float) -> dict[str, Any]:
+        """low, high: factors of a rate between which it is expected."""
+        rate = self.tokens_per_second
         return {
-            "change": self.what, "tokens_per_second_per_device": self.tokens_per_second, "gain": self.gain, "memory_bytes": self.bytes,
-            "chance_to_fit": self.chance,
+            "change": self.what, "tokens_per_second_per_device": rate, "tokens_per_second_per_device_interval": [rate * low, rate * high],
+            "gain": self.gain, "memory_bytes": self.bytes, "seconds": sum(self.seconds.values()), "seconds_by_kind": dict(self.seconds),
+            "chance_to_fit": self.chance, "why": dict(self.saved),
         }  # fmt: skip
 
 
@@ -66,13 +73,16 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
     two_things = [best(a | b) for a, b in combinations(THINGS.values(), 2)]
     rows = {ranked.first(faster), min((row for row in two_things if row is not None), default=None), *one_thing} - {None}
     chosen = sorted(row for row in rows if row is not None)[:count]  # rows are in order of speed
-    return [_change(launch, ranked, i, rate) for i in chosen]
+    before = None if now is None else seconds_by_kind(launch, ranked.sizes, ranked.site, ranked.launcher)
+    return [_change(launch, ranked, i, rate, before) for i in chosen]
 
 
-def _change(launch: Launch, ranked: Ranking, i: int, rate: float) -> Change:
-    to, prices = ranked.columns.launch(i), ranked.prices
+def _change(launch: Launch, ranked: Ranking, i: int, rate: float, before: Mapping[str, float] | None) -> Change:
+    to, prices, seconds = ranked.columns.launch(i), ranked.prices, ranked.seconds_by_kind(i)
     speed, expected, bytes, chance = (column[i].item() for column in (prices.tokens_per_second, prices.expected, prices.bytes, prices.chance))
-    return Change(in_words(launch, to), to, speed, expected / rate - 1 if rate else np.inf, bytes, chance)
+    more = {kind: seconds[kind] - before[kind] for kind in seconds} if before else {}
+    why = dict(sorted(more.items(), key=lambda kind: -abs(kind[1])))
+    return Change(in_words(launch, to), to, speed, expected / rate - 1 if rate else np.inf, bytes, chance, seconds, why)
 
 
 def in_words(launch: Launch, to: Launch) -> str:
@@ -80,4 +90,6 @@ def in_words(launch: Launch, to: Launch) -> str:
     names = [name for name in WRITTEN if getattr(launch, name) != getattr(to, name)]
     if launch.pipeline == to.pipeline == 1:
         names = [name for name in names if name not in ("schedule", "virtual")]
-    return ", ".join(f"{WRITTEN[name]} {getattr(launch, name)} -> {getattr(to, name)}" for name in names)
+    if launch.expert == to.expert == 1:
+        names = [name for name in names if name != "expert_tensor"]
+    return ", ".join(f"{WRITTEN[name]} {getattr(launch, name) or 'even'} -> {getattr(to, name) or 'even'}" for name in names)

@@ -15,7 +15,7 @@ from autoshard.planning import Progress, Regret, regret
 
 from .launch_prices import Site
 from .model_sizes import ModelSizes
-from .ranking import Ranking, ranking
+from .ranking import Only, Ranking, ranking
 from .runs import Launch
 
 ModelOf = Callable[[int], tuple[Any, Any]]  # batch -> (module, example inputs)
@@ -39,7 +39,7 @@ class Degrees:
         apart = {} if row is None else {"row": {"row": row, "seconds_by_kind": self.ranked.seconds_by_kind(row)}}
         return {
             **apart,
-            "configurations": self.ranked.rows(top),
+            "configurations": self.ranked.rows(top), "simplest": self.ranked.simplest,
             "bound_seconds": None if self.against is None else self.against.bound,
             "regret": None if self.against is None else self.against.regret,
             "compared": self._compared(),
@@ -67,17 +67,18 @@ def degrees(
     executor: Executor | None = None,
     progress: Progress | None = None,
     time_limit: float = 30.0,
+    only: Only | None = None,
     **links: float,
 ) -> Degrees:
     """All launches with the devices, sequence, global batch, precision and flags of `launch`, priced and sorted.
 
     model_of: builds the model for a batch; with it, the step of the best launch without pipeline, context and expert parallelism is
     compared with the proven bound of an unrestricted plan, both at a plan's prices (planning.regret) on the mesh data x tensor. links:
-    intra_node_bandwidth and inter_node_bandwidth of that mesh, bytes/s. executor: prices launches in its workers. ValueError where no
-    launch is legal.
+    intra_node_bandwidth and inter_node_bandwidth of that mesh, bytes/s. executor: prices launches in its workers. only: values of degrees,
+    {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch is legal.
     """
     began = time.process_time()
-    ranked = ranking(launch, sizes, site, launcher, executor)
+    ranked = ranking(launch, sizes, site, launcher, executor, only)
     if model_of is None:
         return Degrees(ranked, None, None, time.process_time() - began)
     c = ranked.columns

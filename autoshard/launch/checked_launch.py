@@ -6,17 +6,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from autoshard.cost import spread_of
-
 from .best_changes import Change, best_changes
-from .launch_prices import STACKS, LaunchPrices, Site, prices_of, seconds_by_kind
+from .launch_prices import LaunchPrices, Site, interval, limits, prices_of, seconds_by_kind
 from .legality import why_illegal
 from .ranking import ranking
 from .runs import LaunchConfig, TrainingRuns
-
-SHARE = 0.8  # of measured runs that an interval holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,20 +41,20 @@ class CheckedLaunch:
     def to_dict(self) -> dict[str, Any]:
         """As `autoshard check --launcher --json` prints it."""
         launch, p = self.described.launch, self.prices
-        low, high = _interval(self.launcher)
+        low, high = interval(self.launcher)
         record: dict[str, Any] = {
             "ok": self.ok, "launcher": self.launcher, "devices": launch.devices, "global_batch": launch.global_batch, "seq": launch.seq,
             "configuration": {key: column[0].item() for key, column in TrainingRuns.of([launch]).degrees().items()},
             "precision": launch.precision, "parameters": self.described.sizes.parameters, "legal": not self.reasons,
             "reasons": list(self.reasons), "fits": self.fits, "usable_bytes": self.site.usable,
             "chance_to_fit": None if self.prices is None else float(self.prices.chance[0]),
-            "changes": [change.to_dict() for change in self.changes],
+            "changes": [change.to_dict(low, high) for change in self.changes],
         }  # fmt: skip
         keys = ("seconds", "memory_bytes", "tokens_per_second_per_device", "mfu")
         values = (None,) * 4 if p is None else (p.seconds[0], p.bytes[0], p.tokens_per_second[0], p.mfu[0])
         record |= {key: None if value is None else float(value) for key, value in zip(keys, values)}
         apart = None if p is None else seconds_by_kind(launch, self.described.sizes, self.site, self.launcher)
-        record |= {"seconds_by_kind": apart, "mfu_of": self.site.mfu_of}
+        record |= {"seconds_by_kind": apart, "limits": apart and limits(apart), "mfu_of": self.site.mfu_of}
         for key in keys[2:]:
             record[f"{key}_interval"] = None if p is None else [record[key] * low, record[key] * high]
         return record
@@ -73,9 +67,3 @@ def check_launch(described: LaunchConfig, launcher: str, site: Site, *, executor
     prices = None if reasons else prices_of(TrainingRuns.of([launch]), sizes, site, launcher)
     ranked = ranking(launch, sizes, site, launcher, executor)
     return CheckedLaunch(described, launcher, site, reasons, prices, tuple(best_changes(launch, prices, ranked)))
-
-
-def _interval(launcher: str) -> tuple[float, float]:
-    """Factors of a predicted rate between which SHARE of measured runs are expected: from errors on runs that no constant was fitted to."""
-    low, high = (float(np.ravel(bound)[0]) for bound in spread_of([STACKS[launcher]], SHARE))
-    return float(np.exp(-high)), float(np.exp(-low))

@@ -9,12 +9,13 @@ that the token does not use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.cost import beside, device_constants, experts_seconds, host_seconds, matmul_seconds
+from autoshard.cost import beside, device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
 from autoshard.devices import DEVICES
 
 from .block_time import Parts, RunConstants, block
@@ -26,6 +27,8 @@ from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, st
 
 STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
+SHARE = 0.8  # of measured runs that an interval holds
+KERNELS = ("matmul", "attention", "elementwise", "optimizer")
 OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated")
 
 
@@ -97,6 +100,21 @@ def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: s
 def launch_memory(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> Memory:
     """Bytes of launches by stage, moment and kind."""
     return _priced(launches, sizes, site, launcher, True)[2]
+
+
+def interval(launcher: str) -> tuple[float, float]:
+    """Factors of a predicted rate between which SHARE of measured runs are expected: from errors on runs that no constant was fitted to."""
+    low, high = (float(np.ravel(bound)[0]) for bound in spread_of([STACKS[launcher]], SHARE))
+    return float(np.exp(-high)), float(np.exp(-low))
+
+
+def limits(by_kind: Mapping[str, float]) -> dict[str, float]:
+    """What a step waits for, as shares of it, the largest first: kernels, links (of which parallelism), bubble, host."""
+    shares: dict[str, float] = {}
+    for kind, seconds in by_kind.items():
+        name = "kernels" if kind in KERNELS else kind
+        shares[name] = shares.get(name, 0.0) + seconds / sum(by_kind.values())
+    return dict(sorted(shares.items(), key=lambda share: -share[1]))
 
 
 def seconds_by_kind(launch: Launch, sizes: ModelSizes, site: Site, launcher: str) -> dict[str, float]:

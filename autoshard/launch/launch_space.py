@@ -3,7 +3,8 @@
     degrees      every split of the devices into data, tensor, context and pipeline parallel ones; shards of the data parallel ranks
     stages       1F1B with one stage per device; interleaved; torchtitan's that split backward passes. Layers as many on each stage, or by a
                  layout (blocks_of_stages). GPipe takes as long as 1F1B and more memory, so it is left out
-    the rest     microbatches of 1, 2, 4 ... sequences, kinds of recomputation, degrees of expert parallelism
+    the rest     microbatches of 1, 2, 4 ... sequences, kinds of recomputation, degrees of expert parallelism; Megatron's experts on the
+                 tensor parallel ranks or not, and with their traffic beside compute or not
 
 First the degrees with their stages are listed and checked (`structures`), then each legal one is crossed with the rest (`launches`).
 """
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 
@@ -85,13 +87,16 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
         experts = [1]
     parts = []
     for expert in experts:
-        for microbatch in sizes_of:
-            part = kept.with_columns(
-                microbatch=np.full(len(kept), microbatch), expert=np.full(len(kept), expert),
-                expert_tensor=np.ones(len(kept), int) if expert > 1 else kept.expert_tensor,
-            )  # fmt: skip
-            part = part[legal(part, sizes, launcher)]
-            parts += [part.with_columns(recompute=np.full(len(part), kind)) for kind in RECOMPUTED[launcher]]
+        mixed = kept.with_columns(expert=np.full(len(kept), expert))
+        of_experts = [mixed] if expert == 1 else [mixed.with_columns(expert_tensor=np.ones(len(kept), int))]
+        if sizes.experts and launcher == "megatron":
+            divided = mixed[kept.tensor > 1]
+            of_experts = [mixed, divided.with_columns(expert_tensor=np.ones(len(divided), int))]
+            of_experts += [one.with_columns(async_expert=np.ones(len(one), bool)) for one in of_experts if expert > 1]
+        ways = TrainingRuns.joined(of_experts)
+        for microbatch, kind in product(sizes_of, RECOMPUTED[launcher]):
+            part = ways.with_columns(microbatch=np.full(len(ways), microbatch), recompute=np.full(len(ways), kind))
+            parts.append(part[legal(part, sizes, launcher)])
     return TrainingRuns.joined(parts)
 
 

@@ -87,6 +87,11 @@ RULES = (
          lambda a, m: f"expert parallelism (ep {a.expert}) is not expressed by its configuration"),
     Rule("experts", MEGATRON, lambda c, m: (c.data * c.context * c.tensor) % (c.expert * c.expert_tensor) != 0,
          lambda a, m: f"dp {a.data} x cp {a.context} x tp {a.tensor} ranks do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
+    Rule("experts", MEGATRON, lambda c, m: c.async_expert & ((c.recompute == "full") | ((c.pipeline > 1) & (c.virtual == 1))),
+         lambda a, m: "expert traffic beside compute goes with a pipeline of virtual stages, and not with full recomputation; "
+         f"there are {a.virtual} stages per device, recomputed is {a.recompute}"),
+    Rule("experts", TITAN, lambda c, m: c.async_expert & (c.recompute != "none"),
+         lambda a, m: f"DualPipeV with expert parallelism does not recompute; expected mode none, not {a.recompute}"),
     Rule("experts", TITAN, lambda c, m: (c.expert > 1) & (c.expert_tensor != 1) & (c.expert_tensor != c.tensor),
          lambda a, m: f"expert tp is {a.expert_tensor}; expected 1 or tp {a.tensor}"),
     Rule("experts", TITAN,

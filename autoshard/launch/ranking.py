@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices, Site, prices_of, seconds_by_kind
+from .launch_prices import LaunchPrices, Site, interval, prices_of, seconds_by_kind
 from .launch_space import illegal_by_rule, launches, structures
 from .model_sizes import ModelSizes
-from .runs import Launch, TrainingRuns
+from .runs import Launch, TrainingRuns, distinct
 
+ALIKE = 0.005  # relative: launches that differ in which ranks share the same work are one row where their rates differ by less
+SIMPLE = 0.02  # of the rate of the fastest: what a simpler launch may cost
+GROUPED = 20_000  # launches, the best, that rows are made of
 CHUNK = 50_000  # launches that are priced at once: their columns fit in a core's cache and memory
 
 
@@ -38,12 +41,48 @@ class Ranking:
 
     def rows(self, count: int | None = None) -> list[dict[str, Any]]:
         """The first launches, as `degrees --json` prints them."""
-        p = self.prices
+        return self.rows_at(slice(count))
+
+    def rows_at(self, which: slice | list[int]) -> list[dict[str, Any]]:
+        p, (low, high) = self.prices, interval(self.launcher)
         columns = {
             **self.columns.degrees(), "seconds": p.seconds, "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu,
             "memory_bytes": p.bytes, "chance_to_fit": p.chance, "fits": p.fits, "tight": p.fits & (p.bytes > self.site.usable),
+            "tokens_per_second_per_device_interval": np.outer(p.tokens_per_second, (low, high)),
         }  # fmt: skip
-        return [dict(zip(columns, row)) for row in zip(*(column[:count].tolist() for column in columns.values()))]
+        return [dict(zip(columns, row)) for row in zip(*(column[which].tolist() for column in columns.values()))]
+
+    @property
+    def simplest(self) -> int:
+        """The launch with the fewest kinds of parallelism, schedules and recomputation, of those as fast as the first within SIMPLE."""
+        c, p = self.columns, self.prices
+        near = (p.fits == p.fits[0]) & (p.tokens_per_second >= (1 - SIMPLE) * p.tokens_per_second[0])
+        rows = np.flatnonzero(near)
+        c = c[rows]
+        used = [c.tensor > 1, c.context > 1, c.pipeline > 1, c.expert > 1, c.virtual > 1, c.recompute != "none"]
+        return int(rows[np.sum([*used, (c.shard > 1) & (c.shard < c.data)], axis=0).argmin()])
+
+    def grouped(self, count: int) -> list[tuple[int, int]]:
+        """`count` rows of a table, and how many launches each stands for. Launches with the same work per device, which differ in whether
+        data or context parallel ranks share it and over how many of them states are sharded, are one row, that with the fewest context
+        parallel ranks. The first row is `simplest`, the others are in order."""
+        few, simplest = np.arange(min(len(self), GROUPED)), self.simplest
+        c, rates = self.columns[few], self.prices.tokens_per_second[few].tolist()
+        same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.expert, c.expert_tensor, c.zero, c.recompute, c.async_expert,
+                c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
+        groups: dict[int, list[list[int]]] = {}
+        for row, kind in enumerate(distinct(same)[1].tolist()):
+            known = groups.setdefault(kind, [])
+            if known and rates[row] >= (1 - ALIKE) * rates[known[-1][0]]:
+                known[-1].append(row)
+            else:
+                known.append([row])
+        context, split, shard = c.context.tolist(), c.split.tolist(), c.shard.tolist()
+        rows = []
+        for group in sorted(group for known in groups.values() for group in known):
+            rows.append((min(group, key=lambda row: (context[row], split[row], -shard[row])), len(group), simplest in group))
+        first = next(((simplest, n) for _, n, has in rows if has), (simplest, 1))
+        return [first, *((row, n) for row, n, has in rows if not has)][:count]
 
     def seconds_by_kind(self, i: int) -> dict[str, float]:
         """Of the step of row i, the largest first: they add up to its seconds."""
@@ -55,8 +94,15 @@ class Ranking:
         return int(rows[0]) if len(rows) else None
 
 
-def ranking(fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executor: Executor | None = None) -> Ranking:
+Only = Mapping[str, Iterable]  # values that columns of `TrainingRuns.degrees` may have
+
+
+def ranking(
+    fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executor: Executor | None = None, only: Only | None = None
+) -> Ranking:  # fmt: skip
     """Every legal launch with the devices, sequence, global batch, precision and flags of `fixed`, best first.
+
+    only: {"tp": (1, 2)}.
 
     executor: prices chunks of launches with its map (processes, or a Dask or Ray cluster); without one they are priced here. The order
     doesn't depend on it. ValueError where no launch is legal.
@@ -68,6 +114,12 @@ def ranking(fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executo
         raise ValueError(
             f"no launch of {launcher} on {fixed.devices} devices is legal for this model; splits of the devices by rule: {count}"
         )
+    if only:
+        known = columns.degrees()
+        columns = columns[np.all([np.isin(known[name], list(values)) for name, values in only.items()], axis=0)]
+        if not len(columns):
+            asked = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in only.items())
+            raise ValueError(f"no legal launch of {launcher} on {fixed.devices} devices has {asked}; expected other values, or fewer")
     chunks = [columns[np.arange(start, min(start + CHUNK, len(columns)))] for start in range(0, len(columns), CHUNK)]
     price = partial(prices_of, sizes=sizes, site=site, launcher=launcher)
     parts = map(price, chunks) if executor is None else executor.map(price, chunks)

@@ -145,7 +145,8 @@ class TrainingRuns:
         return {
             "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "ep": self.expert,
             "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
-            "recompute": self.recompute,
+            "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor, "vpp": self.virtual, "split": self.split,
+            "passes": self.passes, "async_expert": self.async_expert,
         }  # fmt: skip
 
     @property

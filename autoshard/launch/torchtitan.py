@@ -88,11 +88,13 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         global_batch=global_batch, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
         tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
-        expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") else 1),
+        expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") or not sizes.experts else 1),
         pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers),
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
         recompute=_recompute(section), precision=precision, rowwise=rowwise,
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
+        async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
+        and section.value("parallelism.pipeline_parallel_expert_parallel_overlap") is not False,
         async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
     )  # fmt: skip
     return LaunchConfig(launch, sizes)

@@ -23,6 +23,7 @@ from .kinds import one_of as one_of
 from .kinds import parse_bytes as parse_bytes
 from .kinds import parse_pins as parse_pins
 from .kinds import recomputed as recomputed
+from .kinds import some_of as some_of
 from .pipelines import SCHEDULES as SCHEDULES
 from .pipelines import PipelineOptions as PipelineOptions
 from .planning import SOLVERS as SOLVERS

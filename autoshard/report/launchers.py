@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -17,9 +17,12 @@ from autoshard.units import seconds, size
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("dp", "shard", "tp", "cp", "ep", "pp", "schedule", "microbatch", "recompute")
-TITLES = {"microbatch": "micro\nbatch"}
-SHORT = {"Interleaved1F1B": "interleaved", "selective_op": "op", "selective_layer": "layer"}  # so that a row has 80 columns at most
+# columns of a table of launches, with what goes without saying: where all rows have that, the column is left out
+COLUMNS = {
+    "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "pp": "", "sche\ndule": "-", "lay\ners": "even",
+    "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "shard": "all",
+}  # fmt: skip
+SHORT = {"Interleaved1F1B": "VPP", "ZBVZeroBubble": "ZBV", "selective_op": "op", "selective_layer": "layer", "none": "-"}
 DRAWN = 20_000  # launches in a picture: the best; more would be one blot
 
 
@@ -27,25 +30,29 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     """The best `top` launches, what was illegal, and the regret. apart: a row, with its seconds by kind."""
     ranked = answer.ranked
     fits, site = int(ranked.prices.fits.sum()), ranked.site
-    best = ranked.launch(0)
+    best, grouped = ranked.launch(0), ranked.grouped(top)
+    rows = ranked.rows_at([row for row, _ in grouped])
     head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} likely to fit in {size(site.memory)}"
     model = (
         f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {best.global_batch} sequences of {best.seq} tokens per step, {best.precision}"
     )
+    low, high = (rate / rows[0]["tokens_per_second_per_device"] - 1 for rate in rows[0]["tokens_per_second_per_device_interval"])
+    rates = f"tokens/s are of one GPU: four of five measured runs were {-low:.0%} slower to {high:.0%} faster"
+    first = "" if ranked.simplest == 0 else "The first row is the simplest launch within 2 % of the fastest, which is number 1. "
+    alike = "mbs: sequences of a microbatch; same: how many launches a row stands for, with the same work shared by other ranks"
     illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
     splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
-    lines: list[Any] = [head, model, f"MFU of {_peak(site.mfu_of)}", "", launches_table(ranked.rows(top)), ""]
+    lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", launches_table(rows, grouped), "", first + alike]
     if apart is not None:
-        lines += [seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
-    shown_rows = ranked.rows(top)
-    tight = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory" if any(r["tight"] for r in shown_rows) else None
+        lines += ["", seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
+    tight = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory" if any(r["tight"] for r in rows) else None
     return shown(*lines, tight, splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
 
 
 def seconds_table(title: str, by_kind: Mapping[str, float]) -> ReportTable:
     """Of one step; kinds that take nothing are left out."""
     total = sum(by_kind.values())
-    rows = [(kind, seconds(value), f"{value / total:.1%}") for kind, value in by_kind.items() if seconds(value) != seconds(0.0)]
+    rows = [(kind, seconds(value), f"{value / total:.1%}") for kind, value in by_kind.items() if value > 1e-9 * total]
     return ReportTable(title, numbers("", "time", "share"), [*rows, ("step", seconds(total), "")], "tight")
 
 
@@ -58,49 +65,68 @@ def _regret(answer: Any) -> str | None:
     if against is None:
         return None
     first = answer.compared == 0
-    at = "the first row" if first else f"row {answer.compared + 1}, the best without pipeline, context and expert parallelism"
+    at = "number 1" if first else f"number {answer.compared + 1}, the best without pipeline, context and expert parallelism,"
     return (
-        f"at a plan's prices, serial: a pass and update of {at}, as {against.scheme}, takes {seconds(against.cost)}; "
-        f"no plan takes less than {seconds(against.bound)}: regret <= {against.regret:.1%}"
+        f"What the launcher's restriction costs: at a plan's prices, where nothing is hidden, launch {at} as {against.scheme} takes "
+        f"{seconds(against.cost)} for one pass and the update, and no plan takes less than {seconds(against.bound)}, so the regret is at "
+        f"most {against.regret:.1%}."
     )
 
 
-def launches_table(launches: list[Mapping[str, Any]]) -> ReportTable:
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """By column. VPP4: interleaved, 4 stages per device; layers `ends`: token table and head count as a layer each; overlap: experts'
+    traffic runs beside compute."""
+    schedule, stages = SHORT.get(row["schedule"], row["schedule"]), row["vpp"]
+    cells = (
+        row["dp"], row["tp"], row["cp"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"], "yes" if row["async_expert"] else "no",
+        row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule, row["split"] or "even", row["passes"], row["microbatch"],
+        SHORT.get(row["recompute"], row["recompute"]), row["zero"], "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
+    )  # fmt: skip
+    return dict(zip(COLUMNS, map(str, cells)))
+
+
+def _degrees(row: Mapping[str, Any]) -> str:
+    said = _cells(row) | {"re\ncomp": row["recompute"], "sche\ndule": row["schedule"]}
+    return ", ".join(f"{name} {said[name]}".replace("\n", "") for name in COLUMNS if said[name] != COLUMNS[name])
+
+
+def launches_table(launches: list[Mapping[str, Any]], numbered: Sequence[tuple[int, int]]) -> ReportTable:
+    """numbered: of each its place, from 0, and how many it stands for."""
+    cells = [_cells(row) for row in launches]
+    names = [name for name, common in COLUMNS.items() if {row[name] for row in cells} != {common}]
     rows = []
-    for row in launches:
-        rates = (f"{row['tokens_per_second_per_device']:.0f}", f"{row['mfu']:.1%}", size(row["memory_bytes"]))
-        chance = f"{row['chance_to_fit']:.0%}" + ("!" if row["tight"] else "")
-        rows.append((*(SHORT.get(row[name], str(row[name])) for name in COLUMNS), *rates, chance))
-    names = (TITLES.get(name, name) for name in COLUMNS)
-    return ReportTable("", numbers(*names, "tokens\n/s", "MFU", "memory", "fits"), rows, "tight")
+    for row, texts, (place, alike) in zip(launches, cells, numbered, strict=True):
+        rates = [f"{row['tokens_per_second_per_device']:.0f}", f"{row['mfu']:.1%}", size(row["memory_bytes"])]
+        rates.append(f"{row['chance_to_fit']:.0%}" + "!" * row["tight"])
+        rows.append([str(place + 1), *(texts[name] for name in names), *rates, str(alike)])
+    return ReportTable("", numbers("", *names, "tok/s\nGPU", "MFU", "memory", "fits", "same"), rows, "tight")
 
 
 def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
     """One configuration: what it is, why it can't run, its rates, and the changes that gain most."""
-    row = record["configuration"]
-    degrees = ", ".join(f"{name} {row[name]}" for name in COLUMNS)
+    degrees = _degrees(record["configuration"])
     model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
     lines: list[Any] = [f"{path}: {model}", degrees]
     lines += [f"illegal: {reason}" for reason in record["reasons"]]
     if record["legal"]:
         tight = f", more than the {size(record['usable_bytes'])} that leave a margin" if record["memory_bytes"] > record["usable_bytes"] else ""
         lines.append(f"memory {size(record['memory_bytes'])} per device{tight}; fits with a chance of {record['chance_to_fit']:.0%}")
-        low, high = record["tokens_per_second_per_device_interval"]
-        rate, mfu = record["tokens_per_second_per_device"], record["mfu_interval"]
-        lines.append(f"{rate:.0f} tokens/s per device ({low:.0f} to {high:.0f}), {seconds(record['seconds'])} per step")
-        lines.append(f"MFU {record['mfu']:.1%} ({mfu[0]:.1%} to {mfu[1]:.1%}) of {_peak(record['mfu_of'])}")
-        lines += ["", seconds_table("Where the seconds go", record["seconds_by_kind"]), ""]
+        lines.append(f"{seconds(record['seconds'])} per step, {_rate(record)}")
+        lines.append(f"MFU {record['mfu']:.1%} ({_range(record['mfu_interval'], '.1%')}) of {_peak(record['mfu_of'])}")
+        limits = [f"{kind} {share:.0%}" for kind, share in record["limits"].items() if share >= 0.03]
+        lines += [f"what a step waits for: {', '.join(limits)}", seconds_table("Where the seconds go", record["seconds_by_kind"]), ""]
     for change in record["changes"]:
         gain = f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
-        rate = change["tokens_per_second_per_device"]
-        lines.append(f"{gain}: {change['change']} ({rate:.0f} tokens/s per device, {size(change['memory_bytes'])})")
+        lines.append(f"{gain}: {change['change']}")
+        lines.append(f"    {seconds(change['seconds'])} per step, {_rate(change)}, {size(change['memory_bytes'])}, chance to fit {change['chance_to_fit']:.0%}")
+        if change["why"]:
+            lines.append(f"    {why_text(change['why'])}")
     return shown(*lines)
 
 
 def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
     """Will it fit: the verdict, the bytes by stage and kind, the largest microbatch, what makes it fit."""
-    row = record["configuration"]
-    degrees = ", ".join(f"{name} {row[name]}" for name in COLUMNS)
+    degrees = _degrees(record["configuration"])
     model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
     lines: list[Any] = [f"{path}: {model}, {record['launcher']}", f"{degrees}; {record['global_batch']} sequences of {record['seq']} tokens"]
     lines += [f"illegal: {reason}" for reason in record["reasons"]]
@@ -139,6 +165,20 @@ def _bytes_table(stages: list[Mapping[str, Any]]) -> ReportTable:
         rows.append((name if name != "device" else "with contexts", *(size(stage[f"{name}_bytes"]) for stage in stages)))
     titles = [stage["moment"] if stage["stage"] == "all" else f"{stage['stage']}\n{stage['moment']}" for stage in stages]
     return ReportTable("", numbers("", *titles), rows, "tight")
+def why_text(why: Mapping[str, float], most: int = 4) -> str:
+    """`bubble -0.41 s, data parallel +0.12 s`: the largest differences, down to a fiftieth of the first."""
+    largest = max(map(abs, why.values()))
+    parts = [f"{kind} {'-' if more < 0 else '+'}{seconds(abs(more))}" for kind, more in why.items() if abs(more) >= largest / 50 > 0]
+    return ", ".join(parts[:most]) or "the same seconds"
+
+
+def _rate(record: Mapping[str, Any]) -> str:
+    rates = _range(record["tokens_per_second_per_device_interval"], ".0f")
+    return f"{record['tokens_per_second_per_device']:.0f} tokens/s per GPU ({rates})"
+
+
+def _range(both: Sequence[float], form: str) -> str:
+    return f"{both[0]:{form}} to {both[1]:{form}}"
 
 
 def draw(answer: Any, path: str | os.PathLike[str]) -> None:
