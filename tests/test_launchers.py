@@ -65,7 +65,8 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     counts = [int(n) for n in a.split.split(",")] if "," in a.split else []
     ok = [
         a.data * a.tensor * a.context * a.pipeline == a.devices, a.data % a.shard == 0, m.heads % a.tensor == 0,
-        latent or m.kv_heads % a.tensor == 0, m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch) == 0,
+        latent or m.kv_heads % a.tensor == 0 or (launcher == "megatron" and a.tensor % m.kv_heads == 0),
+        m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch) == 0,
         not m.experts or m.expert_ffn % a.expert_tensor == 0,
     ]  # fmt: skip
     if a.expert > 1:
@@ -82,11 +83,8 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
             if a.schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
                 rounds = max(1, microbatches // a.pipeline)
                 ok += [microbatches % rounds == 0]
-        if a.expert > 1 and a.expert_tensor == a.tensor:
-            ok += [a.expert % a.context == 0 and (a.shard * a.context) % a.expert == 0]
-        elif a.expert > 1:
-            in_ranks = a.expert % (a.context * a.tensor) == 0 and (a.shard * a.context * a.tensor) % a.expert == 0
-            ok += [a.expert_tensor == 1 and in_ranks]
+        if a.expert > 1:
+            ok += [a.expert_tensor in (1, a.tensor), (a.shard * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
         if a.zero == 0 and a.data > 1:
             ok += [a.tensor == a.context == a.pipeline == 1]
     if launcher == "torchtitan":
@@ -94,7 +92,9 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     if launcher == "megatron":
         ok += [not a.async_expert or (a.recompute != "full" and (a.pipeline == 1 or a.virtual > 1))]
         ok += [bool(a.split) or m.layers % stages == 0, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
-        ok += [a.virtual == 1 or (a.pipeline > 1 and microbatches % a.pipeline == 0)]
+        rest = microbatches % max(a.group, a.pipeline)
+        ok += [a.virtual == 1 or a.group == 1 or a.group >= a.pipeline]
+        ok += [a.virtual == 1 or (a.pipeline > 1 and max(a.group, a.pipeline) <= microbatches and not 0 < rest < a.pipeline)]
         ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
     if launcher in ("megatron", "accelerate") and a.context > 1:
         ok += [a.seq % (2 * a.context) == 0]
@@ -127,15 +127,17 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
     max_size=8),
     zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 4),
-    recompute=st.sampled_from(["none", "full"]),
+    recompute=st.sampled_from(["none", "full"]), group=st.integers(1, 5),
     split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
 )  # fmt: skip
-def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, split, passes, recompute):
+def test_legality_of_any_launch(
+    launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, split, passes, recompute, group
+):
     data, shard, tensor, context, expert, expert_tensor, pipeline, virtual = counts
     launch = Launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
         sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
-        async_expert=flags[3], recompute=recompute,
+        async_expert=flags[3], recompute=recompute, group=group,
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
@@ -156,6 +158,7 @@ def test_every_rule_forbids_something():
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True], "recompute": ["none", "full"],
+        "group": [1, 2],
     }  # fmt: skip
     rows = crossed(Launch(48, 50, 27, 3), choices)
     for launcher in LAUNCHERS:
@@ -269,7 +272,7 @@ ILLEGAL = [  # file, text, its replacement, the reason
     ("torchtitan/deepseek_v3_671b.json", '"tensor_parallel_degree": 1', '"tensor_parallel_degree": 7',
      "128 attention heads do not divide by tp 7"),
     ("megatron/gpt3_175b.sh", "--pipeline-model-parallel-size 16", "--pipeline-model-parallel-size 64", "96 layers do not divide by pp 64"),
-    ("megatron/llama3_8b_fp8.sh", "TP_SIZE=1", "TP_SIZE=16", "8 key-value heads do not divide by tp 16"),
+    ("megatron/llama3_8b_fp8.sh", "TP_SIZE=1", "TP_SIZE=3", "tp 3 is no multiple or divisor of 8 key-value heads"),
     ("megatron/llama3_8b_fp8.sh", "GLOBAL_BATCH_SIZE:-128", "GLOBAL_BATCH_SIZE:-100", "the global batch 100 does not divide by dp 8"),
     ("megatron/mixtral_8x7b.sh", "--expert-model-parallel-size 8", "--expert-model-parallel-size 3", "8 experts do not divide by ep 3"),
     ("megatron/gpt3_175b.sh", "--tensor-model-parallel-size 8",

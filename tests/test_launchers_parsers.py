@@ -63,13 +63,15 @@ def test_torchtitans_own_parser_refuses_a_key_that_it_lacks(tmp_path, capsys):
 
 # arguments whose field of TransformerConfig has another name (core_transformer_config_from_args), or that it has no field for
 NAMED = {
+    **{f"decoder-{end}-pipeline-num-layers": f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")},
+    "microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
     "num-experts": "num_moe_experts", "swiglu": "gated_linear_unit", "q-lora-rank": "q_lora_rank", "kv-lora-rank": "kv_lora_rank",
     "qk-head-dim": "qk_head_dim", "qk-pos-emb-head-dim": "qk_pos_emb_head_dim", "v-head-dim": "v_head_dim",
 }  # fmt: skip
 OF_THE_RUN = {
     "global-batch-size", "micro-batch-size", "seq-length", "max-position-embeddings", "position-embedding-type", "vocab-size",
     "make-vocab-size-divisible-by", "untie-embeddings-and-output-weights", "use-distributed-optimizer", "group-query-attention",
-    "num-virtual-stages-per-pipeline-rank",
+    "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage", "disable-bias-linear",
 }  # fmt: skip
 
 
@@ -84,6 +86,7 @@ def config_of(written):
     for name, words in arguments.items():
         if name not in OF_THE_RUN:
             values[NAMED.get(name, name.replace("-", "_"))] = value_of(words)
+    values["add_bias_linear"] = "disable-bias-linear" not in arguments
     stages = arguments.get("num-virtual-stages-per-pipeline-rank")
     return kind(**values, virtual_pipeline_model_parallel_size=int(stages[0]) if stages else None)
 

@@ -58,14 +58,16 @@ def _refuse_configuration(path: str) -> None:
 def _check_launch(output: Output, asked: Asked) -> int:
     """Print what is known of a launcher's configuration; the exit code says whether it will run."""
     room, path, launcher = load_launchers(), asked.solution, asked.launcher
-    described, text = read_launch(path, asked, launcher)
+    described, text, overrides = read_launch(path, asked, launcher)
     output.progress("pricing launches", 0.2)
     checked = load_api().check_launch(described, launcher, site_of(asked, launcher))
-    kept = room.kept_settings(launcher, text, path)
-    rest = f"other settings are those of {path}" if kept else f"it holds what a launch decides, so take the rest from {path}"
     if asked.out is not None:
-        better = room.configuration_text(launcher, checked.better(), kept)
-        output.write(asked.out, lambda out: write_atomically(better, out), f": {checked.changes[0].what}; {rest}")
+        better, rest = checked.better(), f"all else is as in {path}"
+        try:
+            written = room.edited_text(launcher, better, text, path, overrides)
+        except ValueError:
+            written, rest = room.configuration_text(launcher, better), f"it holds what a launch decides, so take the rest from {path}"
+        output.write(asked.out, lambda out: write_atomically(written, out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
     batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens; changes are compared at this batch"
     output.answer(record, lambda: Group(load_report().launch_table(record, path), Text(batch)))

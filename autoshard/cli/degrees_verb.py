@@ -43,7 +43,7 @@ def fits(asked: Asked, output: Output) -> int:
     if Path(asked.target).suffix in (*CONFIGURATIONS, ".yaml", ".yml", ".json"):
         if asked.launcher is None and Path(asked.target).suffix not in CONFIGURATIONS:
             raise ValueError(f"{asked.target} may be of several launchers; add --launcher accelerate, nanotron, megatron or torchtitan")
-        described, _ = read_launch(asked.target, asked, launcher)
+        described, *_ = read_launch(asked.target, asked, launcher)
     else:
         described = _described(room, asked, launcher)
     site = site_of(asked, launcher)

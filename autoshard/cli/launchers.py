@@ -41,12 +41,13 @@ def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) 
     return load_launchers().sizes_of_module(module)
 
 
-def read_launch(path: str, asked: Asked, launcher: str) -> tuple[Any, str]:
-    """What a launcher's configuration describes, with what the command line adds to it; and its text."""
+def read_launch(path: str, asked: Asked, launcher: str) -> tuple[Any, str, Any]:
+    """What a launcher's configuration describes, with what the command line adds to it; its text; and what was added."""
     room, text = load_launchers(), text_of(path, "launch")
     known = {name: getattr(asked, name) for name in ("devices", "per_node", "seq", "microbatch", "global_batch")}
     sizes = None if asked.model is None else sizes_of(asked.model, asked.settings)
-    return room.read_configuration(launcher, text, path, room.Overrides(**known, sizes=sizes)), text
+    added = room.Overrides(**known, sizes=sizes)
+    return room.read_configuration(launcher, text, path, added), text, added
 
 
 def model_builder(model: str, settings: Mapping[str, Any], seq: int) -> Callable[[int], tuple[Any, Any]]:

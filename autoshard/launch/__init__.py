@@ -3,7 +3,7 @@ how much memory they need, and how far the best is from the best plan.
 """
 
 from .configurations import configuration_text as configuration_text
-from .configurations import kept_settings as kept_settings
+from .configurations import edited_text as edited_text
 from .configurations import read_configuration as read_configuration
 from .launch_prices import Site as Site
 from .legality import why_illegal as why_illegal

@@ -8,13 +8,16 @@ MULTI_GPU  replicas        DEEPSPEED  zero_stage
 
 from __future__ import annotations
 
+from typing import Any
+
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import Nested, parsed, yaml_text
+from .texts import Nested, flat, nested, parsed, yaml_text
 
 PRECISIONS = {"no": "bf16", "none": "bf16", "false": "bf16", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}  # YAML reads a bare no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
+EXCLUSIVE = ()
 RESEMBLING = frozenset({"fsdp_config", "fp8_config", *(f"parallelism_config_{name}_size" for name in DEGREES)})  # one another
 OPTION = "--{} N: accelerate leaves it to the script"
 
@@ -76,6 +79,18 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
 
 def write(config: LaunchConfig) -> str:
     """A YAML for `accelerate launch --config_file`; the batch and the model stay with the script."""
+    return yaml_text(nested(settings(config)))
+
+
+def place(text: str, path: str, name: str) -> str:
+    section = Nested(parsed(text, path), path)
+    if section.text("distributed_type").upper() != "FSDP" or section.number("fsdp_config.fsdp_version", default=1) < 2:
+        raise ValueError(f"{path}: degrees of parallelism go with distributed_type FSDP and fsdp_version 2")
+    return name
+
+
+def settings(config: LaunchConfig) -> dict[str, Any]:
+    """What is written, by dotted names."""
     launch = config.launch
     parallelism = {
         "parallelism_config_dp_replicate_size": launch.replicate, "parallelism_config_dp_shard_size": launch.shard,
@@ -86,7 +101,7 @@ def write(config: LaunchConfig) -> str:
         "fsdp_reshard_after_forward": launch.zero != 2, "fsdp_activation_checkpointing": launch.recompute == "full",
     }  # fmt: skip
     sharded = launch.zero > 0 or launch.tensor * launch.context > 1
-    return yaml_text(
+    return flat(
         {
             "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP" if sharded else "MULTI_GPU",
             "mixed_precision": {"fp32": "no"}.get(launch.precision, launch.precision), "num_processes": launch.devices,

@@ -19,8 +19,8 @@ THINGS = {
     "recomputation": {"recompute"},
     "tensor parallelism": {"tensor", "sequence_parallel", "data", "shard", "zero", "expert_tensor", "async_tensor"},
     "context parallelism": {"context", "data", "shard", "zero"},
-    "pipeline": {"pipeline", "schedule", "virtual", "split", "passes", "data", "shard", "zero"},
-    "schedule": {"schedule", "virtual", "split", "passes"},
+    "pipeline": {"pipeline", "schedule", "virtual", "split", "group", "passes", "data", "shard", "zero"},
+    "schedule": {"schedule", "virtual", "split", "group", "passes"},
     "expert parallelism": {"expert", "expert_tensor", "async_expert"},
     "sharding of states": {"shard", "zero"},
 }
@@ -92,4 +92,8 @@ def in_words(launch: Launch, to: Launch) -> str:
         names = [name for name in names if name not in ("schedule", "virtual")]
     if launch.expert == to.expert == 1:
         names = [name for name in names if name != "expert_tensor"]
-    return ", ".join(f"{WRITTEN[name]} {getattr(launch, name) or 'even'} -> {getattr(to, name) or 'even'}" for name in names)
+    return ", ".join(f"{WRITTEN[name]} {_word(getattr(launch, name))} -> {_word(getattr(to, name))}" for name in names)
+
+
+def _word(value: Any) -> str:
+    return {"": "even", "True": "yes", "False": "no"}.get(str(value), str(value))

@@ -59,8 +59,10 @@ def counts_of(launch: Launch, layers: int, mtp: int = 0) -> list[int]:
     return listed(launch.split) or spread(layers, stages, 1, 1 + 2 * mtp)
 
 
-def split_of(counts: Sequence[int], layers: int, mtp: int = 0) -> str:
+def split_of(counts: Sequence[int], layers: int, pipeline: int, mtp: int = 0) -> str:
     """Of stages with so many blocks: one that lists them, unless one of the others says the same."""
+    if len(counts) % pipeline:
+        return ",".join(map(str, counts))
     if list(counts) == spread(layers, len(counts), 1, 1 + 2 * mtp):
         return ENDS if len(counts) > 1 else ""
     return "" if set(counts) == {layers / len(counts)} else ",".join(map(str, counts))

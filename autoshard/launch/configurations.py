@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import accelerate, megatron, nanotron, torchtitan
+from .edits import edited
 from .legality import check_launcher
 from .runs import LaunchConfig, Overrides
-from .texts import parsed
 
-FORMATS = {"torchtitan": torchtitan, "megatron": megatron, "accelerate": accelerate, "nanotron": nanotron}  # each with `read` and `write`
+# each with `read`, `write`, `settings`, `place` and groups of keys of which one counts
+FORMATS: dict[str, Any] = {"torchtitan": torchtitan, "megatron": megatron, "accelerate": accelerate, "nanotron": nanotron}
 ENDINGS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # of what is written
+ROUNDS = 3  # of changes
 
 
 def read_configuration(launcher: str, text: str, path: str, known: Overrides | None = None) -> LaunchConfig:
@@ -29,15 +31,41 @@ def read_configuration(launcher: str, text: str, path: str, known: Overrides | N
     return config
 
 
-def configuration_text(launcher: str, config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
-    """The configuration as the launcher reads it. ValueError where it can't express the model.
+def configuration_text(launcher: str, config: LaunchConfig) -> str:
+    """The configuration as the launcher reads it, with all that a launch decides. ValueError where it can't express the model."""
+    check_launcher(launcher)
+    return FORMATS[launcher].write(config)
 
-    rest: a configuration of torchtitan whose other settings (data, optimizer, checkpoints) are kept.
+
+def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known: Overrides | None = None) -> str:
+    """Another configuration, `text` of the file `path`, with the values of this one and otherwise as it is: the same text where they
+    are the same. known: as for `read_configuration`. ValueError where the text can't be changed so that it is read as this configuration.
     """
     check_launcher(launcher)
-    return torchtitan.write(config, rest) if launcher == "torchtitan" else FORMATS[launcher].write(config)
+    file = replace(known or Overrides(), microbatch=config.launch.microbatch)
+    form = FORMATS[launcher]
+    for _ in range(ROUNDS):  # some keys have others as their default
+        described = form.read(text, path, _as_written(launcher, text, path, file))
+        now, wanted = form.settings(described), form.settings(replace(config, sizes=described.sizes))
+        flags = now if launcher == "megatron" else {}  # other launchers leave unread what another key has switched off
+        changes = {name: wanted.get(name) for name in {**flags, **wanted} if now.get(name) != wanted.get(name)}
+        if not changes:
+            return text
+        for group in form.EXCLUSIVE:
+            if group & changes.keys():
+                changes = {**dict.fromkeys(group), **changes}
+        text = edited(text, path, {form.place(text, path, name): changes[name] for name in sorted(changes)})
+    names = ", ".join(changes)
+    raise ValueError(f"{path} can't be changed in {names} alone; expected these keys where the launcher's documentation has them")
 
 
-def kept_settings(launcher: str, text: str, path: str) -> Mapping[str, Any] | None:
-    """What `configuration_text` can take over from a configuration; None where the launcher's writer starts anew."""
-    return parsed(text, path) if launcher == "torchtitan" and path.endswith(".toml") else None
+def _as_written(launcher: str, text: str, path: str, known: Overrides) -> Overrides:
+    """What is known beside the file, without what the file says itself."""
+    for names in (("seq", "global_batch"), ("global_batch",), ()):
+        bare = replace(known, **dict.fromkeys(names))  # type: ignore[arg-type]
+        try:
+            FORMATS[launcher].read(text, path, bare)
+        except ValueError:
+            continue
+        return bare
+    return known

@@ -53,7 +53,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
         "expert_tensor": tensor, "sequence_parallel": (tensor > 1) & (launcher != "accelerate"),
         "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
     }  # fmt: skip
-    plain = replace(fixed, microbatch=1, expert=1, passes=1)
+    plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1)
     return TrainingRuns({name: varied[name] if name in varied else np.full(rows, getattr(plain, name)) for name in FIELDS})
 
 

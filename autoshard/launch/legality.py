@@ -35,7 +35,9 @@ RULES = (
          lambda a, m: f"{a.data} data parallel ranks can't be shards of {a.shard}"),
     Rule("heads", LAUNCHERS, lambda c, m: m.heads % c.tensor != 0,
          lambda a, m: f"{m.heads} attention heads do not divide by tp {a.tensor}"),
-    Rule("kv_heads", LAUNCHERS, lambda c, m: (0 if m.latent else m.kv_heads) % c.tensor != 0,
+    Rule("kv_heads", MEGATRON, lambda c, m: (not m.latent) & (m.kv_heads % c.tensor != 0) & (c.tensor % m.kv_heads != 0),
+         lambda a, m: f"tp {a.tensor} is no multiple or divisor of {m.kv_heads} key-value heads"),
+    Rule("kv_heads", (*TITAN, *ACCELERATE, *NANOTRON), lambda c, m: (0 if m.latent else m.kv_heads) % c.tensor != 0,
          lambda a, m: f"{m.kv_heads} key-value heads do not divide by tp {a.tensor}"),
     Rule("ffn", LAUNCHERS, lambda c, m: m.ffn % c.tensor != 0,
          lambda a, m: f"the MLP's width {m.ffn} does not divide by tp {a.tensor}"),
@@ -78,8 +80,12 @@ RULES = (
          lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED)
          & (c.microbatches_of_pass % np.maximum(c.microbatches_of_pass // c.pipeline, 1) != 0),
          lambda a, m: f"{a.microbatches_of_pass} microbatches do not divide into rounds of pp {a.pipeline}"),
-    Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & (c.microbatches % c.pipeline != 0),
-         lambda a, m: f"{a.microbatches} microbatches do not divide by pp {a.pipeline}, as virtual stages need"),
+    Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & (c.group > 1) & (c.group < c.pipeline),
+         lambda a, m: f"groups of {a.group} microbatches are smaller than pp {a.pipeline}"),
+    Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & ((np.maximum(c.group, c.pipeline) > c.microbatches)
+         | ((c.microbatches % np.maximum(c.group, c.pipeline) > 0) & (c.microbatches % np.maximum(c.group, c.pipeline) < c.pipeline))),
+         lambda a, m: f"{a.microbatches} microbatches do not divide by pp {a.pipeline}, as virtual stages need"
+         + f", in groups of {a.group}" * (a.group > 1)),
     Rule("experts", LAUNCHERS, lambda c, m: (c.expert > 1) & ((m.experts == 0) | (m.experts % c.expert != 0)),
          lambda a, m: f"{m.experts} experts do not divide by ep {a.expert}" if m.experts else
          f"the model has no experts, ep is {a.expert}"),
@@ -94,14 +100,8 @@ RULES = (
          lambda a, m: f"DualPipeV with expert parallelism does not recompute; expected mode none, not {a.recompute}"),
     Rule("experts", TITAN, lambda c, m: (c.expert > 1) & (c.expert_tensor != 1) & (c.expert_tensor != c.tensor),
          lambda a, m: f"expert tp is {a.expert_tensor}; expected 1 or tp {a.tensor}"),
-    Rule("experts", TITAN,
-         lambda c, m: (c.expert > 1) & (c.expert_tensor == c.tensor)
-         & ((c.expert % c.context != 0) | ((c.shard * c.context) % c.expert != 0)),
-         lambda a, m: f"ep {a.expert} has to be a multiple of cp {a.context} and a divisor of shard {a.shard} x cp {a.context}"),
-    Rule("experts", TITAN,
-         lambda c, m: (c.expert > 1) & (c.expert_tensor == 1) & (c.tensor > 1)
-         & ((c.expert % (c.context * c.tensor) != 0) | ((c.shard * c.context * c.tensor) % c.expert != 0)),
-         lambda a, m: f"ep {a.expert} has to be a multiple of cp {a.context} x tp {a.tensor} and a divisor of shard {a.shard} times these"),
+    Rule("experts", TITAN, lambda c, m: (c.expert > 1) & ((c.shard * c.context * c.tensor) % (c.expert * c.expert_tensor) != 0),
+         lambda a, m: f"shard {a.shard} x cp {a.context} x tp {a.tensor} do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
     Rule("experts", LAUNCHERS, lambda c, m: (m.expert_ffn * (m.experts > 0)) % c.expert_tensor != 0,
          lambda a, m: f"the experts' width {m.expert_ffn} does not divide by expert tp {a.expert_tensor}"),
     Rule("replicas", TITAN, lambda c, m: (c.zero == 0) & (c.data > 1) & (c.tensor * c.context * c.pipeline > 1),

@@ -14,11 +14,30 @@ from typing import Any
 from .blocks_of_stages import counts_of, split_of
 from .model_sizes import ModelSizes
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import arguments_of, arguments_text, integer, parsed
+from .texts import arguments_of, arguments_text, flat, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
 PADDED = 128  # --make-vocab-size-divisible-by
 LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
+DATA = (".json", ".yaml", ".yml")
+GROUP = "microbatch-group-size-per-virtual-pipeline-stage"
+LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF = (
+    "pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage",
+    *(f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")),
+    *(f"account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
+)  # fmt: skip
+CONFLICTS = (
+    ((LAYOUT,), (VIRTUAL, PER_VIRTUAL, *ENDS_OF)), ((VIRTUAL,), (PER_VIRTUAL,)), ((PER_VIRTUAL,), ENDS_OF[:2]), (ENDS_OF[:2], ENDS_OF[2:]),
+    (("use-torch-fsdp2",), ("use-distributed-optimizer",)),
+)  # fmt: skip
+EXCLUSIVE = (
+    frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF}),
+    frozenset({"recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method"}),
+)  # fmt: skip
+OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
+    "virtual-pipeline-model-parallel-size": VIRTUAL, "gated-linear-unit": "swiglu", "num-moe-experts": "num-experts",
+    **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
+}  # fmt: skip
 MOST_LETTERS = 10_000  # of a layout
 EXPERT_OVERLAP = "overlap-moe-expert-parallel-comm"
 RECOMPUTED = {"full": "full", "selective": "attn"}
@@ -41,12 +60,12 @@ def _of_data(data: Mapping[str, Any]) -> Arguments:
         if isinstance(value, Mapping):
             arguments.update(_of_data(value))
         elif value is not None and value is not False:
-            arguments[str(key).replace("_", "-")] = [] if value is True else [str(value)]
+            arguments[_name(str(key))] = [] if value is True or str(value) == "true" else [str(value)]
     return arguments
 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
-    a = _of_data(parsed(text, path)) if path.endswith((".json", ".yaml", ".yml")) else Arguments(arguments_of(text))
+    a = _of_data(parsed(text, path)) if path.endswith(DATA) else Arguments(arguments_of(text))
     tensor, pipeline = a.number("tensor-model-parallel-size", 1, 1), a.number("pipeline-model-parallel-size", 1, 1)
     context, expert = a.number("context-parallel-size", 1, 1), a.number("expert-model-parallel-size", 1, 1)
     devices = known.devices
@@ -58,6 +77,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     microbatch = a.number("micro-batch-size", known.microbatch or 1)
     sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED) * tensor)
     zero = _zero(a)
+    _check_conflicts(a, path)
     virtual, split = _stages(a, sizes, pipeline)
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
@@ -68,9 +88,24 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), split=split,
+        group=a.number(GROUP, 1, 1),
         async_expert=EXPERT_OVERLAP in a and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
+
+
+def _check_conflicts(a: Arguments, path: str) -> None:
+    """ValueError for arguments that Megatron's validate_args and TransformerConfig refuse beside each other."""
+    for ones, others in CONFLICTS:
+        both = [next((name for name in names if name in a), None) for names in (ones, others)]
+        if None not in both and both[0] != both[1]:
+            raise ValueError(f"{path} has --{both[0]} and --{both[1]}; Megatron accepts one of them")
+    granularity, more = a.text("recompute-granularity"), [name in a for name in ("recompute-method", "recompute-num-layers")]
+    if granularity and more != [granularity == "full"] * 2:
+        raise ValueError(f"{path}: --recompute-method and --recompute-num-layers go with --recompute-granularity full, and with no other")
+    divided = a.number("expert-tensor-parallel-size", a.number("tensor-model-parallel-size", 1))
+    if divided > 1 and a.number("num-experts", 0) and "disable-bias-linear" not in a:
+        raise ValueError(f"{path} has experts with biases on {divided} tensor parallel ranks each; that needs --disable-bias-linear")
 
 
 def _stages(a: Arguments, sizes: ModelSizes, pipeline: int) -> tuple[int, str]:
@@ -78,22 +113,24 @@ def _stages(a: Arguments, sizes: ModelSizes, pipeline: int) -> tuple[int, str]:
     layout, layers = a.text("pipeline-model-parallel-layout"), sizes.layers
     if layout:
         counts = [stage.count("t") for stage in layout_stages(layout)]
-        return max(len(counts) // pipeline, 1), split_of(counts, layers, sizes.mtp)
+        return max(len(counts) // pipeline, 1), split_of(counts, layers, pipeline, sizes.mtp)
     ends = [int(f"account-for-{end}-in-pipeline-split" in a) for end in ("embedding", "loss")]
     per_stage = a.number("num-layers-per-virtual-pipeline-stage", 0, 0)
     virtual = a.number("num-virtual-stages-per-pipeline-rank", max((layers + sum(ends)) // pipeline // per_stage, 1) if per_stage else 1, 1)
     first, last = (a.number(f"decoder-{end}-pipeline-num-layers", 0, 0) for end in ("first", "last"))
-    if pipeline == 1 or not (first or last or any(ends)):
-        return virtual, ""
+    if pipeline == 1 and (first or last):
+        return virtual, "" if (first or last) == layers else str(first or last)
+    if pipeline == 1 or not (first or last or any(ends) or per_stage):
+        return virtual, "" if per_stage <= layers else str(per_stage)
     middle, stages = pipeline - (first > 0) - (last > 0), pipeline * virtual
-    each = (layers - first - last) // max(middle, 1)
+    each = max((layers - first - last) // max(middle, 1), 1)  # Megatron has no stage in the middle without layers
     devices = [first] * (first > 0) + [each] * middle + [last] * (last > 0)
     counts = [count // virtual for count in devices] * virtual
-    if any(ends):
-        counts = [(layers + sum(ends)) // stages] * stages
+    if any(ends) or per_stage:
+        counts = [per_stage or (layers + sum(ends)) // stages] * stages
         counts[0] -= ends[0]
         counts[-1] -= ends[1]
-    return virtual, split_of(counts, layers, sizes.mtp)
+    return virtual, split_of(counts, layers, pipeline, sizes.mtp)
 
 
 def layout_stages(layout: str) -> list[str]:
@@ -165,17 +202,38 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
 
 def write(config: LaunchConfig) -> str:
     """The arguments of pretrain_gpt.py that the launch and the model's sizes decide, one per line."""
+    return arguments_text(settings(config))
+
+
+def place(text: str, path: str, name: str) -> str:
+    """The name under which a configuration has an argument; in YAML and JSON with its sections."""
+    if not path.endswith(DATA):
+        return name
+    names = {_name(key.rpartition(".")[2]): key for key in flat(parsed(text, path))}
+    beside = names.get("tensor-model-parallel-size", next(iter(names.values()), ""))  # where new ones go
+    written = name if "-" in beside or "_" not in beside else name.replace("-", "_")
+    return names.get(name, f"{beside.rpartition('.')[0]}.{'--' * ('--' in beside)}{written}".lstrip("."))
+
+
+def _name(key: str) -> str:
+    name = key.lstrip("-").replace("_", "-")
+    return OF_CORE.get(name, name)
+
+
+def settings(config: LaunchConfig) -> dict[str, Any]:
+    """What is written: True is a flag, False and None are left out."""
     launch, m = config.launch, config.sizes
     options: dict[str, Any] = {
         "num-layers": m.layers, "hidden-size": m.width, "ffn-hidden-size": m.ffn, "num-attention-heads": m.heads, "kv-channels": m.head_dim,
         "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,
+        "disable-bias-linear": m.gated,
         "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": "learned_absolute" if m.learned_positions else "rope",
         "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED, "seq-length": launch.seq, "max-position-embeddings": launch.seq,
         "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,
         "tensor-model-parallel-size": launch.tensor, "pipeline-model-parallel-size": launch.pipeline,
         "num-virtual-stages-per-pipeline-rank": launch.virtual if launch.virtual > 1 and not launch.split else None,
         "pipeline-model-parallel-layout": layout_text(counts_of(launch, m.layers, m.mtp), m.mtp) if launch.split else None,
-        "context-parallel-size": launch.context,
+        GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
         "recompute-granularity": next((name for name, kind in RECOMPUTED.items() if kind == launch.recompute), None),
         "bf16": launch.precision in ("bf16", "fp8", "nvfp4"), "fp16": launch.precision == "fp16",
@@ -195,4 +253,4 @@ def write(config: LaunchConfig) -> str:
             EXPERT_OVERLAP: launch.async_expert and launch.expert > 1,
             "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.expert_layers})" if m.dense_layers else None,
         }  # fmt: skip
-    return arguments_text(options)
+    return {name: value for name, value in options.items() if value not in (None, False)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .model_sizes import sizes_of_config
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import Nested, parsed, yaml_text
+from .texts import Nested, flat, nested, parsed, yaml_text
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8e4m3": "fp8", "float8": "fp8"}
 ENGINES = {"1f1b": "1F1B", "afab": "GPipe"}
+EXCLUSIVE = ()
 RESEMBLING = frozenset({"expert_parallel_size", "expert_tensor_parallel_size", "expert_data_parallel_size", "context_parallel_size"})
 
 
@@ -41,6 +44,15 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
 
 def write(config: LaunchConfig) -> str:
     """The sections of nanotron's YAML that the launch and the model's sizes decide; data, checkpoints and so on are yours to add."""
+    return yaml_text(nested(settings(config)))
+
+
+def place(text: str, path: str, name: str) -> str:
+    return name
+
+
+def settings(config: LaunchConfig) -> dict[str, Any]:
+    """What is written, by dotted names."""
     launch, sizes = config.launch, config.sizes
     engine = next(name for name, schedule in ENGINES.items() if schedule == launch.schedule)
     dtype = next(name for name, precision in PRECISIONS.items() if precision == launch.precision)
@@ -49,7 +61,7 @@ def write(config: LaunchConfig) -> str:
         "num_key_value_heads": sizes.kv_heads, "tie_word_embeddings": sizes.tied, "vocab_size": sizes.vocab, "hidden_act": "silu",
         "is_llama_config": True, "max_position_embeddings": launch.seq,
     }  # fmt: skip
-    return yaml_text(
+    return flat(
         {
             "model": {"dtype": dtype, "make_vocab_size_divisible_by": 1, "model_config": model},
             "optimizer": {"zero_stage": launch.zero, "accumulate_grad_in_fp32": True},

@@ -53,6 +53,7 @@ class Launch:
     async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
     rowwise: bool = False  # float8 scales per row
     split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
+    group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
     passes: int = 1  # of a step: the pipeline runs empty after each
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from autoshard.reading import DEEPEST, check_sound
 NAME = re.compile(r"[A-Za-z_]\w*")
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+PRODUCT = re.compile(r"\$\(\( *(\d{1,9}(?: *\* *\d{1,9}){0,3}) *\)\)")  # $((8*2))
 PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
 DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
 MOST_EXPANDED = 10**6  # characters
@@ -214,7 +215,27 @@ class Variables:
                 raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
             return meant
 
-        return VARIABLE.sub(value, text)
+        return PRODUCT.sub(lambda found: str(math.prod(map(int, found[1].split("*")))), VARIABLE.sub(value, text))
+
+
+def flat(data: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Nested sections as one, by dotted names."""
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        values |= flat(value, f"{section}{key}.") if isinstance(value, Mapping) else {f"{section}{key}": value}
+    return values
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as sections: the inverse of `flat`."""
+    data: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        inner = data
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[key] = value
+    return data
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
@@ -234,13 +255,13 @@ def _as_written(text: str, data: object, parser: Callable[[str], object]) -> str
 
 
 def _toml_text(data: Mapping[str, Any], section: str = "") -> str:
-    rows = "".join(f"{_key(key)} = {_value(value)}\n" for key, value in data.items() if not isinstance(value, Mapping))
-    inner = {f"{section}.{_key(key)}".lstrip("."): value for key, value in data.items() if isinstance(value, Mapping)}
+    rows = "".join(f"{toml_key(key)} = {toml_value(value)}\n" for key, value in data.items() if not isinstance(value, Mapping))
+    inner = {f"{section}.{toml_key(key)}".lstrip("."): value for key, value in data.items() if isinstance(value, Mapping)}
     head = f"[{section}]\n" if section and (rows or not inner) else ""
     return "\n".join(filter(None, [head + rows, *(_toml_text(value, name) for name, value in inner.items())]))
 
 
-def _key(key: str) -> str:
+def toml_key(key: str) -> str:
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _quoted(key)
 
 
@@ -249,12 +270,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """JSON's text, numbers and booleans are TOML's."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_key(key)} = {_value(inner)}' for key, inner in value.items())}}}"
+        return f"{{{', '.join(f'{toml_key(key)} = {toml_value(inner)}' for key, inner in value.items())}}}"
     return _quoted(value) if isinstance(value, str) else json.dumps(value)
 
 

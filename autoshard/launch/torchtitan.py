@@ -10,17 +10,17 @@ FSDP shards over shard * context ranks. Without a pipeline it gathers parameters
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 from .blocks_of_stages import counts_of, split_of, spread
 from .model_sizes import ModelSizes
 from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
-from .texts import Nested, integer, parsed, toml_text
+from .texts import Nested, flat, integer, parsed, toml_text
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
+QWEN3 = (151936, 128)  # vocabulary, width of a head
 DEEPSEEK = (512, 64, 128, 128)  # latent attention: rank of keys and values, widths of a head's rotary, other and value features
 # (model, flavor) as in torchtitan/models/*/__init__.py
 FLAVORS = {
@@ -28,6 +28,14 @@ FLAVORS = {
     ("llama3", "8B"): ModelSizes(32, 4096, 14336, 32, *LLAMA3),
     ("llama3", "70B"): ModelSizes(80, 8192, 28672, 64, *LLAMA3),
     ("llama3", "405B"): ModelSizes(126, 16384, 53248, 128, *LLAMA3),
+    ("qwen3", "0.6B"): ModelSizes(28, 1024, 3072, 16, 8, *QWEN3, tied=True),
+    ("qwen3", "1.7B"): ModelSizes(28, 2048, 6144, 16, 8, *QWEN3, tied=True),
+    ("qwen3", "4B"): ModelSizes(36, 2560, 9728, 32, 8, *QWEN3, tied=True),
+    ("qwen3", "8B"): ModelSizes(36, 4096, 12288, 32, 8, *QWEN3),
+    ("qwen3", "14B"): ModelSizes(40, 5120, 17408, 40, 8, *QWEN3),
+    ("qwen3", "32B"): ModelSizes(64, 5120, 25600, 64, 8, *QWEN3),
+    ("qwen3", "30B-A3B"): ModelSizes(48, 2048, 6144, 32, 4, *QWEN3, experts=128, active=8, expert_ffn=768),
+    ("qwen3", "235B-A22B"): ModelSizes(94, 4096, 12288, 64, 4, *QWEN3, experts=128, active=8, expert_ffn=1536),
     ("deepseek_v3", "debugmodel"): ModelSizes(
         6, 256, 1024, 16, 1, 2048, 128, experts=8, active=3, expert_ffn=256, shared_ffn=512, dense_layers=1, latent=(0, *DEEPSEEK)),
     ("deepseek_v3", "16B"): ModelSizes(
@@ -39,8 +47,6 @@ FLAVORS = {
         61, 7168, 18432, 128, 1, 129280, 128, experts=256, active=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
         latent=(1536, *DEEPSEEK)),
 }  # fmt: skip
-DECIDED = ("activation_checkpoint", "experimental")  # sections
-DECIDED_KEYS = re.compile(r"_degree$|^pipeline_parallel_|^module_fqns_|^batch_size$|^compile$")  # also by the names of former versions
 CHECKPOINTED = ("none", "selective", "full", "memory_budget")
 # keys of torchtitan, of former versions too, that resemble a key read here; those that are read are among them
 RESEMBLING = frozenset(
@@ -55,6 +61,11 @@ RESEMBLING = frozenset(
     }
 )  # fmt: skip
 EXPERT_TENSOR = "expert_tensor_parallel_degree"
+FORMER = {
+    "training.local_batch_size": ["training.batch_size"], "compile.enable": ["training.compile"], "model.converters": ["model_converters"],
+}  # fmt: skip
+SPLITS = ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage", "pipeline_parallel_split_points")
+EXCLUSIVE = (frozenset(f"parallelism.{name}" for name in SPLITS),)
 SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
 
 
@@ -83,13 +94,18 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     precision, rowwise = _precision(section)
     compiled, parts = section.flag("compile.enable", "training.compile"), str(section.value("compile.components") or ["model", "loss"])
     global_batch = local * data_parallel if global_batch < 1 else global_batch
+    if pipeline > 1 and (local % microbatch or global_batch % (local * data_parallel)):
+        raise ValueError(
+            f"{path}: local_batch_size {local} has to be a multiple of the pipeline's microbatch {microbatch}, and a divisor of the global "
+            f"batch {global_batch} on each of {data_parallel} data parallel ranks"
+        )
     launch = Launch(
         devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
         global_batch=global_batch, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
         tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
         expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") or not sizes.experts else 1),
-        pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers),
+        pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers, pipeline),
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
         recompute=_recompute(section), precision=precision, rowwise=rowwise,
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
@@ -128,6 +144,8 @@ def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, lis
     per_stage = section.number("parallelism.pipeline_parallel_layers_per_stage", default=0, least=0)
     ends = [section.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", default=1, least=0) for end in ("first", "last")]
     stages = math.ceil((sizes.layers + sum(ends)) / per_stage) if per_stage else pipeline * (1 if schedule in SINGLE else 2)
+    if max(ends) > max((sizes.layers + sum(ends)) // stages, 1):
+        raise ValueError(f"{section.path}: {sizes.layers} layers in {stages} stages are fewer than the {max(ends)} that an end counts as")
     return schedule, spread(sizes.layers, stages, *ends)
 
 
@@ -149,16 +167,31 @@ def _precision(section: Nested) -> tuple[str, bool]:
     return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
 
 
-def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
-    """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`.
-
-    It holds what the launch decides, and of `rest`, another configuration, everything else; what neither has keeps torchtitan's defaults.
-    ValueError for a model without a flavor.
-    """
-    launch, sizes = config.launch, config.sizes
-    name = next((key for key, known in FLAVORS.items() if known == sizes), None)
+def write(config: LaunchConfig) -> str:
+    """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`: what the launch decides; the rest keeps
+    torchtitan's defaults. ValueError for a model without a flavor."""
+    name = next((key for key, known in FLAVORS.items() if known == config.sizes), None)
     if name is None:
         raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")
+    sections = _sections(config)
+    return toml_text({**sections, "model": {"name": name[0], "flavor": name[1], **sections["model"]}})
+
+
+def settings(config: LaunchConfig) -> dict[str, Any]:
+    """What is written of a launch, by dotted names."""
+    return flat(_sections(config))
+
+
+def place(text: str, path: str, name: str) -> str:
+    """The name under which a configuration has a setting: its own, or that of a former version."""
+    section = Nested(parsed(text, path), path, RESEMBLING | {"local_batch_size", "enable"})
+    key = name.rpartition(".")[2]
+    names = FORMER.get(name, [f"{part}.{key}" for part in SECTIONS if name.startswith("parallelism.")])
+    return next((other for other in names if section.value(other) is not None), name) if section.value(name) is None else name
+
+
+def _sections(config: LaunchConfig) -> dict[str, dict[str, Any]]:
+    launch, sizes = config.launch, config.sizes
     compiled = [part for part, is_on in (("model", launch.compiled), ("loss", launch.compiled_loss)) if is_on]
     local = launch.microbatches_of_pass * launch.microbatch if launch.pipeline > 1 else launch.microbatch
     parallelism: dict[str, Any] = {
@@ -167,15 +200,16 @@ def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
         "fsdp_reshard_after_forward": "never" if launch.zero == 2 else "always" if launch.zero == 3 and launch.pipeline > 1 else "default",
         "tensor_parallel_degree": launch.tensor, "enable_async_tensor_parallel": launch.async_tensor,
         "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
-        "expert_parallel_degree": launch.expert, "expert_tensor_parallel_degree": launch.expert_tensor,
     }  # fmt: skip
+    if sizes.experts:
+        parallelism |= {"expert_parallel_degree": launch.expert, EXPERT_TENSOR: launch.expert_tensor}
     if launch.pipeline > 1:
         parallelism |= {
             "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,
             "module_fqns_per_model_part": model_parts(counts_of(launch, sizes.layers)),
         }  # fmt: skip
     sections: dict[str, dict[str, Any]] = {
-        "model": {"name": name[0], "flavor": name[1], "converters": ["float8"] if launch.precision == "fp8" else []},
+        "model": {"converters": ["float8"] if launch.precision == "fp8" else []},
         "training": {"local_batch_size": local, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
         "parallelism": parallelism,
         "activation_checkpoint": _checkpointing(launch.recompute),
@@ -183,16 +217,7 @@ def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
     }
     if launch.rowwise:
         sections["float8"] = {"recipe_name": "rowwise", "filter_fqns": ["output"]}
-    return toml_text({**_undecided(rest or {}, sections), **sections})
-
-
-def _undecided(rest: Mapping[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The sections of `rest` that a launch doesn't decide; `sections` take over their other settings from it."""
-    for name, decided in sections.items():
-        old = rest.get(name)
-        if isinstance(old, Mapping) and name not in DECIDED:
-            decided |= {key: value for key, value in old.items() if key not in decided and not DECIDED_KEYS.search(key)}
-    return {name: old for name, old in rest.items() if name not in sections and name not in DECIDED}
+    return sections
 
 
 def _checkpointing(recompute: str) -> dict[str, str]:

@@ -1,0 +1,171 @@
+"""A configuration with other values, in which everything else stays as it is: order, comments, spaces, keys that nobody here knows.
+
+    edited(text, path, {"parallelism.tensor_parallel_degree": 4, "model.converters": None})
+
+Keys have dotted names; None takes a key away. TOML is cut into statements, YAML and JSON are changed where their parser saw a value,
+arguments where they stand in the script. What was written is read again by the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from .texts import PlainLoader, toml_key, toml_value
+
+STATEMENT = 500  # lines of a value in TOML at most
+
+
+def edited(text: str, path: str, changes: Mapping[str, Any]) -> str:
+    """The text with other values. ValueError where a value can't be found or put there."""
+    if path.endswith(".toml"):
+        return _toml(text, changes)
+    if path.endswith((".yaml", ".yml", ".json")):
+        for name, value in changes.items():
+            text = _yaml(text, name.split("."), value)
+        return text
+    for name, value in changes.items():
+        text = _argument(text, name, value)
+    return text
+
+
+# -- TOML ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _toml(text: str, changes: Mapping[str, Any]) -> str:
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    for name, value in changes.items():
+        section, _, key = name.rpartition(".")
+        found = last = None
+        for at, start, end in _statements(lines):
+            if at == section:
+                last = end
+                if start != end and key in tomllib.loads("".join(lines[start:end])):
+                    found = start, end
+        written = f"{toml_key(key)} = {toml_value(value)}"
+        if found:
+            start, end = found
+            comment = _comment(lines[start]) if end == start + 1 else ""
+            lines[start:end] = [] if value is None else [f"{_indent(lines[start])}{written}{comment}\n"]
+        elif value is not None and last is not None:
+            lines.insert(last, f"{_indent(lines[last - 1])}{written}\n")
+        elif value is not None:
+            lines += ["\n", f"[{section}]\n", f"{written}\n"]
+    return "".join(lines)
+
+
+def _statements(lines: list[str]) -> Iterator[tuple[str, int, int]]:
+    """(section, first line, line behind the last) of every key; and of each heading, as an empty range behind it."""
+    section, at = "", 0
+    while at < len(lines):
+        line, start = lines[at].strip(), at
+        at += 1
+        if re.match(r"\[[^\[]", line):
+            section = ".".join(part.strip(" \"'") for part in line[1 : line.index("]")].split("."))
+            yield section, at, at
+        elif line and line[0] not in "#[":
+            while at - start < STATEMENT and not _is_toml("".join(lines[start:at])):
+                at += 1
+            yield section, start, at
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        return bool(tomllib.loads(text))
+    except tomllib.TOMLDecodeError:
+        return False
+
+
+def _comment(line: str) -> str:
+    """What stands behind the value of a line."""
+    ends = (i for i, letter in enumerate(line) if letter == "#" and _is_toml(line[:i]))
+    end = next(ends, len(line.rstrip()))
+    return line.rstrip("\n")[len(line[:end].rstrip()) :].rstrip()
+
+
+# -- YAML and JSON ---------------------------------------------------------------------------------------------------------------------
+
+
+def _yaml(text: str, names: list[str], value: Any) -> str:
+    node: Any = yaml.compose(text, Loader=PlainLoader)
+    for depth, name in enumerate(names):
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{'.'.join(names[:depth])} is no section")
+        parent = node
+        key, node = next((pair for pair in node.value if pair[0].value == name), (parent, None))
+        if node is None:
+            return text if value is None else _inserted(text, parent, names[depth:], value)
+    begin, end = node.start_mark.index, node.end_mark.index
+    if parent.flow_style:
+        return f"{text[:begin]}{json.dumps(value)}{text[end:]}"
+    if value is None:
+        return text[: text.rfind("\n", 0, key.start_mark.index) + 1] + text[_end_of_line(text, end) :]
+    if begin == end or not isinstance(node, yaml.ScalarNode):  # nothing, or a block, which ends where the next key begins
+        begin = key.end_mark.index + 1
+        return f"{text[:begin]} {_plain(value)}{text[begin + len(text[begin:end].rstrip()):]}"
+    return f"{text[:begin]}{_plain(value)}{text[end:]}"
+
+
+def _inserted(text: str, node: yaml.MappingNode, names: list[str], value: Any) -> str:
+    """With a key more at the end of a mapping; the sections above it too where they are new."""
+    last_key, last = node.value[-1]
+    indent = " " * node.value[0][0].start_mark.column
+    if node.flow_style:
+        for name in reversed(names[1:]):
+            value = {name: value}
+        at = last.end_mark.index
+        line = "\n" + indent if last_key.start_mark.line != node.start_mark.line else " "
+        return f"{text[:at]},{line}{json.dumps(names[0])}: {json.dumps(value)}{text[at:]}"
+    at = last.end_mark.index if isinstance(last, yaml.ScalarNode) else len(text[: last.end_mark.index].rstrip())
+    at = _end_of_line(text, at)
+    rows = [f"{indent}{'  ' * depth}{name}:" for depth, name in enumerate(names)]
+    rows[-1] += f" {_plain(value)}"
+    before = "" if not at or text[at - 1] == "\n" else "\n"
+    return text[:at] + before + "\n".join(rows) + "\n" + text[at:]
+
+
+def _end_of_line(text: str, at: int) -> int:
+    """Behind the line with the character before `at`."""
+    end = text.find("\n", max(at - 1, 0))
+    return len(text) if end < 0 else end + 1
+
+
+def _plain(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------------------------
+
+
+def _argument(text: str, name: str, value: Any) -> str:
+    """In all places of a script that are no comments; where there is none, in front of the first line that begins with an option."""
+    option = rf"(?<![\w-])--{re.sub('[-_]', '[-_]', name)}(?![\w-])"
+    words = r"(?:[ \t=]+(?![-#])(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')]+))*"
+    lines = text.splitlines(keepends=True)
+    found = [i for i, line in enumerate(lines) if not line.lstrip().startswith("#") and re.search(option, line)]
+    written = "" if value in (None, False) else f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}")
+    for i in found:
+        lines[i] = re.sub(option + words, lambda _: written, lines[i])
+        if not written and not lines[i].strip(" \t\\\n\"'"):
+            lines[i] = ""
+    if written and not found:
+        at = next((i for i, line in enumerate(lines) if line.lstrip(" \t\"'").startswith("--")), None)
+        if at is None:
+            raise ValueError(f"no line begins with an option; --{name} has no place")
+        before, rest = re.match(r"([ \t\"']*)(.*)", lines[at], re.DOTALL).groups()  # type: ignore[union-attr]
+        goes_on = rest.rstrip().endswith("\\") or (at > 0 and lines[at - 1].rstrip().endswith("\\"))
+        quote = before.strip()
+        lines[at] = f"{before}{written}{' ' + chr(92) if goes_on else ''}\n{before.replace(quote, '') if quote else before}{rest}"
+    return "".join(lines)

@@ -1,0 +1,176 @@
+"""Configurations from the launchers' own repositories: read, written unchanged as the same bytes, and with a change as its lines alone."""
+
+import difflib
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autoshard.launch import Launch, LaunchConfig, Overrides, edited_text, read_configuration, why_illegal
+from autoshard.launch.edits import edited
+from autoshard.launch.texts import Nested, arguments_of
+from autoshard.launch.torchtitan import FLAVORS
+from tests.helpers_command import run
+
+DATA = Path(__file__).parent / "data" / "launchers"
+REAL = sorted((DATA / "more").iterdir())
+LLAMA8 = FLAVORS["llama3", "8B"]
+NEEDED = {"accelerate": ("sizes", "seq", "microbatch")}  # what a launcher leaves to its script
+
+
+def known_for(launcher, **more):
+    given = {"sizes": LLAMA8, "seq": 8192, "microbatch": 1, "devices": None if launcher == "nanotron" else 64}
+    return Overrides(**{name: given[name] for name in ("devices", *NEEDED.get(launcher, ()))}, **more)
+
+
+def real(path):
+    """(launcher, its configuration, what it was read with); where it leaves the vocabulary to a tokenizer, with the sizes of a model."""
+    launcher = path.name.partition("__")[0]
+    known = known_for(launcher)
+    try:
+        return launcher, read_configuration(launcher, path.read_text(), path.name, known), known
+    except ValueError as error:
+        assert "leaves the size of the vocabulary to the tokenizer" in str(error)
+    known = replace(known, sizes=LLAMA8)
+    return launcher, read_configuration(launcher, path.read_text(), path.name, known), known
+
+
+def test_there_are_60_of_4_launchers():
+    assert len(REAL) >= 60 and {path.name.partition("__")[0] for path in REAL} == {"torchtitan", "megatron", "nanotron", "accelerate"}
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
+def test_a_real_configuration_is_read_and_written_as_the_same_bytes(path):
+    launcher, config, known = real(path)
+    text = path.read_text()
+    assert edited_text(launcher, config, text, path.name, known) == text
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128] if launcher == "megatron" and known.sizes is None else []  # of its tests, which run somewhere
+    legal = [not why_illegal(read_configuration(launcher, text, path.name, replace(known, devices=n)).launch, config.sizes, launcher)
+             for n in sizes]  # fmt: skip
+    assert not sizes or any(legal)
+
+
+def changed_lines(before, after):
+    diff = difflib.ndiff(before.splitlines(), after.splitlines())
+    return [line for line in diff if line[:2] in ("- ", "+ ")]
+
+
+CHANGES = {  # fields of the launch, and the words that lines of the difference may have
+    "torchtitan": ({"recompute": "full"}, ("mode",)),
+    "megatron": ({"recompute": "full"}, ("recompute",)),
+    "nanotron": ({"recompute": "full"}, ("recompute_layer",)),
+    "accelerate": ({"zero": 2}, ("reshard",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
+def test_a_change_is_a_difference_of_its_lines_alone(path):
+    launcher, config, known = real(path)
+    fields, words = CHANGES[launcher]
+    if launcher == "accelerate" and ("fsdp_version: 2" not in path.read_text() or config.launch.zero != 3):
+        return  # what FSDP 1 and others can't be told is written anew
+    wanted = replace(config, launch=replace(config.launch, **fields))
+    text = edited_text(launcher, wanted, path.read_text(), path.name, known)
+    lines = changed_lines(path.read_text(), text)
+    assert all(any(word in line for word in words) for line in lines) and len(lines) <= 6
+    back = read_configuration(launcher, text, path.name, known).launch
+    assert all(getattr(back, name) == value for name, value in fields.items())
+    assert edited_text(launcher, config, text, path.name, known).count("\n") >= path.read_text().count("\n")  # and back
+
+
+DEGREES = {
+    "torchtitan__llama3__llama3_8b": {"tensor": 2, "sequence_parallel": True, "data": 32, "shard": 32},
+    "megatron__gpt__gpt3_7b": {"pipeline": 2, "virtual": 2, "schedule": "Interleaved1F1B"},
+}
+
+
+@pytest.mark.parametrize("beginning", DEGREES)
+def test_degrees_are_changed_in_place(beginning):
+    path = next(path for path in REAL if path.name.startswith(beginning))
+    launcher, config, known = real(path)
+    launch = replace(config.launch, **DEGREES[beginning])
+    text = edited_text(launcher, replace(config, launch=launch), path.read_text(), path.name, known)
+    back = read_configuration(launcher, text, path.name, known).launch
+    assert (back.tensor, back.pipeline, back.virtual) == (launch.tensor, launch.pipeline, launch.virtual)
+    assert len(changed_lines(path.read_text(), text)) <= 10
+
+
+def test_what_can_not_be_changed_in_place_says_so():
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n"
+    known = known_for("accelerate")
+    config = read_configuration("accelerate", text, "a.yaml", replace(known, devices=8))
+    with pytest.raises(ValueError, match="degrees of parallelism go with distributed_type FSDP and fsdp_version 2"):
+        edited_text("accelerate", replace(config, launch=replace(config.launch, zero=3)), text, "a.yaml", replace(known, devices=8))
+
+
+# -- the three ways of editing, against the parsers of the formats
+
+
+TOML = '# first\n[a]\nx = 1  # one # more\n"y" = "p # q"\nz = [\n  ["u"], # v\n  ["w"],\n]\n\n[b.c]\nd=true\n'
+YAML = "# first\na:\n  x: 1 # one\n  y: 'p # q'\n  z:\n  - u\n  - w\n\nb: {c: {d: true}}\n# last\n"
+EDITS = [{}, {"a.x": 2}, {"a.x": "it's"}, {"a.y": None}, {"a.z": [["k"]]}, {"a.new": 3}, {"b.c.d": False}, {"b.c.e": 1}, {"n": 5},
+         {"a.x": 7, "a.y": "r", "a.z": None}]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", EDITS, ids=str)
+@pytest.mark.parametrize("path, text, parse", [("f.toml", TOML, tomllib.loads), ("f.yaml", YAML, yaml.safe_load)], ids=["toml", "yaml"])
+def test_an_edited_text_means_the_changes(path, text, parse, changes):
+    if path == "f.toml" and "n" in changes:
+        return  # keys of torchtitan have sections
+    wanted = parse(text)
+    for name, value in changes.items():
+        *sections, key = name.split(".")
+        inner = wanted
+        for section in sections:
+            inner = inner[section]
+        inner.pop(key, None) if value is None else inner.update({key: value})
+    new = edited(text, path, changes)
+    assert parse(new) == wanted
+    kept = [line for line in text.splitlines() if "#" in line and not any(name.rpartition(".")[2] in line for name in changes)]
+    assert all(line in new for line in kept if "a.z" not in changes or "v" not in line)
+
+
+def test_json_is_edited_in_place():
+    text = json.dumps({"parallelism": {"a": 1, "b": 2}, "other": [1, 2]}, indent=2)
+    new = edited(text, "f.json", {"parallelism.b": 3, "parallelism.c": True})
+    assert json.loads(new) == {"parallelism": {"a": 1, "b": 3, "c": True}, "other": [1, 2]}
+    assert changed_lines(text, new) == ['-     "b": 2', '+     "b": 3,', '+     "c": true']
+
+
+SCRIPT = 'TP=2\nARGS=(\n    --num-layers 4  # four\n    --tensor-model-parallel-size $TP\n    --bf16\n)\nrun ${ARGS[@]} --seq-length=64\n'
+ARGUMENTS = [({"tensor-model-parallel-size": 4}, {"tensor-model-parallel-size": ["4"]}), ({"bf16": None}, {"bf16": None}),
+             ({"seq-length": 128}, {"seq-length": ["128"]}), ({"swiglu": True}, {"swiglu": []}), ({"num-layers": 8}, {"num-layers": ["8"]}),
+             ({"x": "a|b c"}, {"x": ["a|b", "c"]})]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, said", ARGUMENTS, ids=str)
+def test_an_edited_script_means_the_changes(changes, said):
+    new = edited(SCRIPT, "f.sh", changes)
+    wanted = {name: words for name, words in (arguments_of(SCRIPT) | said).items() if words is not None}
+    first = {name: words[:1] for name, words in arguments_of(new).items()}  # words of the last option go on to the next one
+    assert first == {name: words[:1] for name, words in wanted.items()} and len(changed_lines(SCRIPT, new)) <= 2
+
+
+def test_check_changes_only_what_the_launch_decides(tmp_path):
+    job, better = tmp_path / "job.toml", tmp_path / "better.toml"
+    text = (DATA / "more" / "torchtitan__llama3__llama3_8b.toml").read_text()
+    job.write_text(text)
+    code, _, err = run("check", str(job), "--launcher", "torchtitan", "--devices", "64", "--out", str(better))
+    assert code in (0, 1) and "all else is as in" in err
+    lines = changed_lines(text, better.read_text())
+    assert lines and not any(word in line for line in lines for word in ("optimizer", "checkpoint]", "metrics"))
+    assert Nested(tomllib.loads(better.read_text()), "a").value("job.dump_folder") == "./outputs"
+
+
+def test_a_model_without_a_flavor_can_still_be_changed():
+    """Its sizes came from elsewhere, and stay."""
+    text = '[model]\nname = "mine"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = 1\n'
+    known = Overrides(devices=8, sizes=replace(LLAMA8, layers=30))
+    config = read_configuration("torchtitan", text, "a.toml", known)
+    wanted = LaunchConfig(replace(config.launch, tensor=2, sequence_parallel=True, data=4, shard=4), config.sizes)
+    new = edited_text("torchtitan", wanted, text, "a.toml", known)
+    assert 'name = "mine"' in new and "tensor_parallel_degree = 2" in new
+    assert isinstance(config.launch, Launch)
