@@ -138,8 +138,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     if chosen.run_checks:
         _check(captured, solution)
     device_mesh = unbacked_mesh(mesh)
-    annotate(captured, solution, device_mesh)
-    info: dict[str, Any] = {"autosharding_time": seconds, "solution": solution, "status": solution.status}
+    ops_of = annotate(captured, replay(solution, captured.graph).graph, solution, device_mesh)
+    info: dict[str, Any] = {"autosharding_time": seconds, "solution": solution, "status": solution.status, "ops_of": ops_of}
+    info["nodes_of"] = {op: node for node, ops in ops_of.items() for op in ops}
     info |= {"objective": solution.objective, "cost_seconds": solution.objective_seconds}
     info |= {"bound_seconds": solution.objective_bound, "gap": solution.objective_gap}
     if not chosen.skip_forward:

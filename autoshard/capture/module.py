@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, redirect_stderr
@@ -91,6 +92,7 @@ class Captured:
     fx_graph: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
     returned: Returned | None = None
+    origins: dict[str, fx.Node] = field(default_factory=dict)  # by op name, the node of the fx graph that the op is (a part) of
     autocast: str = ""  # the device of a torch.autocast in the forward that the captured program has as one of the CPU
 
     def line_of(self, name: str) -> str:
@@ -148,7 +150,9 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     _check_returns(captured.graph, module)
     _check_writes(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
-    return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
+    new = {old.name: op.name for old, op in zip(captured.graph.ops, graph.ops)}
+    origins = {new[name]: node for name, node in captured.origins.items()}
+    return replace(captured, graph=_merge_tied(graph, tied_parameters(module)), origins=origins)
 
 
 def _static_shapes() -> AbstractContextManager:
@@ -248,16 +252,36 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
     with_dense_factors(traced)
     replaced = without_equal_strides(traced) | without_expanded_matrices(traced) | canonical(traced)
     recorder.became = pytree.tree_map(lambda leaf: replaced.get(leaf, leaf), recorder.became)
-    _inherit_modules(recorder.modules, traced.graph, replaced)
+    _inherit(recorder.origins, traced.graph, replaced)
+    modules = {new: module_path(node) for new, node in recorder.origins.items()}
     leaves = pytree.tree_leaves(next(node for node in traced.graph.nodes if node.op == "output").args[0])
     results = list(zip(result_names or [("output", str(i)) for i in range(len(leaves))], leaves, strict=True))
     recorded = {leaf for became in recorder.became.values() for leaf in pytree.tree_leaves(became) if isinstance(leaf, fx.Node)}
-    graph, values = read(traced, names, results, recorder.modules, recorded)
+    graph, values, nodes = read(traced, names, results, modules, recorded)
     mapped = {
         node: pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else None, became)
         for node, became in recorder.became.items()
     }
-    return Captured(_merge_tied(graph, tied), fx_graph, mapped)
+    for node, new in recorder.became.items():  # placeholders
+        if isinstance(new, fx.Node):
+            recorder.origins.setdefault(new, node)
+    origins = {op.name: recorder.origins[node] for op, node in zip(graph.ops, nodes, strict=True) if node in recorder.origins}
+    graph = replace(_merge_tied(graph, tied), called=_called(graph, mapped, origins))
+    return Captured(graph, fx_graph, mapped, origins=origins)
+
+
+def _called(graph: Graph, values: Mapping[fx.Node, Any], origins: Mapping[str, fx.Node]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """`Graph.called`: what the nodes of the given graph hold, and what each source line computes last in each module."""
+    called: dict[str, tuple[tuple[str, int], ...]] = {}
+    lines: dict[str, dict[str, tuple[str, int]]] = {}
+    for op in (op for op in graph.ops if op.name in origins and op.outputs[0] is not None):
+        if line := line_of(origins[op.name].meta.get("stack_trace") or "").removeprefix(" at "):
+            lines.setdefault(os.path.basename(line), {})[op.module] = (op.name, 0)
+    for node, nested in values.items():
+        held = next((value for value in pytree.tree_leaves(nested, is_leaf=_is_value) if value is not None), None)
+        if held is not None and node.op != "output":
+            called[node.name] = ((graph.ops[held[0]].name, held[1]),)
+    return {**{line: tuple(of.values()) for line, of in lines.items()}, **called}
 
 
 def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
@@ -283,7 +307,7 @@ class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
         self.became: dict[fx.Node, Any] = {}
-        self.modules: dict[fx.Node, str] = {}
+        self.origins: dict[fx.Node, fx.Node] = {}  # by node of the new graph
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple, dict]:
         """The node's arguments, with the devices of the captured graph replaced by the CPU, where our fake tensors are."""
@@ -308,11 +332,10 @@ class _Recorder(fx.Interpreter):
             return None if slot is None else slot.proxy.node
 
         self.became[n] = pytree.tree_map(traced, result)
-        path = module_path(n)
         for node in reversed(mode.tracer.graph.nodes):  # all nodes that this one was decomposed into
             if node is before:
                 break
-            self.modules[node] = path
+            self.origins[node] = n
         return result
 
 
@@ -327,13 +350,13 @@ def _is_viewable(x: torch.Tensor, shape: Sequence[int]) -> bool:
     return True
 
 
-def _inherit_modules(modules: dict[fx.Node, str], graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> None:
-    """Nodes that were added for another one are of its module."""
-    paths = {new: modules[old] for old, new in replaced.items() if old in modules}
+def _inherit(origins: dict[fx.Node, fx.Node], graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> None:
+    """Nodes that were added for another one have its origin."""
+    of = {new: origins[old] for old, new in replaced.items() if old in origins}
     for node in reversed(graph.nodes):
-        if node in paths and node not in modules:
-            modules[node] = paths[node]
-            paths |= {source: paths[node] for source in node.all_input_nodes if source.op == "call_function" and source not in modules}
+        if node in of and node not in origins:
+            origins[node] = of[node]
+            of |= {source: of[node] for source in node.all_input_nodes if source.op == "call_function" and source not in origins}
 
 
 def _exported(
@@ -390,10 +413,11 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
     output = next(node for node in traced.graph.nodes if node.op == "output")
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
     modules = {node: module_path(node) for node in traced.graph.nodes}
-    graph, values = read(traced, names, results, modules)
+    graph, values, nodes = read(traced, names, results, modules)
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for (kind, _), leaf in results if kind == "output")
-    return Captured(graph, traced, mapped, Returned(joint.out_spec, constants, templates[-1] if templates else None), moved)
+    returned = Returned(joint.out_spec, constants, templates[-1] if templates else None)
+    return Captured(graph, traced, mapped, returned, {op.name: node for op, node in zip(graph.ops, nodes, strict=True)}, moved)
 
 
 def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Returned:

@@ -27,8 +27,8 @@ def read(
     results: list[tuple[tuple[str, str], Any]],
     modules: Mapping[fx.Node, str],
     keep: Collection[fx.Node] = (),
-) -> tuple[Graph, dict[fx.Node, Value]]:
-    """The Graph of the traced nodes, placeholders first and dead code left out, and the Value of each tensor node."""
+) -> tuple[Graph, dict[fx.Node, Value], list[fx.Node]]:
+    """The Graph of the traced nodes, placeholders first and dead code left out, the Value of each tensor node, and the node of each op."""
     alive = _alive(traced, keep)
     ops: list[Op] = []
     values: dict[fx.Node, Value] = {}
@@ -50,6 +50,7 @@ def read(
             values[node] = (len(ops), 0)
             ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
     values |= {node: (len(ops) + n, 0) for n, (node, _) in enumerate(filled)}
+    sources = [node for node, (i, _) in values.items() if i < len(ops)] + [node for node, _ in filled]
     ops += [full for _, full in filled]  # after the placeholders
     values |= {node: values[first[named.name]] for node, named in constants if first[named.name] in values}
     tuples: dict[fx.Node, int] = {}
@@ -63,10 +64,11 @@ def read(
             tuples[node] = len(ops)
         else:
             values[node] = (len(ops), 0)
+        sources.append(node)
         ops.append(_with_float_statistics(_op(node, values, modules.get(node, "")), ops))
     _check_names(ops)
     graph_results = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
-    return Graph(tuple(ops), graph_results), values
+    return Graph(tuple(ops), graph_results), values, sources
 
 
 def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:

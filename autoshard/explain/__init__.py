@@ -1,4 +1,8 @@
 """Questions about a saved plan: why a layout was chosen, what another one costs, how robust the plan is, whether it is still good."""
+from autoshard.explain.op_costs import CandidateCost as CandidateCost
+from autoshard.explain.op_costs import OpCosts as OpCosts
+from autoshard.explain.op_costs import Place as Place
+from autoshard.explain.op_costs import Redistribution as Redistribution
 from autoshard.explain.programs_staleness import check_programs as check_programs
 from autoshard.explain.robustness import robustness as robustness
 from autoshard.explain.staleness import Changes as Changes

@@ -32,10 +32,11 @@ class Subject:
 def subject(formulated: Formulation, name: str) -> Subject:
     """The subject of that name; ValueError, with similar names, where there is none."""
     graph = formulated.graph
-    known = dict(graph.tied).get(name, name)
-    if known in graph.index:
-        op = graph.ops[graph.index[known]]
-        return Subject(known, op.kind if op.is_placeholder else "op", (graph.index[known],))
+    if len(of := next((names[name] for names in graph.names[:3] if name in names), ())) == 1:
+        op = graph.ops[of[0][0]]
+        return Subject(op.name, op.kind if op.is_placeholder else "op", (of[0][0],))
+    if of:  # of a source line
+        return Subject(name, "block", tuple(i for i, _ in of))
     path = name.rstrip(".")
     nodes = tuple(i for i, op in enumerate(graph.ops) if path and _is_under(op, path))
     if nodes:
@@ -57,7 +58,7 @@ def near_names(formulated: Formulation, name: str) -> list[str]:
     for op in graph.ops:
         parts = (op.name.split(".")[:-1] if op.is_placeholder else op.module.split(".")) if op.name else []
         paths |= dict.fromkeys(".".join(parts[:k]) for k in range(1, len(parts) + 1) if parts[0])
-    names = list(dict.fromkeys([*graph.parameters, *paths, *graph.index, *(second for second, _ in graph.tied)]))
+    names = list(dict.fromkeys([*graph.parameters, *paths, *graph.called, *graph.index, *(second for second, _ in graph.tied)]))
     containing = sorted((known for known in names if name and name in known), key=len)[:NEAR]
     return containing or difflib.get_close_matches(name, names, n=NEAR, cutoff=0.5)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 Value = tuple[int, int]
@@ -119,6 +119,8 @@ class Graph:
     ops: tuple[Op, ...]
     results: tuple[Result, ...]
     tied: tuple[tuple[str, str], ...] = ()  # (second name, name) of a parameter that a model holds under several names
+    # by a name that the graph which was given has for them (a node, `file.py:line`): (op name, output)
+    called: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False)
 
     def tensor(self, value: Value) -> Tensor:
         tensor = self.ops[value[0]].outputs[value[1]]
@@ -154,6 +156,19 @@ class Graph:
     def index(self) -> dict[str, int]:
         """Op index by op name; parameters, buffers and inputs are named by their qualified names."""
         return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def names(self) -> tuple[Mapping[str, tuple[Value, ...]], ...]:
+        """What names mean, those that come first first: parameters, buffers and inputs; `called`; ops; module paths, which mean the last
+        value that the module's forward computes."""
+        stored = {op.name: ((i, 0),) for i, op in enumerate(self.ops) if op.is_placeholder}
+        called = {name: tuple((self.index[op], k) for op, k in of if op in self.index) for name, of in self.called.items()}
+        paths: dict[str, tuple[Value, ...]] = {}
+        for i, op in enumerate(self.ops):
+            parts = op.module.split(".") if op.module and not op.backward and op.outputs[0] is not None else []
+            paths |= {".".join(parts[:k]): ((i, 0),) for k in range(1, len(parts) + 1)}
+        stored |= {second: stored[name] for second, name in self.tied}
+        return stored, called, {op.name: ((i, 0),) for i, op in enumerate(self.ops)}, paths
 
     @cached_property
     def parameters(self) -> dict[str, int]:

@@ -43,4 +43,4 @@ class Rewriting:
         """The graph with the source's results. ends: the new values of those that are others than what ops read."""
         ends = ends or {}
         results = tuple(r if r.value is None else replace(r, value=ends.get(r) or self.read(r.value, late)) for r in self.source.results)
-        return Graph(tuple(self.ops), results, self.source.tied)
+        return Graph(tuple(self.ops), results, self.source.tied, self.source.called)

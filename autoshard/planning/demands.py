@@ -6,8 +6,9 @@
     forbid    layouts by name or glob: the tensor has another layout. All of them hold
     layout    a placement per mesh axis; `*` stands for any:  "*,S(0)"
 
-A glob is one of fnmatch, in which `*` also matches dots; it looks at parameters, buffers and inputs, and at ops only where it matches
-none of those. Which pin governs which tensor is decided once, from all pins together. After that a pin only forbids choices, so that
+A name is that of a parameter, buffer or input; of a node of the graph that was given, or a source line of it, `model.py:42`; of an op; or
+the path of a module, which means its result: the last that its forward computes. A glob is one of fnmatch, in which `*` also matches dots;
+it looks at the first of these kinds that has a match. Which pin governs which tensor is decided once, from all pins together. After that a pin only forbids choices, so that
 taking one away never makes less possible.
 """
 
@@ -17,12 +18,13 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.formulate import Formulation
-from autoshard.graph import Graph
+from autoshard.graph import Graph, Value
 from autoshard.layout import Layout, parse, placement_text, why_illegal
 from autoshard.planning.options import Demand, Options
 from autoshard.solution import Solution
@@ -62,7 +64,7 @@ def demanded(formulated: Formulation, options: Options) -> list[Demanded]:
     pinned = {node for one in demands for node in one.allowed}
     for name, written in options.keep.items():
         nodes = _find(formulated.graph, name, "keep", exactly=True)
-        if not pinned.intersection(nodes.values()):
+        if not pinned.intersection(node for node, _ in nodes):
             row = isinstance(written, str) and ROW in written
             demands.append(_kept_row(masks, name, written, nodes) if row else _pinned(masks, "keep", name, written, nodes))
     governed = {node for one in demands for node in one.allowed}
@@ -74,40 +76,40 @@ def demanded(formulated: Formulation, options: Options) -> list[Demanded]:
 
 def broken_by(solution: Solution, graph: Graph, options: Options) -> list[Demand]:
     """The pins and forbidden layouts of the options that a plan of this graph does not obey; ValueError on an unknown name."""
-    layouts = [solution.layouts[op.name].outputs[0] if op.outputs else None for op in graph.ops]
 
-    def obeys(node: int, pattern: Pattern) -> bool:
-        return _matches(pattern, None if (written := layouts[node]) is None else parse(written))
+    def obeys(value: Value, pattern: Pattern) -> bool:
+        written = solution.layouts[graph.ops[value[0]].name].outputs[value[1]]
+        return _matches(pattern, None if written is None else parse(written))
 
     broken = []
     for name, nodes in _governed(graph, options.pins).items():
         pattern = _pattern(options.pins[name], f"pin on {name!r}")
-        if not all(obeys(node, pattern) for node in nodes.values()):
+        if not all(obeys(value, pattern) for value in nodes):
             broken.append(Demand("pin", name, pattern_text(pattern)))
     for name, several in options.forbid.items():
         for pattern in (_pattern(written, f"forbid on {name!r}") for written in several):
-            if any(obeys(node, pattern) for node in _find(graph, name, "forbid").values()):
+            if any(obeys(value, pattern) for value in _find(graph, name, "forbid")):
                 broken.append(Demand("forbid", name, pattern_text(pattern)))
     return broken
 
 
-def _pinned(masks: _Masks, kind: str, name: str, written: object, nodes: Mapping[str, int]) -> Demanded:
+def _pinned(masks: _Masks, kind: str, name: str, written: object, nodes: Mapping[Value, str]) -> Demanded:
     pattern = _pattern(written, f"{kind} on {name!r}")
-    allowed = {}
-    for tensor, node in nodes.items():
-        keep = masks.of(node, pattern)
+    allowed: dict[int, np.ndarray] = {}
+    for value, tensor in nodes.items():
+        keep = masks.of(value, pattern)
         if not keep.any():
             on = f"{kind} on {name!r}" + ("" if tensor == name else f" ({tensor})")
-            raise ValueError(f"{on}: {masks.why_not(node, pattern)}")
-        allowed[node] = keep
+            raise ValueError(f"{on}: {masks.why_not(value, pattern)}")
+        allowed[value[0]] = keep & allowed.get(value[0], True)
     return Demanded(Demand(kind, name, pattern_text(pattern)), allowed)
 
 
-def _kept_row(masks: _Masks, name: str, written: str, nodes: Mapping[str, int]) -> Demanded:
+def _kept_row(masks: _Masks, name: str, written: str, nodes: Mapping[Value, str]) -> Demanded:
     """As `_pinned`, for all output layouts of an op and, where they are written, its input layouts."""
     inputs, outputs = (tuple(map(_layout_or_none, part.split(";"))) if part.strip() else None for part in written.split(ROW, 1))
     allowed = {}
-    for node in nodes.values():
+    for node, _ in nodes:
         of = masks.formulated.candidates.of[node]
         keep = np.array([(inputs is None or tuple(c.inputs) == inputs) and (outputs is None or tuple(c.outputs) == outputs) for c in of])
         if not keep.any():
@@ -125,40 +127,39 @@ def _layout_or_none(written: str) -> Layout | None:
 def _forbidden(masks: _Masks, name: str, written: object) -> Demanded:
     nodes = _find(masks.formulated.graph, name, "forbid")
     pattern = _pattern(written, f"forbid on {name!r}")
-    allowed = {node: ~masks.of(node, pattern) for node in nodes.values()}
+    allowed: dict[int, np.ndarray] = {}
+    for value in nodes:
+        allowed[value[0]] = ~masks.of(value, pattern) & allowed.get(value[0], True)
     if all(keep.all() for keep in allowed.values()):
-        node = next(iter(nodes.values()))
-        raise ValueError(f"forbid on {name!r}: nothing is forbidden by it, {masks.why_not(node, pattern)}")
+        raise ValueError(f"forbid on {name!r}: nothing is forbidden by it, {masks.why_not(next(iter(nodes)), pattern)}")
     return Demanded(Demand("forbid", name, pattern_text(pattern)), allowed)
 
 
-def _governed(graph: Graph, pins: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """By pin the tensors that it governs, as {name: node}: an exact name before any glob, a later glob before an earlier one."""
+def _governed(graph: Graph, pins: Mapping[str, str]) -> dict[str, dict[Value, str]]:
+    """By pin the values that it governs, each with its name: an exact name before any glob, a later glob before an earlier one."""
     matches = {name: _find(graph, name, "pin") for name in pins}
-    exact = {node for name, nodes in matches.items() for tensor, node in nodes.items() if tensor == name}
-    last = {node: name for name, nodes in matches.items() for node in nodes.values()}
+    exact = {value for name, of in matches.items() for value, tensor in of.items() if tensor == name}
+    last = {value: name for name, of in matches.items() for value in of}
     return {
-        name: {tensor: node for tensor, node in nodes.items() if (tensor == name if node in exact else last[node] == name)}
-        for name, nodes in matches.items()
+        name: {value: tensor for value, tensor in of.items() if (tensor == name if value in exact else last[value] == name)}
+        for name, of in matches.items()
     }
 
 
-def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[str, int]:
-    """The nodes that a name or a glob matches, each by one of its names; ValueError where it matches none."""
-    tied = dict(graph.tied)
-    if (known := tied.get(name, name)) in graph.index:
-        return {name: graph.index[known]}
-    stored = [op.name for op in graph.ops if op.is_placeholder] + list(tied)
-    if not exactly and any(sign in name for sign in "*?["):
-        for names in (stored, list(graph.index)):
-            nodes: dict[int, str] = {}
-            for n in names:
-                if fnmatchcase(n, name):
-                    nodes.setdefault(graph.index[tied.get(n, n)], n)
-            if nodes:
-                return {n: node for node, n in nodes.items()}
-        raise ValueError(f"{kind} on {name!r}: no tensor of the model matches" + near_names(name, stored))
-    raise ValueError(f"{kind} on {name!r}: the model has no such tensor" + near_names(name, [*graph.index, *tied]))
+def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[Value, str]:
+    """The values that a name or a glob means, each with one of its names; ValueError where there are none."""
+    is_glob = not exactly and any(sign in name for sign in "*?[")
+    for names in graph.names:
+        if name in names:
+            return dict.fromkeys(names[name], name)
+        if is_glob and (of := [n for n in names if fnmatchcase(n, name)]):
+            matched: dict[Value, str] = {}
+            for n in of:
+                matched |= {value: n for value in names[n] if value not in matched}
+            return matched
+    if is_glob:
+        raise ValueError(f"{kind} on {name!r}: no tensor of the model matches" + near_names(name, graph.names[0]))
+    raise ValueError(f"{kind} on {name!r}: the model has no such tensor" + near_names(name, dict.fromkeys(chain(*graph.names))))
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
@@ -193,26 +194,26 @@ class _Masks:
 
     def __init__(self, formulated: Formulation):
         self.formulated = formulated
-        self.masks: dict[tuple[int, Pattern], np.ndarray] = {}
+        self.masks: dict[tuple[int, int, Pattern], np.ndarray] = {}
 
-    def of(self, node: int, pattern: Pattern) -> np.ndarray:
-        candidates = self.formulated.candidates.of[node]
-        key = (id(candidates), pattern)
+    def of(self, value: Value, pattern: Pattern) -> np.ndarray:
+        candidates, k = self.formulated.candidates.of[value[0]], value[1]
+        key = (id(candidates), k, pattern)
         if key not in self.masks:
-            self.masks[key] = np.array([_matches(pattern, c.outputs[0]) for c in candidates], dtype=bool)
+            self.masks[key] = np.array([_matches(pattern, c.outputs[k]) for c in candidates], dtype=bool)
         return self.masks[key]
 
-    def why_not(self, node: int, pattern: Pattern) -> str:
-        """Why no choice of the node has such a layout."""
-        graph, mesh = self.formulated.graph, self.formulated.mesh
-        tensor = graph.ops[node].outputs[0]
+    def why_not(self, value: Value, pattern: Pattern) -> str:
+        """Why the value has such a layout in no choice of its op."""
+        graph, mesh, (node, k) = self.formulated.graph, self.formulated.mesh, value
+        tensor = graph.ops[node].outputs[k]
         placements = tuple(p for p in pattern if p is not None)
         if len(pattern) != len(mesh.axes):
             shape = "x".join(map(str, mesh.shape))
             return f"layout {pattern_text(pattern)} has {len(pattern)} placements, the mesh {shape} has {len(mesh.axes)} axes"
         if tensor is not None and len(placements) == len(pattern) and (reason := why_illegal(tensor.shape, placements, mesh)):
             return reason
-        outputs = (c.outputs[0] for c in self.formulated.candidates.of[node])
+        outputs = (c.outputs[k] for c in self.formulated.candidates.of[node])
         listed = ", ".join(dict.fromkeys(pattern_text(layout) for layout in outputs if layout is not None))
         return f"layout {pattern_text(pattern)} is no output layout of {graph.ops[node].target}; possible are {listed}"
 
