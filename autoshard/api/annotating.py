@@ -66,6 +66,7 @@ class NodeSharding:
 
     name: str
     ops: tuple[str, ...]  # of the plan
+    values: Any  # nested as what it computes: (op, number of its output), None where that is no tensor
     output: Any  # the spec, or a tuple
     operands: tuple[Operand, ...]
     _numbers: tuple[int, ...] = field(repr=False)
@@ -121,7 +122,7 @@ class _Annotating:
             places = tuple(self._places(node, returned.values()))
             operands, ops = tuple(self._operands(node, returned)), tuple(self.graph.ops[i].name for i in self.ops_of[node])
             node.meta["autoshard_node"] = NodeSharding(
-                node.name, ops, node.meta.get("autoshard"), operands, tuple(self.ops_of[node]), places, self.costs
+                node.name, ops, pytree.tree_map(self._named, values, is_leaf=is_value), node.meta.get("autoshard"), operands, tuple(self.ops_of[node]), places, self.costs
             )
         return {node.name: tuple(self.graph.ops[i].name for i in of) for node, of in self.ops_of.items()}
 
@@ -169,6 +170,9 @@ class _Annotating:
         layouts = [row.outputs[0] for row in rows if row.inputs[0] == tuple(before.placements)]
         layout = layouts[0] if layouts and layouts[0] else replicated(len(mesh.axes))
         node.meta["autoshard"] = spec_of(tuple(x.shape), x.dtype, layout, self.device_mesh)
+
+    def _named(self, value: Value | None) -> tuple[str, int] | None:
+        return None if value is None else (self.captured.graph.ops[value[0]].name, value[1])
 
     # -- operands and edges
 
