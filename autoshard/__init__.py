@@ -15,6 +15,7 @@ _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
     "Infeasible": "api", "NoAnswer": "api",
     "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
+    "certificate_of": "api", "problem_of": "api", "write_problem": "api",
     "backend": "api", "check": "api", "dry_run": "api", "explain": "api",
     "kept_layouts": "api", "mesh_shapes": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "load_checkpoint": "api", "save_checkpoint": "api",

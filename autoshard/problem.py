@@ -321,6 +321,34 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
     return Problem(names, tuple(node_costs), tuple(edges), tuple(items), None if limit is None else float(limit))
 
 
+def contest_record(problem: Problem) -> dict:
+    """The problem in the contest's format, the inverse of `read_contest` up to names: an answer's first choices are those of our nodes.
+
+    There a node has the bytes of one interval. Further usages of a node, and those of pairs of choices, become nodes of their own, which
+    edges of 0 and forbidden tie to the nodes whose bytes they are.
+    """
+    problem = anchored(problem)
+    costs, edges = [c.tolist() for c in problem.node_costs], [([e.a, e.b], e.table.ravel().tolist()) for e in problem.edges]
+    held: dict[int, Usage] = {}
+    for usage in problem.usages:
+        v = usage.ends[0]
+        if len(usage.ends) == 1 and v not in held:
+            held[v] = usage
+            continue
+        new = len(costs)
+        costs.append([0.0] * usage.bytes.size)
+        held[new] = usage
+        for end, index in zip(usage.ends, np.indices(usage.bytes.shape)):  # the new node's choice is the pair of the ends' choices
+            same = index.ravel()[None, :] == np.arange(len(problem.node_costs[end]))[:, None]
+            edges.append(([end, new], np.where(same, 0.0, math.inf).ravel().tolist()))
+    spans = [[held[v].start, held[v].end] if v in held else [0, 0] for v in range(len(costs))]
+    usages = [held[v].bytes.ravel().tolist() if v in held else [0.0] * len(c) for v, c in enumerate(costs)]
+    nodes = {"intervals": spans, "costs": [[min(x, CONTEST_FORBIDDEN) for x in c] for c in costs], "usages": usages}
+    joined = {"nodes": [ends for ends, _ in edges], "costs": [[min(x, CONTEST_FORBIDDEN) for x in t] for _, t in edges]}
+    limit = {} if problem.usage_limit is None else {"usage_limit": problem.usage_limit}
+    return {"problem": {"name": "autoshard", "nodes": nodes, "edges": joined, **limit}}
+
+
 def write_choice(path: str | os.PathLike[str], answer: Any) -> None:
     """Write the choice, cost, bound and status as JSON: all of it or nothing (a temporary file, which is then renamed)."""
     record = {

@@ -56,6 +56,7 @@ PIECE = 2**14  # packed bytes
 FORMATS = {
     # 10 kB per layer of GPT-2
     "plan": Format("a plan", "a plan's file, as `autoshard plan --out` writes it", 256 * MB, "plan.2"),
+    "certificate": Format("the numbers of a certificate", "what `autoshard certify --out` wrote", 1024 * MB),
     # the largest instance of the contest that we know is 70 MB
     "problem": Format(
         "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"

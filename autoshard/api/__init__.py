@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from autoshard.api.simulating import simulate_grid as simulate_grid
     from autoshard.api.with_tables import plan_with_tables as plan_with_tables
     from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
+    from autoshard.explain.certified import certificate_of as certificate_of
+    from autoshard.explain.certified import problem_of as problem_of
+    from autoshard.explain.certified import write_problem as write_problem
     from autoshard.explain.robustness import robustness as robustness
     from autoshard.explain.why import explain as explain
     from autoshard.exports import NotHeld as NotHeld
@@ -69,6 +72,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "api.simulating": "Parallel Simulation simulate simulate_grid",
     "api.with_tables": "plan_with_tables",
     "calibrate.measure": "measure_this_cluster",
+    "explain.certified": "certificate_of problem_of write_problem",
     "explain.robustness": "robustness",
     "explain.why": "explain",
     "exports": "NotHeld as_plain export",

@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401 (each module adds its verbs to the app)
     calibrate_verb,
+    certify_verb,
     check_verb,
     degrees_verb,
     doctor_verb,

@@ -102,6 +102,7 @@ def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None, default: 
 
 
 TEXTS = each(TEXT)
+CERTIFIED = file("what `autoshard certify --out` or `autoshard plan --out` wrote")
 CONTEST, SCHEME = file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
 MEASURED = each(file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
 SECONDS = number(above=True, finite=False)
@@ -265,6 +266,13 @@ OWN: dict[str, dict[str, Typed]] = {
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
         "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE, default=0.0),
         "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS, default=60.0),
+        "mesh": OLD_MESH, **ANSWER,
+    },
+    "certify": {
+        "numbers": arg("The numbers that prove a plan, as --out writes them; or, with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|SOLUTION"),
+        "model": THE_MODEL, **shared("settings", "trust"),
+        "out": opt("Write the numbers here, as JSON: all that the check needs.", OUT),
+        "problem": opt("Write the plan's problem here, for another solver: .mps, .lp, or .json as `autoshard solve` reads it.", OUT),
         "mesh": OLD_MESH, **ANSWER,
     },
     "check": {

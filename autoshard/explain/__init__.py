@@ -1,4 +1,7 @@
 """Questions about a saved plan: why a layout was chosen, what another one costs, how robust the plan is, whether it is still good."""
+from autoshard.explain.certified import certificate_of as certificate_of
+from autoshard.explain.certified import problem_of as problem_of
+from autoshard.explain.certified import write_problem as write_problem
 from autoshard.explain.op_costs import CandidateCost as CandidateCost
 from autoshard.explain.op_costs import OpCosts as OpCosts
 from autoshard.explain.op_costs import Place as Place

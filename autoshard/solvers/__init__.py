@@ -1,5 +1,8 @@
 """Solvers: they choose one choice per node of a Problem, with a proof. They know numbers only, no tensors and no meshes."""
 
+from autoshard.solvers.certificate import Certificate as Certificate
+from autoshard.solvers.certificate import certificate as certificate
+from autoshard.solvers.certificate import to_record as to_record
 from autoshard.solvers.compiling import compiled as compiled
 from autoshard.solvers.dual_ascent import Messages as Messages
 from autoshard.solvers.incumbent import Incumbent as Incumbent
@@ -22,6 +25,7 @@ from .elimination import DP as DP
 from .exchange_parts import parts_that_differ as parts_that_differ
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
+from .ilp import write_program as write_program
 from .memory_hull import Hull as Hull
 from .memory_hull import HullPoint as HullPoint
 from .memory_hull import hull as hull

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from ..problem import Problem
+from ..problem import Problem, anchored
 from .answer import TOLERANCE, lowered
 from .incumbent import Incumbent, Solver
 from .linear_program import LinearProgram
 from .linprog import SparseRows, model_of, quiet_highs
 
+NANOSECONDS = 1e9  # of a second
 OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tolerances are absolute
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
 ROUNDING = TOLERANCE / 2  # relative; by this much a bound that HiGHS reports is rounded down
@@ -90,6 +91,25 @@ def branch(program: LinearProgram, incumbent: Incumbent, memory: list[int], most
         memory = memory + more
 
 
+def write_program(problem: Problem, path: str) -> None:
+    """The integer program with every memory row, `.mps` or `.lp`: a column x_V_I for choice I of node V, e_K_I_J for pairs of edge K. Costs
+    are in nanoseconds, so that they are far above the tolerances of solvers."""
+    problem = anchored(problem)
+    program = LinearProgram(problem)
+    if program.empty:
+        raise ValueError("no choice of some node or edge is allowed, so there is no program to write")
+    program.cost, program.constant = program.cost * NANOSECONDS, program.constant * NANOSECONDS
+    lp = program_of(program, list(range(len(program.rows.times))), 1.0, integer=True)
+    lp.offset_ = program.constant
+    nodes = [f"x_{v}_{i}" for v, c in enumerate(problem.node_costs) for i in np.flatnonzero(np.isfinite(c))]
+    pairs = [f"e_{k}_{i}_{j}" for k, e in enumerate(problem.edges) for i, j in zip(*np.nonzero(np.isfinite(e.table)))]
+    lp.col_names_ = [*nodes, *pairs]
+    highs = quiet_highs()
+    highs.passModel(lp)
+    if highs.writeModel(path) == highspy.HighsStatus.kError:
+        raise ValueError(f"HiGHS can't write {path}; is its folder there, and does it end in .mps or .lp?")
+
+
 class Model:
     """A LinearProgram in HiGHS, its costs scaled."""
 
@@ -100,26 +120,11 @@ class Model:
             dual_feasibility_tolerance=FEASIBILITY, mip_feasibility_tolerance=FEASIBILITY,
         )  # fmt: skip
         self.highs.HandleUserInterrupt = True
-        self.highs.passModel(self._lp(program, memory, integer))
+        self.highs.passModel(program_of(program, memory, self.scale, integer=integer))
         if integer and incumbent.choice is not None:
             start = highspy.HighsSolution()
             start.col_value = program.columns_of(incumbent.choice)
             self.highs.setSolution(start)
-
-    def _lp(self, program: LinearProgram, memory: list[int], integer: bool) -> highspy.HighsLp:
-        rows = [program.memory_row(row) for row in memory]
-        ends = np.cumsum([0, *(len(columns) for columns, _ in rows)])
-        columns, amounts = (np.concatenate(one) for one in zip((ends[:0], np.zeros(0)), *rows))
-        matrix = program.matrix.below(SparseRows(ends, columns, amounts))
-        low = np.concatenate([program.rhs, np.full(len(rows), -highspy.kHighsInf)])
-        high = np.concatenate([program.rhs, np.full(len(rows), program.scaled_limit)])
-        # at most 1 is implied by the rows; without it the presolve of HiGHS 1.15.1 never ends on some programs of twenty columns
-        bounds = np.zeros(program.num_columns), np.ones(program.num_columns)
-        lp = model_of(program.cost * self.scale, matrix, low, high, *bounds)
-        if integer:
-            kinds = [highspy.HighsVarType.kInteger] * program.num_x
-            lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (program.num_columns - program.num_x)
-        return lp
 
     def run(self, incumbent: Incumbent) -> highspy.HighsModelStatus | None:
         """Solve in the time left; None where HiGHS did not return in time (it was cancelled and will stop some time later)."""
@@ -145,6 +150,23 @@ class Model:
             self.highs.run()
         finally:
             done.set()
+
+
+def program_of(program: LinearProgram, memory: list[int], scale: float, *, integer: bool) -> highspy.HighsLp:
+    """The program with these memory rows, its costs times `scale`."""
+    rows = [program.memory_row(row) for row in memory]
+    ends = np.cumsum([0, *(len(columns) for columns, _ in rows)])
+    columns, amounts = (np.concatenate(one) for one in zip((ends[:0], np.zeros(0)), *rows))
+    matrix = program.matrix.below(SparseRows(ends, columns, amounts))
+    low = np.concatenate([program.rhs, np.full(len(rows), -highspy.kHighsInf)])
+    high = np.concatenate([program.rhs, np.full(len(rows), program.scaled_limit)])
+    # at most 1 is implied by the rows; without it the presolve of HiGHS 1.15.1 never ends on some programs of twenty columns
+    bounds = np.zeros(program.num_columns), np.ones(program.num_columns)
+    lp = model_of(program.cost * scale, matrix, low, high, *bounds)
+    if integer:
+        kinds = [highspy.HighsVarType.kInteger] * program.num_x
+        lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (program.num_columns - program.num_x)
+    return lp
 
 
 def _magnitude(program: LinearProgram, incumbent: Incumbent) -> float:

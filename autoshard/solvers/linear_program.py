@@ -49,6 +49,7 @@ class LinearProgram:
         self.matrix = nodes.below(edges)
         self.rhs = np.concatenate([np.ones(len(nodes.start) - 1), np.zeros(len(edges.start) - 1)])
         self.priced = -math.inf, self.cost  # the last bound, and the reduced costs of the columns
+        self.best: tuple[float, np.ndarray, dict[int, float]] | None = None  # the highest, its prices of edges' rows, and of memory rows
         self.rows = binding_rows(problem)
         self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
 
@@ -98,7 +99,21 @@ class LinearProgram:
             columns, amounts = self.memory_row(row)
             reduced[columns] -= price * amounts
         self.priced = math.fsum([self.constant, *np.minimum.reduceat(reduced, self._starts), *(y * self.scaled_limit)]), reduced
+        if self.best is None or self.priced[0] > self.best[0]:
+            self.best = self.priced[0], of_edges[len(self.first_x) - 1 :], {row: -float(price) for row, price in zip(memory, y) if price < 0}
         return self.priced[0]
+
+    def prices_by_time(self) -> dict[int, float]:
+        """Of the best bound: seconds per byte."""
+        assert self.best is not None
+        return {int(self.rows.times[row]): price / max(self.limit, 1.0) for row, price in self.best[2].items()}
+
+    def shifts(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of the best bound: per edge, what its rows take from the costs of its two ends (certificate.py)."""
+        assert self.best is not None
+        ends = np.cumsum([0, *(size for e in self.problem.edges for size in e.table.shape)])
+        rows = [-self.best[1][a:b] for a, b in zip(ends[:-1], ends[1:])]
+        return list(zip(rows[::2], rows[1::2]))
 
     def affordable(self, most: float) -> list[np.ndarray]:
         """Per node, the choices that an answer of cost `most` can use according to the prices of the last bound."""
