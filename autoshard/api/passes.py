@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autoshard.api.annotating import annotate
+from autoshard.api.cached_plans import CachedPlans
 from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
 from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
 from autoshard.exports import sharding_map, unbacked_mesh
@@ -60,7 +61,8 @@ class PassOptions(Options):
     mip_rel_gap: float = 0.0  # percent
     run_checks: bool = False  # verify the plan on simulated ranks
     preload_solution: bool = False  # read ilp_solution_file instead of solving
-    ilp_solution_file: str | None = "ilp_solution.pkl"  # written after solving; None writes nothing
+    ilp_solution_file: str | None = "ilp_solution.pkl"  # read by preload_solution; written after solving where the caller names it
+    cache: str | None = None  # a file, or a URL: plans are read from it and kept in it
     skip_forward: bool = False  # leave out the sharding map
     example_inputs: Any = None  # for graphs whose placeholders carry no shapes
     device: str | Device = "h100"
@@ -129,9 +131,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         seconds = 0.0
     else:
         began = time.monotonic()
-        solution = _solve(captured, clock, chosen)
+        solution, cached = _solve(captured, clock, chosen)
         seconds = time.monotonic() - began
-        if chosen.ilp_solution_file:
+        if chosen.ilp_solution_file and "ilp_solution_file" in options:
             solution.save(chosen.ilp_solution_file)
         figures = solution.objective_seconds, solution.objective, solution.objective_gap
         log.info("autosharding took %.1f s: %s, %.6g s per step (%s), gap %.2g", seconds, solution.status, *figures)
@@ -143,6 +145,8 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     info["nodes_of"] = {op: node for node, ops in ops_of.items() for op in ops}
     info |= {"objective": solution.objective, "cost_seconds": solution.objective_seconds}
     info |= {"bound_seconds": solution.objective_bound, "gap": solution.objective_gap}
+    if chosen.cache is not None and not chosen.preload_solution:
+        info["cache"] = cached
     if not chosen.skip_forward:
         info["tensor_sharding_map"] = sharding_map(solution, device_mesh)
     return captured.fx_graph, info
@@ -162,13 +166,25 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 
-def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solution:
+def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> tuple[Solution, str | None]:
+    """The plan, and whether it is the cache's own ("hit"), started from near ones ("warm") or from nothing ("cold"); None without a cache."""
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}
     context = with_number_of_microbatches(Question(ModelGraphs(captured.graph), chosen.mesh(), chosen.planning(), clock, noted))
-    if chosen.algo == "alpa":
-        return plan_graph(context)
-    return baseline_only(context, chosen.algo)
+    if chosen.cache is None:
+        return _planned(context, chosen.algo), None
+    plans = CachedPlans(chosen.cache, context, noted)
+    if (solution := plans.exact()) is not None:
+        return solution, "hit"
+    if known := plans.near():  # they take the place of the usual plans, as starts
+        context = replace(context.with_options(baselines=False), known=known)
+    solution = _planned(context, chosen.algo)
+    plans.keep(solution)
+    return solution, "warm" if known else "cold"
+
+
+def _planned(question: Question, algo: str) -> Solution:
+    return plan_graph(question) if algo == "alpa" else baseline_only(question, algo)
 
 
 def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh, given: Collection[str]) -> Solution:

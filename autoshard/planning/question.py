@@ -52,6 +52,7 @@ class Question:
     assumptions: Mapping = field(default_factory=dict)  # further facts that the plan notes
     recomputable: Graph | None = None  # the graph without recomputation, where a refusal may advise to recompute every block
     explains: bool = True  # a refusal names the demands that conflict
+    known: tuple[Solution, ...] = ()  # plans of near questions, from which the search starts
     on_plan: Callable[[Solution], None] | None = None  # called with the plan before the advice beside it is worked out
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from autoshard.planning.refusal import reworded
 from autoshard.planning.selecting import answered_per_tensor
 from autoshard.planning.solving import solve_or_refuse
 from autoshard.planning.variants import Answered, Kind, Tried
+from autoshard.planning.warm_starts import start_from
 
 KINDS: tuple[Kind, ...] = (orders, chunks, recomputations)  # the variants of a kind are tried under each of those before it
 
@@ -88,6 +89,7 @@ def best_choice(question: Question, *, share: float = 1.0) -> Answered:
     clock, instance = question.clock, instance_of(question)
     with clock.phase("solve", "solving the baselines", 0.4):
         rows, starts = solve_baselines(question, instance) if question.options.baselines else ({}, [])
+        starts += [start for plan in question.known if (start := start_from(instance.formulated, plan)) is not None]
     with clock.phase("solve", "solving", 0.55):
         answer = solve_or_refuse(question, instance, starts, share=share)
     return Answered(question, instance, answer, rows, starts)

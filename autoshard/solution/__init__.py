@@ -1,5 +1,7 @@
 """A plan as a value: layouts by name, certificate and fingerprint; and its file formats."""
 
+from autoshard.solution.cache import CacheEntry as CacheEntry
+from autoshard.solution.cache import open_cache as open_cache
 from autoshard.solution.compare import changes as changes
 from autoshard.solution.compare import differences as differences
 from autoshard.solution.compare import misfits as misfits
@@ -29,8 +31,10 @@ from .interval import parts as parts
 from .interval import price_errors as price_errors
 from .load import AnyPlan as AnyPlan
 from .load import load as load
+from .load import from_text as from_text
 from .load import load_one as load_one
 from .load import save_over as save_over
+from .load import to_text as to_text
 from .programs import ProgramsSolution as ProgramsSolution
 from .record import ROUNDING as ROUNDING
 from .record import Placed as Placed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import replace
 
 from autoshard.mesh import Mesh
-from autoshard.reading import checked, refuse_other
+from autoshard.reading import checked, parsed, refuse_other
 from autoshard.solution.files import read
 from autoshard.solution.pickles import Inert
 from autoshard.solution.plan import Plan
@@ -40,6 +41,19 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> AnyPlan:
     if not isinstance(plan, ProgramsSolution):
         raise ValueError(f"{file} is no plan of several programs, so there is no {program!r} in it; leave out #{program}")
     return plan[program]
+
+
+def to_text(plan: AnyPlan) -> str:
+    """The content of a plan's file."""
+    return json.dumps(packed(plan.to_dict()), ensure_ascii=False, allow_nan=False)
+
+
+def from_text(text: str, name: str) -> Solution:
+    """The plan of one program in such a content; ValueError, which calls it `name`, where it isn't sound."""
+    plan = _plan_of(parsed(text, name, "plan"), name)
+    if not isinstance(plan, Solution):
+        raise ValueError(f"{name} is no plan of one program")
+    return plan
 
 
 def load_one(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:

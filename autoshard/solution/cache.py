@@ -1,0 +1,164 @@
+"""A cache of plans: by key exactly, by family those that are near. A SQLite file for one machine, or any fsspec location for a team.
+
+    key       a hash of all that the plan depends on: graph, mesh, prices, options, version
+    family    a hash of what near plans share: the operators, the mesh's shape; other sizes, prices or numbers of layers are near
+
+Entries are plans as JSON, and nobody's word: who reads one judges it (api.cached_plans). The file is safe under many processes and killed ones:
+an entry is there completely or not at all. What was used longest ago goes first where the entries exceed `most_bytes`; a location has no
+such order, and is pruned by `autoshard cache prune`.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+MOST_BYTES = 1e9  # of all entries of a file
+WAIT = 60.0  # seconds for another process to finish writing
+LOOKED_AT = 20  # entries of a family
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    key: str
+    family: str
+    facts: Mapping[str, Any]  # for people, and to choose among near ones
+    text: str = ""  # the plan's file
+
+
+def open_cache(location: str, most_bytes: float = MOST_BYTES) -> SQLiteCache | FsspecCache:
+    """The cache at a path, or at a URL (`memory://plans`, `s3://bucket/plans`), which needs fsspec."""
+    return FsspecCache(location) if "://" in location else SQLiteCache(location, most_bytes)
+
+
+class SQLiteCache:
+    """One file."""
+
+    def __init__(self, path: str, most_bytes: float = MOST_BYTES):
+        self.path, self.most_bytes = path, most_bytes
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        try:
+            connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+        except sqlite3.OperationalError as error:
+            raise ValueError(f"cache {self.path}: {error}; give the name of a file, new or old, in a folder that exists") from None
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(
+                "CREATE TABLE IF NOT EXISTS plans (key TEXT PRIMARY KEY, family TEXT, facts TEXT, plan BLOB, bytes INTEGER, used INTEGER)"
+            )
+            connection.execute("CREATE INDEX IF NOT EXISTS families ON plans (family, used)")
+            connection.execute("CREATE INDEX IF NOT EXISTS uses ON plans (used, bytes)")
+            yield connection
+        except (sqlite3.DatabaseError, zlib.error) as error:
+            raise ValueError(f"cache {self.path}: {error}; it is no cache of plans, or damaged: remove it, or give another") from None
+        finally:
+            connection.close()
+
+    def get(self, key: str) -> CacheEntry | None:
+        with self._connected() as connection:
+            row = connection.execute("SELECT key, family, facts, plan FROM plans WHERE key = ?", (key,)).fetchone()
+            if row is not None:
+                connection.execute("UPDATE plans SET used = (SELECT max(used) FROM plans) + 1 WHERE key = ?", (key,))
+        return None if row is None else _entry(row)
+
+    def put(self, entry: CacheEntry) -> None:
+        blob = zlib.compress(entry.text.encode())
+        with self._connected() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(
+                "INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?, ?, (SELECT coalesce(max(used), 0) + 1 FROM plans))",
+                (entry.key, entry.family, json.dumps(dict(entry.facts)), blob, len(blob)),
+            )
+            self._shrink(connection, self.most_bytes)
+            connection.execute("COMMIT")
+
+    def near(self, family: str) -> list[CacheEntry]:
+        """Of this family, the ones used last first."""
+        with self._connected() as connection:
+            query = "SELECT key, family, facts, plan FROM plans WHERE family = ? ORDER BY used DESC LIMIT ?"
+            return [_entry(row) for row in connection.execute(query, (family, LOOKED_AT))]
+
+    def entries(self) -> list[CacheEntry]:
+        """All, without their plans, the ones used last first."""
+        with self._connected() as connection:
+            return [_entry((*row, None)) for row in connection.execute("SELECT key, family, facts FROM plans ORDER BY used DESC")]
+
+    def prune(self, most_bytes: float) -> int:
+        """Removes what was used longest ago, until the rest has at most so many bytes; returns how many entries went."""
+        with self._connected() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            gone = self._shrink(connection, most_bytes)
+            connection.execute("COMMIT")
+        return gone
+
+    def _shrink(self, connection: sqlite3.Connection, most_bytes: float) -> int:
+        (total,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM plans").fetchone()
+        gone = []
+        for used, size in connection.execute("SELECT used, bytes FROM plans ORDER BY used") if total > most_bytes else ():
+            if total <= most_bytes:
+                break
+            total -= size
+            gone.append((used,))
+        connection.executemany("DELETE FROM plans WHERE used = ?", gone)
+        return len(gone)
+
+
+class FsspecCache:
+    """A folder per family, a file per plan."""
+
+    def __init__(self, url: str):
+        try:
+            import fsspec  # here: only locations need it
+        except ModuleNotFoundError:
+            raise ValueError(f"cache {url} is a URL, which needs fsspec: pip install fsspec; or give the path of a file") from None
+        try:
+            self.files, self.root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"cache {url}: {error}") from None
+
+    def get(self, key: str) -> CacheEntry | None:
+        return next((_of_file(self.files.cat_file(path)) for path in self.files.glob(f"{self.root}/*/{key}.json")), None)
+
+    def put(self, entry: CacheEntry) -> None:
+        path, content = f"{self.root}/{entry.family}/{entry.key}.json", json.dumps(vars(entry)).encode()
+        self.files.makedirs(f"{self.root}/{entry.family}", exist_ok=True)
+        if "file" not in self.files.protocol:
+            self.files.pipe_file(path, content)  # object stores show it completely or not at all
+            return
+        partial = f"{path}.{id(content)}-{hash(content)}.partial"
+        self.files.pipe_file(partial, content)
+        self.files.mv(partial, path)
+
+    def near(self, family: str) -> list[CacheEntry]:
+        return [_of_file(self.files.cat_file(path)) for path in sorted(self.files.glob(f"{self.root}/{family}/*.json"))[:LOOKED_AT]]
+
+    def entries(self) -> list[CacheEntry]:
+        return [_of_file(self.files.cat_file(path)) for path in sorted(self.files.glob(f"{self.root}/*/*.json"))]
+
+    def prune(self, most_bytes: float) -> int:
+        """Removes files in the order of their names, until the rest has at most so many bytes; returns how many went."""
+        paths = sorted(self.files.glob(f"{self.root}/*/*.json"))
+        sizes = [self.files.size(path) for path in paths]
+        gone = next(k for k in range(len(paths) + 1) if sum(sizes[k:]) <= most_bytes)
+        for path in paths[:gone]:
+            self.files.rm_file(path)
+        return gone
+
+
+def _entry(row: tuple) -> CacheEntry:
+    key, family, facts, plan = row
+    return CacheEntry(key, family, json.loads(facts), "" if plan is None else zlib.decompress(plan).decode())
+
+
+def _of_file(content: bytes) -> CacheEntry:
+    try:
+        return CacheEntry(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"an entry of the cache is no plan ({error}); remove it by `autoshard cache prune`") from None
