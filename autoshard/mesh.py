@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -83,6 +83,7 @@ class Mesh:
     axes: tuple[Axis, ...]
     device: Device = field(default_factory=lambda: DEVICES["h100"])
     expert_imbalance: float = 1.0  # tokens of the busiest rank's experts as a multiple of its share, where experts are sharded
+    cost_model: Any = None  # a cost.CostModel in place of this package's formulas; files note its name and fingerprint
 
     def __post_init__(self) -> None:
         check_size(self.shape)
@@ -110,7 +111,10 @@ class Mesh:
     def to_dict(self) -> dict:
         """Plain data for `from_dict`; axes without curves, devices without an error, TF32, kernels or a host link, and balanced experts
         don't mention them."""
-        data = asdict(self)
+        data = asdict(replace(self, cost_model=None))
+        del data["cost_model"]
+        if self.cost_model is not None:
+            data["cost_model"] = {"name": self.cost_model.name, "fingerprint": self.cost_model.fingerprint}
         if self.expert_imbalance == 1:
             del data["expert_imbalance"]
         for key in ("error", "flops_tf32", "tf32", "kernels", "host_bandwidth"):
@@ -123,7 +127,8 @@ class Mesh:
     def from_dict(data: dict) -> Mesh:
         """The inverse of `to_dict`; ValueError when a key is missing or unknown."""
         try:
-            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), _device(**data["device"]), data.get("expert_imbalance", 1.0))
+            own = AbsentCostModel(**data["cost_model"]) if "cost_model" in data else None
+            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), _device(**data["device"]), data.get("expert_imbalance", 1.0), own)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a mesh: {error}; expected axes (name, size, bandwidth, latency, shared_by) and device") from None
 
@@ -174,6 +179,19 @@ class Mesh:
                 bandwidth = min(float(intra_node_bandwidth) * stride, float(inter_node_bandwidth))
                 axes.append(Axis(names[k], size, bandwidth, inter_node_latency, stride, backend))
         return Mesh(tuple(axes), device)
+
+
+@dataclass(frozen=True)
+class AbsentCostModel:
+    """The cost model of a plan that was read from a file, which has its name only."""
+
+    name: str
+    fingerprint: str
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in ("compute", "collective", "transfer", "memory"):
+            raise AttributeError(method)
+        raise ValueError(f"the plan's seconds are those of the cost model {self.name!r}, which a file can't hold; plan again with it")
 
 
 def _device_of(device: str | Device, tf32: bool) -> Device:

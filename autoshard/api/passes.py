@@ -46,7 +46,7 @@ ALGORITHMS = (
     "alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", SHARDED_MEGATRON, "zero1", "zero2", "zero3", "hsdp", *CONTEXT_PARALLEL,
 )  # fmt: skip
 BACKENDS = ("nccl", "gloo")
-PRICED = {"inter_node_bandwidth", "intra_node_bandwidth", "communications_backend", "device", "devices_per_node", "tf32"}  # options
+PRICED = {"inter_node_bandwidth", "intra_node_bandwidth", "communications_backend", "device", "devices_per_node", "tf32", "cost_model"}  # options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class PassOptions(Options):
     device: str | Device = "h100"
     devices_per_node: int | None = None
     tf32: bool = False  # float32 matmuls run as TF32
+    cost_model: Any = None  # a cost.CostModel in place of the package's; the objective is then serial unless it is stated
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,10 +85,12 @@ class PassOptions(Options):
         """From keywords, where None stands for the default. ValueError on a name that is no option, with the one that was meant."""
         own = tuple(name for name in PassOptions.__dataclass_fields__ if name not in Options.__dataclass_fields__)
         named = {name: value for name, value in options.items() if value is not None or name in own}
+        if named.get("cost_model") is not None:
+            named.setdefault("objective", "serial")
         return checked_options(PassOptions, named, own + having(Options, "in_pass"))
 
     def mesh(self) -> Mesh:
-        return Mesh.from_bandwidths(
+        mesh = Mesh.from_bandwidths(
             self.mesh_shape,
             intra_node_bandwidth=self.intra_node_bandwidth,
             inter_node_bandwidth=self.inter_node_bandwidth,
@@ -96,6 +99,7 @@ class PassOptions(Options):
             backend=self.communications_backend,
             tf32=self.tf32,
         )
+        return mesh if self.cost_model is None else replace(mesh, cost_model=self.cost_model)
 
     def planning(self) -> Options:
         """The options of planning alone. `training` says how a module is captured; a graph that was captured says it itself."""

@@ -89,7 +89,8 @@ def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[Pri
     """The seconds and bytes of collectives (collective, axis, B in bytes), for example those inside an op's local program."""
 
     def price(name: str, axis: int, B: int) -> PricedCollective:
-        seconds, sent = (of(name, mesh.axes[axis], float(B)) for of in (collective_seconds, bytes_sent))
+        of = collective_seconds if mesh.cost_model is None else mesh.cost_model.collective
+        seconds, sent = (one(name, mesh.axes[axis], float(B)) for one in (of, bytes_sent))
         return PricedCollective(name, axis, B, float(seconds), float(sent))
 
     return tuple(price(*one) for one in collectives)

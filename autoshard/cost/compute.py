@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
@@ -38,6 +39,17 @@ ATTENTION = ("attention", "attention_backward")
 ATTENTION_BACK = 2.5 * 320 / 250
 
 
+@dataclass(frozen=True)
+class Price:
+    """What a user states about an operator: its seconds, or the bytes that its kernel moves."""
+
+    seconds: Any = None
+    bytes: Any = None
+
+
+PRICES: dict[str, Price] = {}  # by target (model.register_price)
+
+
 def op_seconds(
     target: str,
     inputs: Sequence[Described],
@@ -53,7 +65,9 @@ def op_seconds(
     share: of its FLOPs that are computed; a causal mask leaves some out. An output that is not computed is None. fused: what it reads and
     writes in a kernel that it shares.
     """
-    name = _name(target)
+    name, own = _name(target), PRICES.get(target)
+    if own is not None and own.seconds is not None:
+        return float(own.seconds(inputs, outputs, device) if callable(own.seconds) else own.seconds)
     if name == "getitem" or alias is not None:
         return 0.0
     if name in SEVERAL:
@@ -89,6 +103,8 @@ def busy_seconds(
         return forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
+    if (own := PRICES.get(target)) is not None and own.bytes is not None:
+        moved = own.bytes(inputs, outputs)
     return most(share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY), moved / device.memory_rate)
 
 

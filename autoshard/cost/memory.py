@@ -3,7 +3,7 @@
     state bytes  = s * numel                                                        (`optimizer_state_bytes`)
     master bytes = 4 * numel of a parameter with less than 4 bytes per element, else 0            (`master_bytes`)
     step seconds = (2 * itemsize + itemsize + 2 * (s + m)) * numel / memory_rate   (`optimizer_step_seconds`)
-    add seconds  = (2 * itemsize of the sum + itemsize of the gradient) * numel / memory_rate   (`accumulation_seconds`)
+    add seconds  = (2 * itemsize of the sum + itemsize of the gradient) * numel / memory_rate   (`accumulation_bytes`)
 
 s = OPTIMIZERS[name] or the number given, m = 4 where there is a master copy, numel = elements of the local shard. The step
 reads and writes the parameter, reads the gradient, and reads and writes states and master copy; its few FLOPs per element overlap with
@@ -29,14 +29,19 @@ def master_bytes(numel_local: int, itemsize: int) -> int:
     return MASTER_BYTES * numel_local if itemsize < MASTER_BYTES else 0
 
 
+def optimizer_step_bytes(numel_local: int, itemsize: int, optimizer: str | float, *, master_weights: bool = False) -> float:
+    """Bytes read and written to update a local shard of `numel_local` elements, parameter and gradient of `itemsize` bytes each."""
+    kept = optimizer_state_bytes(numel_local, optimizer) + (master_bytes(numel_local, itemsize) if master_weights else 0)
+    return 3 * itemsize * numel_local + 2 * kept
+
+
 def optimizer_step_seconds(
     numel_local: int, itemsize: int, optimizer: str | float, device: Device, *, master_weights: bool = False
 ) -> float:
-    """Seconds to update a local shard of `numel_local` elements, parameter and gradient of `itemsize` bytes each."""
-    kept = optimizer_state_bytes(numel_local, optimizer) + (master_bytes(numel_local, itemsize) if master_weights else 0)
-    return (3 * itemsize * numel_local + 2 * kept) / device.memory_rate
+    """Seconds for these bytes."""
+    return optimizer_step_bytes(numel_local, itemsize, optimizer, master_weights=master_weights) / device.memory_rate
 
 
-def accumulation_seconds(numel_local: int, itemsize: int, sum_itemsize: int, device: Device) -> float:
-    """Seconds to add a gradient of `numel_local` elements to a sum: both are read, the sum is written."""
-    return (itemsize + 2 * sum_itemsize) * numel_local / device.memory_rate
+def accumulation_bytes(numel_local: int, itemsize: int, sum_itemsize: int) -> int:
+    """Bytes moved to add a gradient of `numel_local` elements to a sum: both are read, the sum is written."""
+    return (itemsize + 2 * sum_itemsize) * numel_local

@@ -25,7 +25,7 @@ from autoshard.capture import capture_deep
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.options import Options, having
+from autoshard.options import SOLVERS, Options, having
 from autoshard.planning import allowed_by_pins, choice_of, formulate_for, solve_tied
 from autoshard.problem import Evaluation, Problem, evaluate, without_limit
 from autoshard.solution import Replay, Solution, replay
@@ -49,6 +49,8 @@ class Way:
 def options_of(solution: Solution) -> Options:
     """The options that a plan was made with, to be solved to the optimum on a graph in which recomputed blocks are ops already."""
     noted = solution.noted(*having(Options, "reopened"))
+    if noted.get("solver") not in SOLVERS:  # an object of the planner's
+        noted.pop("solver", None)
     return Options(**{**noted, "training": solution.training, "objective": solution.objective}, baselines=False)
 
 

@@ -11,12 +11,11 @@ import numpy as np
 from autoshard.cost import (
     PricedCollective,
     TimedStage,
-    accumulation_seconds,
+    accumulation_bytes,
+    cost_of,
     in_the_open,
     makespan,
-    offload_seconds,
-    op_seconds,
-    optimizer_step_seconds,
+    optimizer_step_bytes,
     priced,
     timed,
 )
@@ -109,23 +108,25 @@ class _Builder:
         return self.tables.once(key, lambda: self._op_costs(i))
 
     def _op_costs(self, i: int) -> np.ndarray:
-        op, inputs, device = self.graph.ops[i], self.graph.input_tensors(i), self.mesh.device
+        op, inputs, device, model = self.graph.ops[i], self.graph.input_tensors(i), self.mesh.device, cost_of(self.mesh)
         if op.kind == "parameter" and i in self.trained:
             tensor, training = self.graph.tensor((i, 0)), self.training
             assert training is not None
             sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.choices.outputs((i, 0))]
             master = training.master_weights
-            return np.array([optimizer_step_seconds(n, tensor.itemsize, training.optimizer, device, master_weights=master) for n in sizes])
+            moved = [optimizer_step_bytes(n, tensor.itemsize, training.optimizer, master_weights=master) for n in sizes]
+            return np.array([model.memory("update", n, device) for n in moved])
         if op.is_placeholder or op.kind in (KEPT, SELECTED):
             return np.zeros(len(self.candidates.of[i]))
         if op.kind == ACCUMULATED:
             tensor, itemsize = op.output, inputs[0].itemsize
             sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.choices.outputs((i, 0))]
-            return self.microbatches * np.array([accumulation_seconds(n, itemsize, tensor.itemsize, device) for n in sizes])
+            moved = [accumulation_bytes(n, itemsize, tensor.itemsize) for n in sizes]
+            return self.microbatches * np.array([model.memory("accumulate", n, device) for n in moved])
         if op.kind in (OFFLOADED, RELOADED):
-            moved = self.tables.bytes(op.output, self.choices.outputs((i, 0)))
+            held = self.tables.bytes(op.output, self.choices.outputs((i, 0)))
             exposed = float(dict(op.literals[1])["exposed"])
-            return self.microbatches * np.array([offload_seconds(n, exposed, device) for n in moved])
+            return self.microbatches * np.array([model.transfer(n, exposed, device) for n in held])
         seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
         return seconds if self.microbatches == 1 else self.microbatches * seconds
 
@@ -217,4 +218,4 @@ def _kernel_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, me
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)
     ]
-    return op_seconds(op.target, ins, outs, op.alias, mesh.device, share, op.fused)
+    return cost_of(mesh).compute(op.target, ins, outs, op.alias, mesh.device, share, op.fused)

@@ -63,7 +63,7 @@ def one_of(known: Sequence[str], what: str = "") -> ValueKind:
     """One of these words; what: the noun of which they are names, for the sentence about another word."""
 
     def check(name: str, value: Any) -> None:
-        if value not in known:
+        if value not in known and not (what == "solver" and callable(getattr(value, "solve", None))):
             sentence = f"there is no {what} {value!r}" if what else f"{name} is {value!r}"
             raise ValueError(f"{sentence}; expected one of {', '.join(known)}")
 

@@ -74,7 +74,7 @@ class Options:
         False, SWITCH, "Say what each pin and forbidden layout costs.", in_pass=False, noted="never",
         not_in={"frontier": "plan prices pins under one memory limit", "plan_programs": "plan the program alone to price its pins"},
     )  # fmt: skip
-    solver: str = declared(
+    solver: Any = declared(  # or any object with solve(problem, time_limit=, gap=)
         "auto", replace(one_of(SOLVERS, "solver"), schema=TEXT.schema), "auto, prices, ilp, cvxpy or exhaustive.", noted="always",
         in_fingerprint=False, of_all=True, not_in={"frontier": "the frontier has a solver of its own"},
     )  # fmt: skip
@@ -155,7 +155,8 @@ class Options:
 
     def noted(self) -> dict[str, Any]:
         """The options as a plan notes them: those of "changed" only where they are used, so that plans from before them read as equal."""
-        values = {**vars(self), "precision": None if self.precision is None else str(self.precision)}
+        solver = self.solver if isinstance(self.solver, str) else type(self.solver).__name__
+        values = {**vars(self), "precision": None if self.precision is None else str(self.precision), "solver": solver}
         usual, facts = defaults_of(self), options_of(self)
         changed = {key: value for key, value in values.items() if facts[key].noted == "changed" and value != usual[key]}
         return {key: value for key, value in values.items() if facts[key].noted == "always" or key in changed}

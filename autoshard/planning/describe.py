@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from autoshard.cycles import no_search_for_cycles
+from autoshard.cost import registered_prices
 from autoshard.formulate import KINDS, Formulation, op_collectives
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Tensor, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_numel, parse, text
@@ -59,6 +60,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
         "axes": [axis.link_dict() for axis in mesh.axes],
         "device": mesh.device.name,
         "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # global shapes
+        **({"cost_model": mesh.cost_model.name} if mesh.cost_model is not None else {}),
         **({"expert_imbalance": mesh.expert_imbalance} if any(map(is_experts, graph.ops)) else {}),
         **({"random_numbers_per_shard": drawn} if (drawn := drawn_per_shard(formulated, choice)) else {}),
         **assumptions,
@@ -94,6 +96,8 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
 def fingerprint(graph: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
     """Hashes of what a plan depends on; equal on every machine."""
     prices = mesh.to_dict()
+    if own := registered_prices(op.target for op in graph.ops):
+        prices["registered"] = own
     return {
         "graph": graph.fingerprint(),
         "structure": graph.structure(),

@@ -71,6 +71,8 @@ def _best(tried: Sequence[Tried]) -> Answered:
 def answered(question: Question) -> Answered:
     """The fastest plan of the question's graph, or with recompute="auto" of those that get each saved value in some way; in the shortest
     time line for the objective "overlapped". `Infeasible` where nothing fits."""
+    if question.options.objective == "overlapped" and question.mesh.cost_model is not None:
+        raise ValueError("a time line needs seconds that no cost_model states, of joined collectives; plan with objective='serial'")
     best = answered_per_tensor(question) if question.options.recompute == "auto" else best_choice(question)
     if question.options.objective == "overlapped":
         if question.on_plan is not None:  # that of the sum of all seconds, until the search for the shortest time line has ended

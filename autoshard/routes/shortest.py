@@ -26,7 +26,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost import bytes_sent, collective_seconds
+from autoshard.cost import bytes_sent, cost_of
 from autoshard.layout import Layout, leaves_empty
 from autoshard.mesh import Mesh
 from autoshard.routes.steps import STEPS, Moves, all_moves, decode, encode
@@ -203,14 +203,14 @@ class Routes:
 
 def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np.ndarray, padded: bool = False) -> np.ndarray:
     """w: a collective costs the seconds of its largest buffer, padded to equal shards; a split costs the write of its output to memory."""
-    w = np.full(len(moves.before), math.inf)
+    w, model = np.full(len(moves.before), math.inf), cost_of(mesh)
     for collective, k, members in moves.groups:
         input_bytes, output_bytes = local_bytes[moves.before[members]], local_bytes[moves.after[members]]
         if collective == "split":
-            w[members] = output_bytes / mesh.device.memory_bandwidth
+            w[members] = model.memory("split", output_bytes, mesh.device)
         else:
             largest = _buffer(collective, mesh.shape[k], input_bytes, output_bytes, padded)
-            w[members] = collective_seconds(collective, mesh.axes[k], largest)
+            w[members] = model.collective(collective, mesh.axes[k], largest)
     w[~(divides[moves.before] & divides[moves.after])] = math.inf
     return w
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ SOLVERS: dict[str, type[Solver]] = {
 def solve(
     problem: Problem,
     *,
-    solver: str | Solver = "auto",
+    solver: Any = "auto",
     time_limit: float = TIME_LIMIT,
     gap: float = 0.0,
     accepted: tuple[float, float] = (0.0, math.inf),
@@ -72,7 +73,8 @@ def solve(
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
+    """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative. solver: a name, a Solver, or any object with
+    `solve(problem, time_limit=, gap=)`, whose choice is judged and whose bound isn't taken.
 
     `accepted`: (a relative gap, seconds): the search ends after so many seconds if it has an answer within that gap, else as soon as it
     has one. `patience`: seconds after which the search ends, instead of `time_limit`, if it has no answer yet, nor a proof that there is
@@ -159,16 +161,33 @@ def converged(
     return record.choice, messages.message
 
 
-def _named(solver: str | Solver) -> Solver:
-    if not isinstance(solver, str):
+@dataclass(frozen=True)
+class Given(Solver):
+    """A solver of the user's: any object with `solve(problem, time_limit=, gap=)`, which returns a choice, or something with one."""
+
+    of: Any = None
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        """Its choice is judged, as all are; the bound is that of dual ascent, since nobody can check one that is only stated."""
+        answer = self.of.solve(problem, time_limit=max(incumbent.time_left(), 0.0), gap=incumbent.gap)
+        choice = getattr(answer, "choice", answer)
+        if choice is not None:
+            incumbent.offer(choice)
+        bound_below(problem, incumbent)
+
+
+def _named(solver: Any) -> Solver:
+    if isinstance(solver, Solver):
         return solver
+    if not isinstance(solver, str):
+        return Given(of=solver)
     if solver not in SOLVERS:
         raise ValueError(f"there is no solver {solver!r}; expected one of {', '.join(SOLVERS)}")
     return SOLVERS[solver]()
 
 
 def _name_of(solver: Solver) -> str:
-    return "prices" if isinstance(solver, PriceSearch) else type(solver).__name__.lower()
+    return "prices" if isinstance(solver, PriceSearch) else type(getattr(solver, "of", solver)).__name__.lower()
 
 
 def _status(incumbent: Incumbent) -> Status:

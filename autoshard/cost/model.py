@@ -1,0 +1,109 @@
+"""Where seconds come from: the formulas of this package, or a cost model of the user's, which a mesh carries.
+
+    compute      of one kernel, from the local shapes of its inputs and outputs
+    collective   of one collective on one mesh axis, from the bytes of a rank's largest buffer
+    transfer     of a copy to the host's memory or back
+    memory       of reading and writing the device's memory: an optimizer's update, gradients added up, a local slice
+
+Beside a model, `register_price` states the seconds or the bytes of a single operator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from autoshard.cost.collectives import collective_seconds
+from autoshard.cost.compute import PRICES, Price, op_seconds
+from autoshard.cost.links import offload_seconds
+from autoshard.cost.several_kernels import Described
+from autoshard.devices import Device
+from autoshard.graph import Fused
+from autoshard.mesh import Axis, Mesh
+
+
+class CostModel(Protocol):
+    """Four methods that return seconds; a plan notes the name and the fingerprint, which should differ where the seconds do."""
+
+    name: str
+    fingerprint: str
+
+    def compute(
+        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
+        share: float = 1.0, fused: Fused | None = None,
+    ) -> float:  # fmt: skip
+        """Of op `target`, "aten.mm.default", on local (shape, dtype)s; an output that is not computed is None. alias: the input of which
+        the output is a view; share: of its FLOPs that are computed; fused: in a compiled program, what it adds to its kernel."""
+
+    def collective(self, collective: str, axis: Axis, size: Any) -> Any:
+        """Of an all_gather, reduce_scatter, all_reduce or all_to_all. size: bytes of a rank's largest buffer, one number or an array."""
+
+    def transfer(self, size: float, exposed: float, device: Device) -> float:
+        """That a copy of `size` bytes to or from the host adds, of which the share `exposed` is hidden behind nothing."""
+
+    def memory(self, kind: str, size: Any, device: Device) -> Any:
+        """To move so many bytes, a number or an array; kind: update, accumulate or split."""
+
+
+class Roofline:
+    """The cost model of this package. Wrap it to change some seconds: derive from it, and call `super()` for the others."""
+
+    name, fingerprint = "roofline", "1"
+
+    def compute(
+        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
+        share: float = 1.0, fused: Fused | None = None,
+    ) -> float:  # fmt: skip
+        return op_seconds(target, inputs, outputs, alias, device, share, fused)
+
+    def collective(self, collective: str, axis: Axis, size: Any) -> Any:
+        return collective_seconds(collective, axis, size)
+
+    def transfer(self, size: float, exposed: float, device: Device) -> float:
+        return offload_seconds(size, exposed, device)
+
+    def memory(self, kind: str, size: Any, device: Device) -> Any:
+        return size / (device.memory_bandwidth if kind == "split" else device.memory_rate)
+
+
+ROOFLINE = Roofline()
+
+
+def cost_of(mesh: Mesh) -> CostModel:
+    """The mesh's own cost model, or that of this package."""
+    return ROOFLINE if mesh.cost_model is None else mesh.cost_model
+
+
+def register_price(
+    target: Any,
+    *,
+    seconds: Callable[[Sequence[Described], Sequence[Described | None], Device], float] | None = None,
+    bytes: Callable[[Sequence[Described], Sequence[Described | None]], float] | None = None,
+) -> None:
+    """Registers what an operator takes, in place of the roofline of its inputs and outputs; once more replaces it.
+
+    target: the operator, `torch.ops.mylib.scale.default`, or its name. seconds: a function of the local inputs and outputs, each (shape,
+    dtype), and the device; or a number. bytes: a function of inputs and outputs that returns the bytes its kernel reads and writes, from
+    which the device's memory gives the seconds. ValueError without either, or with both.
+
+        autoshard.register_price("mylib.scale.default", seconds=lambda inputs, outputs, device: 2e-6 + math.prod(inputs[0][0]) / 1e12)
+    """
+    if (seconds is None) == (bytes is None):
+        raise ValueError("register_price takes seconds or bytes, one of them: a function of the operator's local inputs and outputs")
+    PRICES[str(target).replace("::", ".")] = Price(seconds, bytes)
+
+
+def registered_prices(targets: Iterable[str]) -> dict[str, str]:
+    """A hash of the code of each registered price of these operators, for fingerprints."""
+    return {target: _hash_of(PRICES[target]) for target in sorted(set(targets) & set(PRICES))}
+
+
+def _hash_of(price: Price) -> str:
+    function = price.seconds if price.seconds is not None else price.bytes
+    try:
+        code = inspect.getsource(function)  # type: ignore[arg-type]
+    except (OSError, TypeError):  # from a prompt, or a number
+        code = repr(getattr(getattr(function, "__code__", function), "co_code", function))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
