@@ -233,6 +233,8 @@ _CASES = [
     ("unfold.default", (T4, 1, 4, 2)),
     ("norm.ScalarOpt_dim", (T4, 2, [1])),
     ("norm.ScalarOpt_dim, keep", (T4, 2, [-1], True)),
+    ("renorm.default", (f(4, 8, 4), 2.0, 1, 0.5)),
+    ("upsample_trilinear3d.default", (f(4, 8, 2, 2, 2), [4, 4, 4], False)),
     ("upsample_nearest1d.vec", (T4, None, [2.0])),
     ("upsample_nearest1d_backward.default", (f(4, 8, 16), [16], [4, 8, 8])),
     ("upsample_linear1d.default", (T4, [16], False)),

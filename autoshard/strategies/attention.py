@@ -22,6 +22,7 @@ from autoshard.strategies.ring import is_causal, is_long
 from autoshard.strategies.rows import COMBINES, Inputs, Row, argument, rule
 
 FORWARD, BACKWARD = "autoshard.attention.default", "autoshard.attention_backward.default"
+DROPOUT, DROPOUT_BACKWARD = "autoshard.dropout_attention.default", "autoshard.dropout_attention_backward.default"
 BATCH, HEADS, QUERIES = range(3)
 
 
@@ -41,6 +42,14 @@ def attention(op: Op, inputs: Inputs) -> list[Row]:
     return rows
 
 
+@rule(DROPOUT, DROPOUT_BACKWARD)
+def attention_with_dropout(op: Op, inputs: Inputs) -> list[Row]:
+    """As attention, with one result more: which probabilities are kept, sharded as the queries are."""
+    is_causal = argument(op, 9 if op.target == DROPOUT_BACKWARD else 5, "is_causal", False)
+    rows = [_row(op, inputs, d, S(d)) for d in (BATCH, HEADS)]
+    return rows if is_causal else [*rows, _row(op, inputs, QUERIES, R)]
+
+
 @rule("autoshard.reorder.default")
 def reorder(op: Op, inputs: Inputs) -> list[Row]:
     """x with the tokens on `dim` in another order."""
@@ -50,11 +59,11 @@ def reorder(op: Op, inputs: Inputs) -> list[Row]:
 
 def _row(op: Op, inputs: Inputs, dim: int, keys: Placement) -> Row:
     """q and out sharded on `dim`, keys and values placed as `keys`."""
-    q = S(dim)
-    if op.target == FORWARD:
-        return Row((q, q), (q, keys, keys, *(_mask(t, dim) for t in inputs[3:])))
+    q, results = S(dim), 3 if op.target in (DROPOUT, DROPOUT_BACKWARD) else 2
+    if op.target in (FORWARD, DROPOUT):
+        return Row((q,) * results, (q, keys, keys, *(_mask(t, dim) for t in inputs[3:])))
     gradient = P() if keys == R else keys
-    return Row((q, gradient, gradient), (q, q, keys, keys, q, q, *(_mask(t, dim) for t in inputs[6:])))
+    return Row((q, gradient, gradient), (q, q, keys, keys, *(q,) * results, *(_mask(t, dim) for t in inputs[4 + results :])))
 
 
 def _mask(mask: Tensor, dim: int) -> Placement:

@@ -30,11 +30,9 @@ from autoshard.strategies import attention as _attention  # noqa: F401  (registe
 from autoshard.strategies import chunked_loss as _chunked_loss  # noqa: F401
 from autoshard.strategies import convolution as _convolution  # noqa: F401
 from autoshard.strategies import dims as _dims
-from autoshard.strategies import dropout_attention as _dropout_attention  # noqa: F401
 from autoshard.strategies import experts as _experts  # noqa: F401
 from autoshard.strategies import indexing as _indexing  # noqa: F401
 from autoshard.strategies import matmuls_and_losses as _matmuls_and_losses  # noqa: F401
-from autoshard.strategies import random as _random  # noqa: F401
 from autoshard.strategies import recurrent as _recurrent  # noqa: F401
 from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules

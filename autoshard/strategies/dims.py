@@ -1,21 +1,23 @@
 """Rows of ops that work along one dim (or the last few) and do the same for every index of the other dims, which may be sharded.
 
-    sort, topk, cumsum, argmax, ... along d      S(k) for each k != d
+    sort, cumsum, argmax, slice, ... along d     S(k) for each k != d
     scatter, gather along d                      S(k) for each k != d whose size is the same in all tensors; the index of a gather
                                                  may also be sharded on d
     pooling, upsampling, tril                    S(k) for all dims but the last ones
-    add, where, floor_divide, ... per element    S(k) of the output; an input that broadcasts on k is replicated
+    add, where, dropout, ... per element         S(k) of the output; an input that broadcasts on k is replicated
 
 Linear ops also map partial sums to partial sums (P -> P).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
-from autoshard.graph import UPSAMPLED, Op, Ref
+from autoshard.graph import PER_ELEMENT, SHAPED, UPSAMPLED, Op, Ref
 from autoshard.layout import P, R, S
 from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
@@ -35,58 +37,63 @@ def output_placements(op: Op, *placements: object) -> tuple:
     return tuple(None if t is None else p for t, p in zip(op.outputs, placements, strict=True))
 
 
+def named_dims(named: Any, rank: int) -> set[int]:
+    """The dims that an argument names, counted from the front; all for None and ()."""
+    if named is None or named == ():
+        return set(range(rank))
+    return {int(d) % max(rank, 1) for d in (named if isinstance(named, tuple) else (named,))}
+
+
 def _dim(op: Op, position: int, rank: int, default: int = -1) -> int:
     return int(argument(op, position, "dim", default)) % max(rank, 1)
 
 
-DIM_SECOND = (
-    "aten.sort.default", "aten.cumsum.default", "aten.cumprod.default", "aten.logcumsumexp.default", "aten.cummax.default",
-    "aten.cummin.default", "aten.argsort.default", "aten.msort.default",
-)  # fmt: skip
+# target: the position of the argument that names one dim or several, its default, and whether the op is linear
+ALONG: dict[str, tuple[int, Any, bool]] = {
+    **{
+        f"aten.{name}": (1, -1, False)
+        for name in (
+            "sort.default", "sort.stable", "argsort.default", "cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default",
+            "glu.default",
+        )
+    },
+    "aten.cumsum.default": (1, -1, True),
+    "aten.msort.default": (1, 0, False),
+    **{f"aten.{name}.default": (2, -1, False) for name in ("topk", "kthvalue", "glu_backward")},
+    **{f"aten.{name}.dim": (1, None, False) for name in ("max", "min", "any", "all")},
+    **{
+        f"aten.{name}": (1, None, False)
+        for name in ("argmax.default", "argmin.default", "any.dims", "all.dims", "prod.dim_int", "unfold.default")
+    },
+    **{f"aten.{name}": (2, None, False) for name in ("repeat_interleave.self_int", "norm.ScalarOpt_dim")},
+    **{f"aten.{name}": (1, 0, True) for name in ("slice.Tensor", "select.int", "unbind.int")},
+    **{
+        f"aten.{name}": (2, 0, True)
+        for name in (
+            "split.Tensor", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor", "unsafe_split_with_sizes.default",
+        )
+    },
+}  # fmt: skip
 
 
-@rule(*DIM_SECOND)
-def ordered(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    dim = 0 if op.target == "aten.msort.default" else _dim(op, 1, rank)
-    kept = shard_rows(op, inputs, other_dims(rank, {dim}, keep=True))
-    return kept + (linear_rows(1, 1) if op.target == "aten.cumsum.default" and not op.literals[1] else [])
-
-
-@rule("aten.sort.stable", "aten.topk.default", "aten.kthvalue.default")
-def selected(op: Op, inputs: Inputs) -> list[Row]:
-    """As `ordered`, with the dim as third argument (for sort: a keyword)."""
-    rank = len(inputs[0].shape)
-    dim = _dim(op, 2 if op.target != "aten.sort.stable" else 1, rank)
-    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=True))
-
-
-@rule("aten.argmax.default", "aten.argmin.default", "aten.max.dim", "aten.min.dim", "aten.any.dim", "aten.all.dim", "aten.prod.dim_int")
-def picked(op: Op, inputs: Inputs) -> list[Row]:
-    """A reduction along one dim that can't be computed as a sum of partial results."""
-    rank = len(inputs[0].shape)
-    if argument(op, 1, "dim") is None:
-        return []
-    return shard_rows(op, inputs, other_dims(rank, {_dim(op, 1, rank)}, keep=len(op.output.shape) == rank))
-
-
-@rule("aten.glu.default", "aten.glu_backward.default")
-def gated(op: Op, inputs: Inputs) -> list[Row]:
-    """One half of a dim gates the other."""
-    rank = len(inputs[0].shape)
-    dim = _dim(op, len(inputs), rank)
-    return [Row((S(d),), (S(d),) * len(inputs)) for d in range(rank) if d != dim]
-
-
-@rule("aten.repeat_interleave.self_int", "aten.unfold.default", "aten.norm.ScalarOpt_dim", "aten.renorm.default")
+@rule(*ALONG)
 def along(op: Op, inputs: Inputs) -> list[Row]:
-    """Ops of one tensor whose second or third argument names dims that can't be sharded; dims after a removed one move forward."""
-    rank = len(inputs[0].shape)
-    if op.target.startswith("aten.repeat_interleave") and argument(op, 2, "dim") is None:
-        return []
-    named = argument(op, 1 if "unfold" in op.target else 2, "dim", ())
-    dims = {int(d) % rank for d in (named if isinstance(named, tuple) else (named,))}
-    return shard_rows(op, inputs, other_dims(rank, dims, keep=len(op.output.shape) >= rank)) if dims else []
+    """All dims but those that an argument names are sharded; dims behind one that the result lacks move forward. A slice of all of a dim
+    keeps its shards."""
+    position, default, is_linear = ALONG[op.target]
+    rank, outputs = len(inputs[0].shape), len(op.outputs)
+    is_whole = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
+    dims = () if is_whole else named_dims(argument(op, position, "dim", default), rank)
+    pairs = other_dims(rank, dims, keep=len(op.output.shape) >= rank)
+    rows = [Row((S(o),) * outputs, (S(i),) * len(inputs)) for i, o in pairs]
+    return rows + (linear_rows(outputs, 1) if is_linear and "dtype" not in dict(op.literals[1]) else [])
+
+
+@rule("aten.renorm.default")
+def renorm(op: Op, inputs: Inputs) -> list[Row]:
+    """Each slice along a dim is scaled down to a norm."""
+    dim = _dim(op, 2, len(inputs[0].shape))
+    return [row(S(dim), S(dim))]
 
 
 @rule("aten.isin.Tensor_Tensor")
@@ -101,14 +108,6 @@ def searched(op: Op, inputs: Inputs) -> list[Row]:
     if len(inputs) == 2 and len(inputs[0].shape) == 1:
         return [row(S(d), R, S(d)) for d in range(rank)]
     return [Row((S(d),), (S(d),) * len(inputs)) for d in range(rank - 1)]
-
-
-@rule("aten.all.dims", "aten.any.dims")
-def picked_along_several(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    named = argument(op, 1, "dim")
-    dims = set(range(rank)) if named is None else {int(d) % rank for d in named}
-    return shard_rows(op, inputs, other_dims(rank, dims, keep=len(op.output.shape) == rank))
 
 
 @rule("aten.count_nonzero.dim_IntList")
@@ -127,13 +126,8 @@ def largest(op: Op, inputs: Inputs) -> list[Row]:
 def turned(op: Op, inputs: Inputs) -> list[Row]:
     rank, flips = len(inputs[0].shape), op.target == "aten.flip.default"
     dims = argument(op, 1 if flips else 2, "dims", (0, 1) if op.target == "aten.rot90.default" else ())
-    turned_dims = {int(d) % rank for d in dims} if dims or flips else set(range(rank))
+    turned_dims = named_dims(dims, rank) if dims or not flips else ()
     return shard_rows(op, inputs, other_dims(rank, turned_dims, keep=True)) + linear_rows(1, 1)
-
-
-@rule("aten.tril.default", "aten.triu.default")
-def triangle(op: Op, inputs: Inputs) -> list[Row]:
-    return [row(S(d), S(d)) for d in range(len(inputs[0].shape) - 2)] + linear_rows(1, 1)
 
 
 @rule("aten.affine_grid_generator.default")
@@ -236,49 +230,25 @@ def put_part(op: Op, inputs: Inputs) -> list[Row]:
 
 # -- all but the last dims ----------------------------------------------------------------------------------------------------------
 
+AVERAGES = ("avg_pool{}d", "_adaptive_avg_pool{}d")
 # target: (how many last dims it works on, whether it is linear)
 LAST_DIMS = {
-    **{f"aten.{name}_backward.default": (n, True) for name, n in UPSAMPLED.items()},
-    "aten.max_pool2d_with_indices.default": (2, False),
-    "aten.max_pool2d_with_indices_backward.default": (2, False),
-    "aten.max_pool3d_with_indices.default": (3, False),
+    **{f"aten.{name}": (n, True) for name, n in (("tril.default", 2), ("triu.default", 2), ("col2im.default", 2), ("im2col.default", 3))},
+    **{f"aten.{name}.default": (3, True) for name in ("channel_shuffle", "pixel_shuffle", "pixel_unshuffle")},
+    **{f"aten.{name}{way}": (n, True) for name, n in UPSAMPLED.items() for way in (".default", ".vec", "_backward.default")},
     "aten.avg_pool1d.default": (1, True),
-    "aten.avg_pool2d.default": (2, True),
-    "aten.avg_pool2d_backward.default": (2, False),
-    "aten.avg_pool3d.default": (3, True),
-    "aten.avg_pool3d_backward.default": (3, False),
-    "aten.max_pool3d_with_indices_backward.default": (3, False),
-    "aten._adaptive_avg_pool2d.default": (2, True),
-    "aten._adaptive_avg_pool2d_backward.default": (2, False),
-    "aten._adaptive_avg_pool3d.default": (3, True),
-    "aten._adaptive_avg_pool3d_backward.default": (3, False),
-    "aten.adaptive_max_pool2d.default": (2, False),
-    "aten.adaptive_max_pool2d_backward.default": (2, False),
-    "aten.adaptive_max_pool3d.default": (3, False),
-    "aten.adaptive_max_pool3d_backward.default": (3, False),
-    "aten.upsample_nearest1d.default": (1, True),
-    "aten.upsample_nearest2d.default": (2, True),
-    "aten.upsample_nearest1d.vec": (1, True),
-    "aten.upsample_nearest2d.vec": (2, True),
-    "aten.upsample_nearest3d.vec": (3, True),
-    "aten._upsample_nearest_exact2d.vec": (2, True),
-    "aten.upsample_linear1d.vec": (1, True),
-    "aten.upsample_trilinear3d.vec": (3, True),
-    "aten.upsample_bicubic2d.vec": (2, True),
-    "aten._upsample_bilinear2d_aa.vec": (2, True),
-    "aten._upsample_bicubic2d_aa.vec": (2, True),
-    "aten._upsample_nearest_exact2d.default": (2, True),
-    "aten.upsample_bilinear2d.default": (2, True),
-    "aten.upsample_bilinear2d.vec": (2, True),
-    "aten.upsample_bicubic2d.default": (2, True),
-    "aten._upsample_bilinear2d_aa.default": (2, True),
-    **{f"aten.{kind}_pad{n}d.default": (n, True) for kind in ("reflection", "replication") for n in (1, 2, 3)},
-    **{f"aten.{kind}_pad{n}d_backward.default": (n, False) for kind in ("reflection", "replication") for n in (1, 2, 3)},
-    "aten.channel_shuffle.default": (3, True),
-    "aten.im2col.default": (3, True),
-    "aten.col2im.default": (2, True),
-    "aten.pixel_shuffle.default": (3, True),
-    "aten.pixel_unshuffle.default": (3, True),
+    **{
+        f"aten.{name.format(n)}{way}.default": (n, name in AVERAGES and not way)
+        for name in (*AVERAGES, "max_pool{}d_with_indices", "adaptive_max_pool{}d")
+        for n in (2, 3)
+        for way in ("", "_backward")
+    },
+    **{
+        f"aten.{kind}_pad{n}d{way}.default": (n, not way)
+        for kind in ("reflection", "replication")
+        for n in (1, 2, 3)
+        for way in ("", "_backward")
+    },
 }
 
 
@@ -310,6 +280,17 @@ LINEAR_PER_ELEMENT = {
 }
 
 
+@rule(*sorted(PER_ELEMENT))
+def drawn_per_element(op: Op, inputs: Inputs) -> list[Row]:
+    """Each rank keeps, or draws, its shard of what one device draws (`lower.kernels.random`). An input that is read for its shape alone
+    may be replicated or partial where the output is sharded or replicated."""
+    rows = broadcast_rows(op, inputs)
+    if op.target not in SHAPED:
+        return rows
+    with_template = [row for sharded in rows for row in (sharded, replace(sharded, inputs=(R, *sharded.inputs[1:])))]
+    return [*with_template, Row((R,) * len(op.outputs), (P(), *(R for _ in inputs[1:])))]
+
+
 @cache
 def is_pointwise(target: str) -> bool:
     """Whether an operator computes each element alone, and draws no random numbers."""
@@ -319,16 +300,21 @@ def is_pointwise(target: str) -> bool:
     return known and torch.Tag.nondeterministic_seeded not in tags
 
 
+def broadcast_rows(op: Op, inputs: Inputs) -> list[Row]:
+    """Each dim of the outputs sharded, with that dim of the inputs that are as long there: the others broadcast, or lack it."""
+    shape, rows = op.output.shape, []
+    for d, size in enumerate(shape):
+        at = [len(t.shape) - len(shape) + d for t in inputs]
+        placements = tuple(S(k) if k >= 0 and t.shape[k] == size else R for k, t in zip(at, inputs, strict=True))
+        rows.append(Row((S(d),) * len(op.outputs), placements))
+    return rows
+
+
 def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
     """Rows of an op that torch tags as pointwise and that has no rule; None for other ops and for those that draw random numbers."""
     if not is_pointwise(op.target) or any(t is None for t in op.outputs):
         return None
-    shape = op.output.shape
-    rows = []
-    for d, size in enumerate(shape):
-        at = [len(t.shape) - len(shape) + d for t in inputs]
-        placements = tuple(S(k) if k >= 0 and t.shape[k] == size else R for k, t in zip(at, inputs, strict=True))
-        rows.append(Row(tuple(S(d) for _ in op.outputs), placements))
+    rows = broadcast_rows(op, inputs)
     if op.target in LINEAR_PER_ELEMENT:
         linear = LINEAR_PER_ELEMENT[op.target]
         rows.append(Row(tuple(P() for _ in op.outputs), tuple(P() if k in linear else R for k in range(len(inputs)))))

@@ -77,17 +77,15 @@ def embedding_backward(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(1), S(rank), R), row(S(0), R, R), *(row(P(), S(d), S(d)) for d in range(rank)), row(P(), P(), R)]
 
 
-@rule("aten._log_softmax.default", "aten._softmax.default", "aten._safe_softmax.default")
+SOFTMAXES = ("aten._log_softmax", "aten._softmax")
+
+
+@rule("aten._safe_softmax.default", *(f"{name}{way}.default" for name in SOFTMAXES for way in ("", "_backward_data")))
 def softmax(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
-    dim = int(argument(op, 1, "dim")) % rank
     local_only = op.target == "aten._safe_softmax.default"  # there is no local program for a sharded softmax dim
-    return [row(S(d), S(d)) for d in range(rank) if not (local_only and d == dim)]
-
-
-@rule("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default")
-def softmax_backward(op: Op, inputs: Inputs) -> list[Row]:
-    return [row(S(d), S(d), S(d)) for d in range(len(inputs[0].shape))]
+    dims = [d for d in range(rank) if not (local_only and d == int(argument(op, 1, "dim")) % rank)]
+    return [row(S(d), *[S(d)] * len(inputs)) for d in dims]
 
 
 @rule("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
@@ -117,45 +115,28 @@ def _places(scores: Tensor) -> list[tuple[int, int]]:
     return [(d, max(d - 1, 0)) for d in range(len(scores.shape)) if d != 1]
 
 
-@rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default", "aten.soft_margin_loss.default")
-def mse_loss(op: Op, inputs: Inputs) -> list[Row]:
-    none = argument(op, 2, "reduction", 1) == 0
-    same_shape = inputs[0].shape == inputs[1].shape
-    return [row(S(d) if none else P(), S(d), S(d)) for d in range(len(inputs[0].shape))] if same_shape else []
-
-
-@rule(
-    "aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default", "aten.huber_loss_backward.default",
-    "aten.soft_margin_loss_backward.default",
-)  # fmt: skip
-def mse_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
-    if inputs[1].shape != inputs[2].shape:
-        return []
-    none = argument(op, 3, "reduction", 1) == 0
-    return [row(S(d), S(d) if none else R, S(d), S(d)) for d in range(len(inputs[1].shape))]
-
-
 # target: (position of the first of the two tensors, of the weights per element or -1, of the reduction)
-CROSS_ENTROPIES = {
+LOSSES = {
+    **{f"aten.{name}_loss.default": (0, -1, 2) for name in ("mse", "smooth_l1", "huber", "soft_margin")},
+    **{f"aten.{name}_loss_backward.default": (1, -1, 3) for name in ("mse", "smooth_l1", "huber", "soft_margin")},
     "aten.binary_cross_entropy.default": (0, 2, 3),
     "aten.binary_cross_entropy_with_logits.default": (0, 2, 4),
     "aten.binary_cross_entropy_backward.default": (1, 3, 4),
 }
 
 
-@rule(*CROSS_ENTROPIES)
-def binary_cross_entropy(op: Op, inputs: Inputs) -> list[Row]:
-    """As mse_loss; with weights per element or class only the replicated row remains."""
-    first, weights, at_reduction = CROSS_ENTROPIES[op.target]
+@rule(*LOSSES)
+def loss_per_element(op: Op, inputs: Inputs) -> list[Row]:
+    """Of two tensors of one shape; with weights per element or class only the replicated row remains."""
+    first, weights, at_reduction = LOSSES[op.target]
     x, y = inputs[first], inputs[first + 1]
     if x.shape != y.shape or (weights >= 0 and argument(op, weights) is not None) or len(inputs) != first + 2:
         return []
     none = argument(op, at_reduction, "reduction", 1) == 0
-    backward = first == 1
     rows = []
     for d in range(len(x.shape)):
-        of_loss = (S(d) if none else R,) if backward else ()
-        rows.append(Row((S(d) if none or backward else P(),), (*of_loss, S(d), S(d))))
+        of_loss = S(d) if none else R
+        rows.append(row(S(d), of_loss, S(d), S(d)) if first else row(S(d) if none else P(), S(d), S(d)))
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autoshard.graph import Op, is_dense
 from autoshard.layout import P, R, S
+from autoshard.strategies.dims import named_dims
 from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
 
@@ -103,28 +104,9 @@ def expand(op: Op, inputs: Inputs) -> list[Row]:
     return rows
 
 
-@rule(
-    "aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unsafe_split.Tensor",
-    "aten.unsafe_split_with_sizes.default",
-)  # fmt: skip
-def split(op: Op, inputs: Inputs) -> list[Row]:
-    """All dims but the one that is split keep their shards; that one does if a slice takes all of it."""
-    position = 1 if op.target == "aten.slice.Tensor" else 2
-    rank = len(inputs[0].shape)
-    dim = int(argument(op, position, "dim", 0)) % rank
-    unchanged = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
-    return shard_rows(op, inputs, other_dims(rank, () if unchanged else {dim}, keep=True)) + linear_rows(len(op.outputs), 1)
-
-
-@rule("aten.select.int", "aten.unbind.int")
-def remove_dim(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    dim = int(argument(op, 1, "dim", 0)) % rank
-    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=False)) + linear_rows(len(op.outputs), 1)
-
-
-@rule("aten.slice_backward.default", "aten.select_backward.default")
+@rule("aten.slice_backward.default", "aten.select_backward.default", "aten.unfold_backward.default")
 def put_back(op: Op, inputs: Inputs) -> list[Row]:
+    """The gradient of a part is put in its place among zeros; those of windows, each in a last dim of its own, are added up."""
     rank = len(op.output.shape)
     dim = int(argument(op, 2, "dim")) % rank
     removed = op.target == "aten.select_backward.default"
@@ -139,14 +121,6 @@ def diagonal_backward(op: Op, inputs: Inputs) -> list[Row]:
     both = {int(argument(op, position)) % rank for position in (3, 4)}
     others = [d for d in range(rank) if d not in both]
     return shard_rows(op, inputs, list(enumerate(others))) + linear_rows(1, 1)
-
-
-@rule("aten.unfold_backward.default")
-def unfold_backward(op: Op, inputs: Inputs) -> list[Row]:
-    """The gradient of windows along a dim, whose elements are in a new last dim, is added up where windows overlap."""
-    rank = len(op.output.shape)
-    dim = int(argument(op, 2, "dim")) % rank
-    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=True)) + linear_rows(1, 1)
 
 
 @rule("aten.as_strided.default")
@@ -186,8 +160,7 @@ REDUCTIONS = {"sum": P(), "mean": P(), "amax": P("max"), "amin": P("min")}
 def reduce(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     name = op.target.split(".")[1]
-    dims = () if op.target in ("aten.sum.default", "aten.mean.default") else argument(op, 1, "dim", ())
-    reduced = {int(d) % rank for d in dims or range(rank)} if rank else set()
+    reduced = named_dims(argument(op, 1, "dim", ()), rank)
     rows = [row(REDUCTIONS[name], S(d)) for d in sorted(reduced)]
     rows += shard_rows(op, inputs, other_dims(rank, reduced, keep=len(op.output.shape) == rank))
     return rows + (linear_rows(1, 1) if name in ("sum", "mean") else [])
