@@ -187,9 +187,11 @@ def test_modules_and_direction_are_noted():
 # -- graphs that somebody else captured ------------------------------------------------------------------------------------------------
 
 
-@cache
+every_form = cache(given_graphs)
+
+
 def given(name: str, kind: str):
-    return given_graphs(name)[kind]
+    return every_form(name)[kind]
 
 
 @cache

@@ -38,10 +38,11 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@cache
+every_form = cache(given_graphs)  # a graph of its own per call site would cost seconds; annotations are overwritten
+
+
 def given(name: str, kind: str):
-    """A graph of its own per call site would cost seconds; annotations are overwritten."""
-    return given_graphs(name)[kind]
+    return every_form(name)[kind]
 
 
 def run(name: str = "mlp", kind: str = "symbolic_trace", **options):
