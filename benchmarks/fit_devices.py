@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 
 from autoshard.devices import DEVICE_FILES
 from autoshard.launch.block_time import RunConstants
-from autoshard.launch.blocks_of_stages import Stages, stages
+from autoshard.launch.blocks_of_stages import stages
 from autoshard.launch.step_time import step_seconds
 
 ROBUST = 0.15  # relative errors beyond count less and less

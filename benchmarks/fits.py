@@ -46,7 +46,8 @@ def main() -> None:
     for row in rows:
         off = "" if row["measured_bytes"] is None else f"{row['predicted_bytes'] / row['measured_bytes'] - 1:+.1%} of {row['figure']}"
         device = row["fullest"] and f"{row['fullest']['device_bytes'] / 1e9:.1f} GB"
-        print(f"{'ran' if row['ran'] else 'OOM':3} {row['verdict']:5} {row['chance']:4.0%} {device or '':9} {off:20} {row['name']} {row['reasons'] or ''}")
+        said = f"{'ran' if row['ran'] else 'OOM':3} {row['verdict']:5} {row['chance']:4.0%} {device or '':9} {off:20}"
+        print(said, row["name"], *row["reasons"])
         kinds = {} if row["fullest"] is None else row["fullest"]["bytes_by_kind"]
         print(" " * 14 + ", ".join(f"{kind} {bytes / 1e9:.1f}" for kind, bytes in kinds.items() if bytes))
     print(f"right: {sum(row['right'] for row in rows)} of {len(rows)}; {max(row['cpu_seconds'] for row in rows):.1f} CPU seconds at most")

@@ -66,7 +66,8 @@ def calibration(table: Table, chance: np.ndarray) -> list[dict]:
     known, crashed, rows = table.runs.memory > 0, crashed_configurations(table), []
     for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)):
         inside = known & (chance >= low) & ((chance < high) | (high == 1.0))
-        rows.append({"from": low, "to": high, "runs": int(inside.sum()), "crashed": float(crashed[inside].mean()) if inside.any() else None})
+        share = float(crashed[inside].mean()) if inside.any() else None
+        rows.append({"from": low, "to": high, "runs": int(inside.sum()), "crashed": share})
     return rows
 
 
@@ -105,8 +106,10 @@ def compared(table: Table, seconds: np.ndarray, unfitted: np.ndarray, memory: Me
         plain.append(row["unfitted_mean"])
     average = {name: float(np.mean(values)) if values else None for name, values in (("", means), ("unfitted_", plain))}
     average = {f"{name}mean_of_means": value for name, value in average.items()}
+    known = table.runs.memory > 0
+    as_said = fits_right(table, chance, known) if known.any() else None
     return {"sources": sources, **average, "inexpressible": table.inexpressible, "few_rows": few, "set_apart": apart,
-            "calibration": calibration(table, chance)}  # fmt: skip
+            "calibration": calibration(table, chance), "as_said": as_said}  # fmt: skip
 
 
 def coverage(table: Table, seconds: np.ndarray, fold: np.ndarray | None, share: float = 0.8) -> dict[str, float]:
@@ -188,7 +191,10 @@ def print_comparison(record: dict) -> None:
             f"set apart (suspect, old pipeline code): {name} {row['n']} rows, mean {percent(row['mean'])}, median {percent(row['median'])}"
         )
     print(f"mean of source means {percent(record['mean_of_means'])} %; nothing fitted {percent(record['unfitted_mean_of_means'])} %")
-    print("chance to fit: crashed", *(f"{r['from']:.0%}-{r['to']:.0%} {percent(r['crashed']).strip()} % of {r['runs']}" for r in record["calibration"]))
+    print("chance to fit, runs, share that crashed:")
+    for row in record["calibration"]:
+        print(f"  {row['from']:4.0%} to {row['to']:4.0%} {row['runs']:6d} {percent(row['crashed'])} %")
+    print(f"ran or crashed as said: {percent(record['as_said']).strip()} % of all rows whose memory is known")
     for why, count in record["inexpressible"].items():
         print(f"not expressible: {count} rows, {why}")
 

@@ -72,6 +72,11 @@ SITUATIONS = {
         "all": ["plan.json"],
     },
     "check": {"plan": ["plan.json", "--trust"], "launcher": [TITAN, "--launcher", "torchtitan", "--devices", "8"]},
+    "fits": {
+        "model": [LLAMA, "--devices", "8", "--seq", "64", "--microbatch", "4"],
+        "megatron": [LLAMA, "--devices", "8", "--seq", "64", "--launcher", "megatron"],
+        "configuration": [TITAN, "--devices", "8"],
+    },
     "degrees": {
         "bound": [LLAMA, "--devices", "2", "--seq", "16", "--global-batch", "4", "--launcher", "megatron"],
         "no bound": [LLAMA, "--devices", "8", "--no-bound", "--seq", "64", "--global-batch", "16"],

@@ -472,7 +472,8 @@ def test_the_ranking_is_sorted_and_prices_each_row_as_alone(launcher):
     p = ranked.prices
     assert (np.diff(p.fits.astype(int)) <= 0).all()
     for fits in (True, False):
-        assert (np.diff(p.tokens_per_second[p.fits == fits]) <= 1e-6).all()
+        assert (np.diff(p.expected[p.fits == fits]) <= 1e-6).all()
+    assert (p.expected <= p.tokens_per_second).all() and ((p.chance >= 0.5) == p.fits).all()
     for i in np.linspace(0, len(ranked) - 1, 9).astype(int):
         alone = prices_of(TrainingRuns.of([ranked.launch(i)]), LLAMA8, Site(), launcher)
         assert alone.seconds[0] == pytest.approx(p.seconds[i], rel=1e-12) and alone.bytes[0] == pytest.approx(p.bytes[i], rel=1e-12)

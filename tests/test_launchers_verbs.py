@@ -31,7 +31,7 @@ SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
 KEYS = (
     "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert seconds tokens_per_second_per_device mfu "
-    "memory_bytes fits tokens_per_second_per_device_interval"
+    "memory_bytes chance_to_fit fits tight tokens_per_second_per_device_interval"
 ).split()
 
 
@@ -209,5 +209,6 @@ def test_a_row_of_the_ranking_fits_in_80_columns():
     widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
     widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True}
     row = {**widest, "recompute": "full", "tokens_per_second_per_device": 1234.0, "mfu": 0.4567, "memory_bytes": 79.9e9}
-    lines = as_text(shown(launches_table([{**row, "fits": True}] * 2, [(199, 12), (0, 1)])), 80).splitlines()
+    row |= {"chance_to_fit": 0.51, "tight": True}
+    lines = as_text(shown(launches_table([row] * 2, [(199, 12), (0, 1)])), 80).splitlines()
     assert len(lines) == 4 and [line.split()[0] for line in lines[2:]] == ["200", "1"]  # a title of two lines, and a line per row

@@ -27,10 +27,10 @@ def _only(asked: Asked) -> dict[str, list]:
 
 @app.command()
 def fits(asked: Asked, output: Output) -> int:
-    """Will it fit before it is launched? yes, tight or no, with odds; where the bytes are and when; the largest microbatch; what makes it fit.
+    """Will it fit? yes, tight or no, with odds; where the bytes are and when; the largest microbatch; what makes it fit, cheapest first.
 
-    TARGET is a launcher's configuration, or a MODEL that is trained with the degrees given here, sharded over all devices. Exit code 1 where
-    it is less likely to fit than not. --observed corrects the next answers for the launcher by what a run of this launch needed.
+    A MODEL is trained with the degrees given here, its states sharded over the other devices. Exit code 1 where it is less likely to fit
+    than not. --observed says what a run of this launch needed, and --evidence keeps that: the next answers for the launcher are corrected.
 
     \b
     autoshard fits hf:Llama-3.1-8B --devices 8 --seq 8192 --microbatch 2 --recompute selective_op
@@ -95,8 +95,8 @@ def degrees(asked: Asked, output: Output) -> int:
     autoshard degrees models/llama.py:llama3_8b --devices 64 --no-bound --tp 1,2 --recompute full --no-cp
     """
     room, launcher = load_launchers(), asked.launcher
-    launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, compiled=asked.compiled,
-                         compiled_loss=asked.compiled)
+    compiled = {"compiled": asked.compiled, "compiled_loss": asked.compiled}
+    launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, **compiled)
     output.progress("reading the model's sizes", 0.0)
     sizes = sizes_of(asked.model, asked.settings)
     output.progress("pricing launches", 0.1)

@@ -1,6 +1,6 @@
 """What torch's caching allocator of CUDA memory reserves for a sequence of allocations and frees.
 
-The rules are those of pytorch/pytorch@eb42ad6, c10/cuda/CUDACachingAllocator.cpp (the function that has each is named where it is followed):
+The rules are those of pytorch/pytorch@eb42ad6, c10/cuda/CUDACachingAllocator.cpp; the function that has each is named with it:
 
     sizes      512 bytes and multiples of it (kMinBlockSize, line 116; round_size); up to 1 MiB from the small pool (kSmallSize, get_pool)
     segments   2 MiB for the small pool (kSmallBuffer), 20 MiB for up to 10 MiB (kLargeBuffer, kMinLargeAlloc), else multiples of 2 MiB
@@ -63,6 +63,7 @@ class CachingAllocator:
     free_blocks: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=dict)  # sorted by size and address
     used: dict[Any, Block] = field(default_factory=dict)
     next_address: int = 0
+    trace: list[dict[str, Any]] = field(default_factory=list)  # as torch records it
 
     def allocate(self, name: Any, size: int, stream: int = 0) -> None:
         """`name` is one that is not in use. OutOfMemory where it can't be had."""
@@ -82,11 +83,14 @@ class CachingAllocator:
         self.used[name] = block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self._record("alloc", block)
 
     def free(self, name: Any) -> None:
         """KeyError for a name that is not in use."""
         block = self.used.pop(name)
         self.allocated -= block.size
+        self._record("free_requested", block)
+        self._record("free_completed", block)
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 self._take(other)
@@ -117,6 +121,8 @@ class CachingAllocator:
                     else:
                         self._put(block)
             at = start + n
+        if self.expandable and before is not None:
+            self.ends[pool] = before
         self.reserved += size
         self.next_address = max(self.next_address, address + size)
         self.peak_reserved, self.peak_allocated = max(self.peak_reserved, self.reserved), max(self.peak_allocated, self.allocated)
@@ -134,6 +140,25 @@ class CachingAllocator:
             else:
                 self.free(name)
         return self
+
+    def snapshot(self) -> dict[str, Any]:
+        """As torch.cuda.memory._snapshot() has it, for pytorch.org/memory_viz: the segments as they are now, and the trace."""
+        free = [block for blocks in self.free_blocks.values() for _, _, block in blocks]
+        segments = []
+        for block in sorted((block for block in (*self.used.values(), *free) if block.before is None), key=lambda block: block.address):
+            first, blocks = block, []
+            while block is not None:
+                blocks.append({"address": block.address, "size": block.size, "requested_size": 0 if block.is_free else block.size,
+                               "state": "inactive" if block.is_free else "active_allocated", "frames": []})  # fmt: skip
+                block = block.after  # type: ignore[assignment]
+            used = sum(one["size"] for one in blocks if one["state"] != "inactive")
+            segments.append({"device": 0, "address": first.address, "stream": first.pool[0], "total_size": sum(b["size"] for b in blocks),
+                             "allocated_size": used, "active_size": used, "segment_type": "small" if first.pool[1] else "large",
+                             "is_expandable": self.expandable, "blocks": blocks, "frames": []})  # fmt: skip
+        return {"segments": segments, "device_traces": [self.trace], "allocator_settings": {"expandable_segments": self.expandable}}
+
+    def _record(self, action: str, block: Block) -> None:
+        self.trace.append({"action": action, "addr": block.address, "size": block.size, "stream": block.pool[0], "frames": []})
 
     def _put(self, block: Block) -> None:
         block.is_free, block.freed_at = True, self.calls
@@ -171,6 +196,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         if end is not None and self.ends.get(pool) is end and tail:
             self._take(end)
+            self._record("segment_map", Block(pool, end.address + end.size, more))
             end.size += more
             return end
         follows = end if end is not None and self.ends.get(pool) is end else None
@@ -179,6 +205,7 @@ class CachingAllocator:
             follows.after = block
         else:
             self.next_address += 2**50 if self.expandable else more
+        self._record("segment_map" if self.expandable else "segment_alloc", block)
         if self.expandable:
             self.ends[pool] = block
         return block
@@ -202,20 +229,22 @@ class CachingAllocator:
 
     def _give_back(self, block: Block) -> None:
         self._take(block)
+        self._record("segment_unmap" if self.expandable else "segment_free", block)
         self.reserved -= block.size
         if self.ends.get(block.pool) is block:
             del self.ends[block.pool]
 
 
 def replayed(snapshot: Mapping[str, Any], device: int = 0, **how: Any) -> tuple[CachingAllocator, int]:
-    """A memory snapshot's trace (torch.cuda.memory._snapshot()["device_traces"][device]) run again from the segments that it began with; and
-    the peak of bytes that were reserved then. how: fields of CachingAllocator, `expandable=True` to see what that would have changed."""
+    """A memory snapshot's trace (torch.cuda.memory._snapshot()["device_traces"][device]) run again from the segments that it began with;
+    and the peak of bytes that were reserved then. how: fields of CachingAllocator, `expandable=True` to see what that would change."""
     segments, used, peak = _at_the_start(snapshot, device)
-    allocator = CachingAllocator(**how)
+    allocator, kinds = CachingAllocator(**how), {s["address"]: s.get("segment_type") == "small" for s in snapshot["segments"]}
     blocks = sorted(used.items())
     for address, (size, stream) in sorted(segments.items()):
         inside = [(at, n) for at, n in blocks if address <= at < address + size]
-        allocator.begin_with((stream, size == SMALL_BUFFER), address, size, inside)
+        small = size == SMALL_BUFFER if not allocator.expandable else kinds.get(address, size <= SMALL_BUFFER)
+        allocator.begin_with((stream, small), address, size, inside)
     before = ""
     for entry in _trace(snapshot, device):
         action, address = entry["action"], entry["addr"]
@@ -223,7 +252,7 @@ def replayed(snapshot: Mapping[str, Any], device: int = 0, **how: Any) -> tuple[
             allocator.allocate(address, int(entry["size"]), int(entry.get("stream", 0)))
         elif action == "free_completed" and address in allocator.used:
             allocator.free(address)
-        elif action == "segment_free" and before != action:
+        elif action in ("segment_free", "segment_unmap") and before != action:
             allocator.empty_cache()
         before = action
     return allocator, peak
@@ -232,6 +261,17 @@ def replayed(snapshot: Mapping[str, Any], device: int = 0, **how: Any) -> tuple[
 def _trace(snapshot: Mapping[str, Any], device: int) -> Sequence[Mapping[str, Any]]:
     traces = snapshot.get("device_traces") or []
     return traces[device] if len(traces) > device else []
+
+
+def _cut(segments: dict[int, tuple[int, int]], address: int, size: int) -> None:
+    """Take away `size` bytes that begin at `address`: a segment, or the end of an expandable one."""
+    for start, (length, stream) in segments.items():
+        if start <= address < start + length:
+            if address > start:
+                segments[start] = address - start, stream
+            else:
+                del segments[start]
+            return
 
 
 def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, tuple[int, int]], dict[int, int], int]:
@@ -254,10 +294,10 @@ def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, t
             used.pop(address, None)
         elif action == "free_completed":
             used[address] = max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
-        elif action == "segment_alloc":
-            segments.pop(address, None)
+        elif action in ("segment_alloc", "segment_map"):
+            _cut(segments, address, size)
             reserved -= size
-        elif action == "segment_free":
+        elif action in ("segment_free", "segment_unmap"):
             segments[address] = size, int(entry.get("stream", 0))
             reserved += size
         peak = max(peak, reserved)

@@ -79,7 +79,8 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
 
 def _change(launch: Launch, ranked: Ranking, i: int, rate: float, before: Mapping[str, float] | None) -> Change:
     to, prices, seconds = ranked.columns.launch(i), ranked.prices, ranked.seconds_by_kind(i)
-    speed, expected, bytes, chance = (column[i].item() for column in (prices.tokens_per_second, prices.expected, prices.bytes, prices.chance))
+    columns = prices.tokens_per_second, prices.expected, prices.bytes, prices.chance
+    speed, expected, bytes, chance = (column[i].item() for column in columns)
     more = {kind: seconds[kind] - before[kind] for kind in seconds} if before else {}
     why = dict(sorted(more.items(), key=lambda kind: -abs(kind[1])))
     return Change(in_words(launch, to), to, speed, expected / rate - 1 if rate else np.inf, bytes, chance, seconds, why)

@@ -72,8 +72,8 @@ def kept_tasks(tasks: Sequence[BlockTask], how: str) -> set[int]:
 
 
 def is_written(task: BlockTask, how: str) -> bool:
-    """Whether a kernel, or a collective, writes what the task computes. Kernels of libraries write what compiled ones do: what they read and
-    their result are kept, nothing between (flash-attn's and Transformer Engine's norms, swiglu)."""
+    """Whether a kernel, or a collective, writes what the task computes. Kernels of libraries write what compiled ones do: what they read
+    and their result are kept, nothing between (flash-attn's and Transformer Engine's norms, swiglu)."""
     fused = task.fused or {}
     return how not in fused or any(share > 0 for share in fused["compiled"].writes)
 

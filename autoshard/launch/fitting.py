@@ -20,7 +20,7 @@ from .best_changes import in_words
 from .launch_prices import LaunchPrices, Site, launch_memory, prices_of
 from .launch_space import RECOMPUTED
 from .legality import legal, why_illegal
-from .peak_memory import MOMENTS, Memory
+from .peak_memory import Memory
 from .runs import Launch, LaunchConfig, TrainingRuns
 
 LIKELY = 0.9
@@ -31,6 +31,7 @@ SWITCHES = {  # what launchers can switch on that is no field of a launch: colum
     "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)},
     "megatron": {OFFLOADED: ("offload", 1)}, "nanotron": {},
 }  # fmt: skip
+COLUMNS = {"loss_chunks": 1, "offload": 0}  # and their usual values
 TOGETHER = 2  # changes at once, where one is not enough
 Move = tuple[str, Mapping[str, Any], Mapping[str, int]]  # what, fields of a launch, columns
 
@@ -79,15 +80,7 @@ class Fitting:
             return []
         p = self.described.launch.pipeline
         names = ["first", *(["inner"] if p > 2 else []), *(["last"] if p > 1 else [])]
-        return [self._peak(name, name if p > 1 else "all") for name in names]
-
-    def _peak(self, stage: str, called: str) -> dict[str, Any]:
-        peaks = tuple(peak for peak in self.memory.peaks if peak.stage == stage)  # type: ignore[union-attr]
-        of_stage = replace(self.memory, peaks=peaks)  # type: ignore[type-var]
-        peak = of_stage.fullest()
-        figures = {f"{name}_bytes": float(getattr(of_stage, name)[0]) for name in ("allocated", "reserved", "device")}
-        kinds = {kind: of_stage.bias * float(bytes[0]) for kind, bytes in peak.kinds.items()}
-        return {"stage": called, "moment": peak.moment, **figures, "bytes_by_kind": kinds}
+        return [_at_its_peak(self.memory.of_stage(name), name if p > 1 else "all") for name in names]
 
     def to_dict(self) -> dict[str, Any]:
         """As `autoshard fits --json` prints it."""
@@ -118,6 +111,13 @@ def will_fit(described: LaunchConfig, launcher: str, site: Site) -> Fitting:
     return Fitting(described, launcher, site, (), memory, prices, largest, remedies)
 
 
+def _at_its_peak(memory: Memory, stage: str) -> dict[str, Any]:
+    peak = memory.fullest()
+    figures = {f"{name}_bytes": float(getattr(memory, name)[0]) for name in ("allocated", "reserved", "device")}
+    kinds = {kind: memory.bias * float(bytes[0]) for kind, bytes in peak.kinds.items()}
+    return {"stage": stage, "moment": peak.moment, **figures, "bytes_by_kind": kinds}
+
+
 def _surely(prices: LaunchPrices, site: Site) -> np.ndarray:
     return (prices.chance >= LIKELY) & (prices.bytes <= site.usable)
 
@@ -136,12 +136,11 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
     launch, sizes = described.launch, described.sizes
     moves = list(_moves(launch, launcher))
     for together in range(1, TOGETHER + 1):
-        joined = [_joined(some) for some in combinations(moves, together)]
-        joined = [one for one in joined if one is not None]
+        joined = [one for some in combinations(moves, together) if (one := _joined(some)) is not None]
         if not joined:
             return ()
         to = [replace(launch, **fields) for _, fields, _ in joined]
-        columns = {name: np.array([switches.get(name, default) for _, _, switches in joined]) for name, default in (("loss_chunks", 1), ("offload", 0))}
+        columns = {name: np.array([switches.get(name, usual) for _, _, switches in joined]) for name, usual in COLUMNS.items()}
         runs = TrainingRuns.of(to).with_columns(**columns)
         allowed = np.flatnonzero(legal(runs, sizes, launcher))
         prices = prices_of(runs[allowed], sizes, site, launcher)
@@ -173,7 +172,8 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
         fields = {name: getattr(launch, name) * 2, "data": launch.data // 2, "shard": max(min(launch.shard, launch.data // 2), 1)}
         if launch.data % 2 == 0:
             if name == "tensor":
-                fields |= {"sequence_parallel": launcher != "accelerate", "expert_tensor": launch.expert_tensor * (2 if launch.expert_tensor > 1 else 1)}
+                of_experts = 2 * launch.expert_tensor if launch.expert_tensor == launch.tensor else launch.expert_tensor
+                fields |= {"sequence_parallel": launcher != "accelerate", "expert_tensor": of_experts}
             yield name, fields, {}
     for what, (column, value) in SWITCHES[launcher].items():
         yield what, {}, {column: value}

@@ -29,7 +29,8 @@ LINES = (
 # files in the stacks of allocations: the first that one has says its kind
 FRAMES = (
     ("optimizer", re.compile(r"torch/optim/|/optimizer")), ("logits", re.compile(r"loss|cross_entropy")),
-    ("gathered", re.compile(r"all_gather|reduce_scatter|_fsdp_|flat_param")), ("parameters", re.compile(r"nn/init|load_state|init_weights")),
+    ("gathered", re.compile(r"all_gather|reduce_scatter|_fsdp_|flat_param")),
+    ("parameters", re.compile(r"nn/init|load_state|init_weights")),
     ("temporaries", re.compile(r"recompute|checkpoint")), ("activations", re.compile(r"forward|nn/modules")),
 )  # fmt: skip
 MANY = 2**16  # observed runs of one launcher
@@ -93,7 +94,7 @@ def with_observed(evidence: Mapping[str, Any], fitting: Fitting, observed: Obser
         raise ValueError(f"the launch is illegal, so nothing can be compared with {observed.what}: {fitting.reasons[0]}")
     predicted = float(getattr(replace(fitting.memory, bias=1.0), observed.figure)[0])
     if not 0.1 < observed.bytes / predicted < 10:
-        raise ValueError(f"{observed.what} is {observed.bytes:.3g} bytes where {predicted:.3g} are predicted; expected a run of this launch")
+        raise ValueError(f"{observed.what} is {observed.bytes:.3g} bytes and {predicted:.3g} are predicted; expected a run of this launch")
     row = {"figure": observed.figure, "measured_bytes": observed.bytes, "predicted_bytes": predicted, "what": observed.what}
     runs = [*evidence.get(fitting.launcher, []), row][-MANY:]
     return {**evidence, fitting.launcher: runs}

@@ -33,7 +33,8 @@ from .runs import V_SHAPED, TrainingRuns
 USABLE = 0.92  # of a device's memory: an answer that needs more is never given without saying so
 PASSING = ("activations", "temporaries", "logits")  # kinds that come and go within a step
 MOMENTS = ("loss", "backward", "update")
-COMPILED_LOSS, PARALLEL_LOSS = 4.0, 4.0  # bytes per logit: 16 bits and their gradient; exponentials that torch's sharded loss computes again
+COMPILED_LOSS = 4.0  # bytes per logit: 16 bits, and their gradient
+PARALLEL_LOSS = 4.0  # ... more: exponentials that torch's loss of a sharded vocabulary computes again
 SCORES = 5.0  # bytes per score of unfused attention that are kept: the softmax and the mask and result of its dropout
 Kinds = dict[str, np.ndarray]  # bytes by kind
 
@@ -78,9 +79,12 @@ class Memory:
         """With contexts: what nvidia-smi shows."""
         return self.reserved + self.context
 
-    def fullest(self, i: int = 0, stage: str = "") -> Peak:
-        """When run i needs most, on a stage or on all."""
-        return max((peak for peak in self.peaks if stage in ("", peak.stage)), key=lambda peak: float(peak.bytes[i]))
+    def of_stage(self, stage: str) -> Memory:
+        return replace(self, peaks=tuple(peak for peak in self.peaks if peak.stage == stage))
+
+    def fullest(self, i: int = 0) -> Peak:
+        """Where and when run i needs most."""
+        return max(self.peaks, key=lambda peak: float(peak.bytes[i]))
 
     def with_more(self, kinds: Kinds) -> Memory:
         """With more bytes of some kinds on every stage, at every moment."""
@@ -99,7 +103,7 @@ def chance_to_fit(bytes: np.ndarray, limit: np.ndarray | float, stacks: Names) -
 
 
 def chance_within(bytes: np.ndarray, limit: np.ndarray | float, levels: np.ndarray, quantiles: np.ndarray) -> np.ndarray:
-    """levels, quantiles [runs, levels]: of log(measured / predicted). Beyond the outermost ones, errors as far again have no chance left."""
+    """levels, quantiles [runs, levels]: of log(measured / predicted). Beyond the outermost ones, errors as far again have no chance."""
     room = np.log(np.maximum(limit, 1.0) / np.maximum(bytes, 1.0))
     width = quantiles[:, -1:] - quantiles[:, :1] + 1e-6
     known = np.concatenate([quantiles[:, :1] - width, quantiles, quantiles[:, -1:] + width], axis=1)
@@ -134,7 +138,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         parameters = of_blocks + tables / runs.tensor
         held = in_flight(runs, place)
         activations = held * blocks * kept
-        # torch's stages have a buffer per microbatch to receive into (_prepare_forward_infra); others one at a time. Results wait for the backward
+        # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
         buffers = shard * np.where(one, 0.0, held + np.where(runs.zero >= 2, runs.microbatches, 2.0))
         for moment in MOMENTS:
             kinds = state_bytes(runs, parameters, constants)
@@ -178,8 +182,8 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConsta
 
 
 def _gathered(runs: TrainingRuns, stack: StackConstants, parameters: np.ndarray, tables: np.ndarray, moment: str) -> np.ndarray:
-    """FSDP's, in 16 bits: the parameters of a block and of the next, and the tables at the loss; in the backward the gradients of a block, and
-    the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) all parameters are counted by `state_bytes`."""
+    """FSDP's, in 16 bits: the parameters of a block and of the next, and the tables at the loss; in the backward the gradients of a block,
+    and the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) `state_bytes` counts all parameters."""
     if moment == "update":
         return np.zeros(len(runs))
     block = runs.block_parameters / runs.tensor

@@ -45,7 +45,8 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", launches_table(rows, grouped), "", first + alike]
     if apart is not None:
         lines += ["", seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
-    tight = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory" if any(r["tight"] for r in rows) else None
+    margin = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory"
+    tight = margin if any(row["tight"] for row in rows) else None
     return shown(*lines, tight, splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
 
 
@@ -109,7 +110,8 @@ def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
     lines: list[Any] = [f"{path}: {model}", degrees]
     lines += [f"illegal: {reason}" for reason in record["reasons"]]
     if record["legal"]:
-        tight = f", more than the {size(record['usable_bytes'])} that leave a margin" if record["memory_bytes"] > record["usable_bytes"] else ""
+        is_tight = record["memory_bytes"] > record["usable_bytes"]
+        tight = f", more than the {size(record['usable_bytes'])} that leave a margin" if is_tight else ""
         lines.append(f"memory {size(record['memory_bytes'])} per device{tight}; fits with a chance of {record['chance_to_fit']:.0%}")
         lines.append(f"{seconds(record['seconds'])} per step, {_rate(record)}")
         lines.append(f"MFU {record['mfu']:.1%} ({_range(record['mfu_interval'], '.1%')}) of {_peak(record['mfu_of'])}")
@@ -128,23 +130,27 @@ def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
     """Will it fit: the verdict, the bytes by stage and kind, the largest microbatch, what makes it fit."""
     degrees = _degrees(record["configuration"])
     model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
-    lines: list[Any] = [f"{path}: {model}, {record['launcher']}", f"{degrees}; {record['global_batch']} sequences of {record['seq']} tokens"]
+    batch = f"{record['global_batch']} sequences of {record['seq']} tokens"
+    lines: list[Any] = [f"{path}: {model}, {record['launcher']}", f"{degrees}; {batch}"]
     lines += [f"illegal: {reason}" for reason in record["reasons"]]
     if (fullest := record["fullest"]) is not None:
         at = "" if fullest["stage"] == "all" else f", on the {fullest['stage']} stage"
         need = f"{size(fullest['device_bytes'])} of {size(record['memory_bytes'])}"
-        lines.append(f"{record['verdict']}: fits with a chance of {record['chance_to_fit']:.0%}; needs {need} {WHEN[fullest['moment']]}{at}")
+        chance = f"{record['verdict']}: fits with a chance of {record['chance_to_fit']:.0%}"
+        lines.append(f"{chance}; needs {need} {WHEN[fullest['moment']]}{at}")
         if record["bias"] != 1:
             lines.append(f"own runs needed {record['bias'] - 1:+.1%}; that is counted in")
         lines += ["", _bytes_table(record["stages"]), ""]
         largest = record["largest_microbatch"]
-        lines.append("no microbatch surely fits" if largest is None else f"the largest microbatch that surely fits: {largest} sequences")
+        surely = f"the largest microbatch that surely fits: {largest} sequence{'s' * (largest != 1)}"
+        lines.append("no microbatch surely fits" if largest is None else surely)
     for change in record["changes"]:
         to = f"{size(change['device_bytes'])}, chance {change['chance_to_fit']:.0%}"
         lines.append(f"fits with {change['change']} ({to}), {_price(change['price_seconds'])} per step of {seconds(record['seconds'])}")
     if (seen := record.get("observed")) is not None:
         off = seen["measured_bytes"] / seen["predicted_bytes"] - 1
-        lines.append(f"{seen['what']}: {size(seen['measured_bytes'])} {seen['figure']}, predicted {size(seen['predicted_bytes'])} ({off:+.1%})")
+        measured, predicted = size(seen["measured_bytes"]), size(seen["predicted_bytes"])
+        lines.append(f"{seen['what']}: {measured} {seen['figure']}, predicted {predicted} ({off:+.1%})")
         kinds = [(k["kind"], size(k["predicted_bytes"]), size(k["measured_bytes"])) for k in seen["by_kind"]]
         lines += [ReportTable("", numbers("", "predicted", "measured"), kinds, "tight")] if kinds else []
     return shown(*lines)
