@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.launch.observed import Observed, observed_in_log, observed_in_snapshot
 from autoshard.options import SIZE
-from autoshard.reading import content_of, data_of, parsed, text_of
+from autoshard.reading import content_of, parsed, text_of
 from autoshard.solution import unpickled
 
 MOST_OPCODES = 100_000_000  # of a snapshot's pickle: one of 3 MB has 900,000
@@ -33,4 +33,4 @@ def observed(written: str) -> Observed:
 
 def read_evidence(path: str | None) -> dict[str, Any]:
     """Of a file that may not be there yet."""
-    return data_of(path, "evidence") if path is not None and Path(path).exists() else {}
+    return parsed(content_of(path, "evidence"), path, "evidence") if path is not None and Path(path).exists() else {}

@@ -32,7 +32,7 @@ SWITCHES = {  # what launchers can switch on that is no field of a launch: colum
     "megatron": {OFFLOADED: ("offload", 1)}, "nanotron": {},
 }  # fmt: skip
 COLUMNS = {"loss_chunks": 1, "offload": 0}  # and their usual values
-TOGETHER = 2  # changes at once, where one is not enough
+TOGETHER = 3  # changes at once, where one is not enough
 Move = tuple[str, Mapping[str, Any], Mapping[str, int]]  # what, fields of a launch, columns
 
 
@@ -132,7 +132,7 @@ def _largest_microbatch(described: LaunchConfig, launcher: str, site: Site) -> i
 
 
 def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float, count: int = 3) -> tuple[Remedy, ...]:
-    """The cheapest changes after which the launch surely fits: of one thing, or of two where one is not enough."""
+    """The cheapest changes after which the launch surely fits: of one thing, or of two or three where fewer are not enough."""
     launch, sizes = described.launch, described.sizes
     moves = list(_moves(launch, launcher))
     for together in range(1, TOGETHER + 1):

@@ -1,0 +1,249 @@
+"""`fits`: published launches, laws of memory, the command line, the user's own evidence, and input that is none."""
+
+import json
+import math
+import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
+from autoshard.launch.block_memory import OWN_INPUT, kept_tasks
+from autoshard.launch.captured_block import tasks_of
+from autoshard.launch.fitting import will_fit
+from autoshard.launch.launch_prices import launch_memory, prices_of
+from autoshard.launch.peak_memory import chance_to_fit, chance_within
+from autoshard.launch.runs import SCHEDULES, TrainingRuns
+from benchmarks.fits import TABLE, answered
+from tests.helpers_command import record_of, refusal, run
+
+ROOT = Path(__file__).parent.parent
+TITAN = ROOT / "tests" / "data" / "launchers" / "torchtitan" / "llama3_8b.toml"
+BIG = ("fits", f"{ROOT}/models/llama.py:llama3_8b", "--devices", "8", "--seq", "4096")
+LLAMA8 = ModelSizes(32, 4096, 14336, 32, 8, 128256)
+FSDP = Launch(8, 8192, 16, microbatch=2, data=8, shard=8, zero=3, recompute="selective_op")
+TINY = f"{ROOT}/models/llama.py:tiny"
+ROWS = json.loads(TABLE.read_text())
+
+
+def bytes_of(launch: Launch, launcher: str = "torchtitan", sizes: ModelSizes = LLAMA8) -> float:
+    return float(launch_memory(TrainingRuns.of([launch]), sizes, Site(), launcher).device[0])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
+def test_published_launches_are_answered_rightly(row):
+    answer = answered(row)
+    assert answer["right"] and not answer["reasons"] and row["source"]
+    kinds, allocated = answer["fullest"]["bytes_by_kind"], answer["fullest"]["allocated_bytes"]
+    assert sum(kinds.values()) == pytest.approx(allocated) and min(kinds.values()) >= 0
+    if row["measured_bytes"]:
+        assert answer["predicted_bytes"] / row["measured_bytes"] == pytest.approx(1, abs=0.15)
+
+
+def test_the_table_has_12_that_ran_and_6_that_did_not():
+    assert sum(row["ran"] for row in ROWS) >= 12 and sum(not row["ran"] for row in ROWS) >= 6
+
+
+def test_what_a_block_keeps_is_what_autograd_saves():
+    """Llama's block, counted by hand: norms in float32, op by op; by fused kernels; by a compiler that keeps the least."""
+    forward = tasks_of("llama", "megatron")["forward block"]
+    by_how = {how: [forward[i].target.split(".")[1] if i != OWN_INPUT else "input" for i in sorted(kept_tasks(forward, how))]
+              for how in ("", "library", "compiled")}  # fmt: skip
+    assert by_how[""].count("_to_copy") == 4 and by_how[""].count("mm") == 3 and "silu" in by_how[""]
+    # the input and the sum after attention, what matmuls read, q, k, v, attention, gate and up
+    assert by_how["library"] == ["input", "mul", "mm", "add", "add", "attention", "add", "mul", "mm", "mm", "mul"]
+    assert by_how["compiled"] == ["input", "mm", "mm", "mm", "attention", "add", "mm", "mm"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(("torchtitan", "megatron", "accelerate", "nanotron")), st.integers(0, 3), st.integers(0, 2), st.integers(0, 3),
+    st.sampled_from(("none", "selective_op", "full")), st.sampled_from(SCHEDULES), st.booleans(),
+)  # fmt: skip
+def test_laws_of_memory(launcher, tensor, pipeline, data, recompute, schedule, compiled):
+    t, p, d = 2**tensor, 2**pipeline, 2**data
+    zero = (3 if p == 1 else 2) if launcher in ("torchtitan", "accelerate") else 1
+    one = Launch(
+        t * p * d, 4096, 64 * d, data=d, shard=d, zero=zero if d > 1 else 0, tensor=t, sequence_parallel=t > 1, pipeline=p,
+        schedule=schedule, virtual=1 if schedule in ("1F1B", "GPipe") else 2, recompute=recompute, compiled=compiled,
+    )  # fmt: skip
+    memory = launch_memory(TrainingRuns.of([one]), LLAMA8, Site(), launcher)
+    assert 0 < memory.allocated[0] <= memory.reserved[0] <= memory.device[0]
+    assert memory.fullest().bytes[0] == memory.allocated[0] and all(x[0] >= 0 for peak in memory.peaks for x in peak.kinds.values())
+    now = memory.device[0]
+    assert bytes_of(replace(one, microbatch=2), launcher) > now * (1 - 1e-12)
+    assert bytes_of(replace(one, seq=8192), launcher) > now
+    assert bytes_of(replace(one, recompute="full"), launcher) <= bytes_of(replace(one, recompute="none"), launcher) * (1 + 1e-12)
+    assert bytes_of(one, launcher, replace(LLAMA8, layers=64)) > now
+    if p > 1:
+        assert bytes_of(replace(one, schedule="GPipe", virtual=1), launcher) >= bytes_of(replace(one, schedule="1F1B", virtual=1), launcher)
+
+
+def test_the_chance_falls_with_the_bytes_and_is_of_the_errors():
+    stacks = np.full(200, "nanotron")
+    chance = chance_to_fit(np.geomspace(20e9, 300e9, 200), 80e9, stacks)
+    assert (np.diff(chance) <= 0).all() and chance[0] > 0.99 and chance[-1] < 0.02
+    levels, errors = np.array([0.1, 0.5, 0.9]), np.log(np.array([[0.8, 1.0, 1.25]]))
+    assert chance_within(np.array([80.0]), 80.0, levels, errors)[0] == pytest.approx(0.5)
+    assert chance_within(np.array([100.0]), 80.0, levels, errors)[0] == pytest.approx(0.1)
+    assert chance_within(np.array([64.0]), 80.0, levels, errors)[0] == pytest.approx(0.9)
+    assert chance_within(np.array([1.0, 1e9]), 80.0, levels, np.repeat(errors, 2, 0)).tolist() == [1.0, 0.0]
+
+
+def test_pipelines_keep_what_fsdp_gathers_and_whole_gradients():
+    """torchtitan, 405B on 512 H100: with "default" nothing is resharded after the forward of a pipeline."""
+    row = next(row for row in ROWS if "1F1B" in row["name"])
+    sizes, launch = ModelSizes(**row["model"]), Launch(**row["launch"])
+    memory = launch_memory(TrainingRuns.of([launch]), sizes, Site("h100_500w"), "torchtitan")
+    stage = 16 * (4 * 16384**2 * 9 / 16 + 3 * 16384 * 53248) / 8  # of 126 blocks on 8 stages, divided by 8; queries 1, keys 1/16
+    kinds = memory.fullest().kinds
+    assert kinds["gradients"][0] == pytest.approx(4 * stage, rel=0.05) and kinds["parameters"][0] == pytest.approx(2 * stage, rel=0.05)
+    assert kinds["optimizer"][0] == pytest.approx(12 * stage / 8, rel=0.05)  # float32 parameters and two moments, sharded over 8
+    alone = launch_memory(TrainingRuns.of([replace(launch, pipeline=1, devices=64)]), sizes, Site("h100_500w"), "torchtitan")
+    assert alone.fullest().kinds["gradients"][0] == pytest.approx(8 * 4 * stage / 8, rel=0.05)  # of all blocks, but sharded
+
+
+@pytest.mark.parametrize("launcher", ["torchtitan", "megatron", "accelerate", "nanotron"])
+def test_what_makes_it_fit_fits(launcher):
+    zero = 3 if launcher in ("torchtitan", "accelerate") else 1
+    launch = Launch(8, 8192, 64, microbatch=8, data=8, shard=8, zero=zero)
+    answer = will_fit(LaunchConfig(launch, LLAMA8), launcher, Site())
+    assert answer.verdict == "no" and answer.remedies
+    prices = [remedy.price for remedy in answer.remedies]
+    assert prices == sorted(prices)
+    for remedy in answer.remedies:
+        assert remedy.chance >= 0.9 and remedy.bytes <= answer.site.usable and remedy.what
+        if "loss" not in remedy.what and "host" not in remedy.what:
+            alone = prices_of(TrainingRuns.of([remedy.to]), LLAMA8, Site(), launcher)
+            assert alone.bytes[0] == pytest.approx(remedy.bytes)
+            assert alone.seconds[0] - answer.prices.seconds[0] == pytest.approx(remedy.price)
+    largest = answer.largest_microbatch
+    if largest is not None:
+        batch = {n: replace(launch, microbatch=n, global_batch=8 * n) for n in (largest, largest + 1)}
+        fits = {n: prices_of(TrainingRuns.of([one]), LLAMA8, Site(), launcher).bytes[0] for n, one in batch.items()}
+        assert fits[largest] <= answer.site.usable and largest < 8
+
+
+def test_a_state_in_the_hosts_memory_takes_time_and_no_memory():
+    launch = TrainingRuns.of([Launch(8, 4096, 64, data=8, shard=8, zero=1)] * 2).with_columns(offload=np.array([0, 1]))
+    prices, memory = prices_of(launch, LLAMA8, Site(), "megatron"), launch_memory(launch, LLAMA8, Site(), "megatron")
+    assert prices.seconds[1] > prices.seconds[0]
+    assert memory.device[0] - memory.device[1] == pytest.approx(12 * LLAMA8.parameters / 8, rel=0.01)
+
+
+# --- the command line
+
+
+def test_fits_prints_its_keys_and_a_table_by_kind():
+    words = ("fits", f"{ROOT}/models/llama.py:llama3_8b", "--devices", "8", "--microbatch", "2", "--recompute", "selective_op")
+    code, text, _ = run(*words)
+    assert code == 1 and "no: fits with a chance of" in text and "while the loss is computed" in text and "per step of" in text
+    for kind in ("parameters", "activations", "logits", "allocated", "reserved", "with contexts"):
+        assert re.search(rf"^ *{kind} +[\d.]+ [GM]B$", text, re.M), kind
+    record = record_of(*words, code=1)
+    assert list(record) == [
+        "ok", "verdict", "chance_to_fit", "launcher", "devices", "global_batch", "seq", "precision", "configuration", "parameters",
+        "reasons", "memory_bytes", "usable_bytes", "bias", "fullest", "stages", "largest_microbatch", "seconds", "changes",
+    ]  # fmt: skip
+    assert record["fullest"] == record["stages"][0] and record["fullest"]["stage"] == "all"
+    larger = record_of(*words, "--memory", "141GB")
+    assert larger["verdict"] == "yes" and larger["changes"] == [] and larger["largest_microbatch"] >= 2
+
+
+def test_stages_and_configurations():
+    record = record_of(*BIG, "--launcher", "megatron", "--pp", "4", "--tp", "2")
+    assert [stage["stage"] for stage in record["stages"]] == ["first", "inner", "last"]
+    read = record_of("fits", str(TITAN), "--devices", "8", "--memory", "180GB")
+    assert read["launcher"] == "torchtitan" and read["verdict"] in ("yes", "tight", "no")
+    illegal = record_of("fits", TINY, "--devices", "8", "--tp", "8", code=1)
+    assert illegal["verdict"] == "no" and illegal["reasons"] and illegal["fullest"] is None
+
+
+def test_own_evidence_corrects_the_next_answers(tmp_path):
+    evidence = str(tmp_path / "memory.json")
+    words = BIG
+    before = record_of(*words)
+    seen = record_of(*words, "--observed", "50GB", "--evidence", evidence)
+    assert seen["observed"]["predicted_bytes"] == pytest.approx(before["fullest"]["reserved_bytes"])
+    bias = 50e9 / seen["observed"]["predicted_bytes"]
+    after = record_of(*words, "--evidence", evidence)
+    assert after["bias"] == pytest.approx(bias) and after["fullest"]["reserved_bytes"] == pytest.approx(50e9)
+    again = record_of(*words, "--observed", "50GB", "--evidence", evidence)
+    assert again["observed"]["predicted_bytes"] == pytest.approx(seen["observed"]["predicted_bytes"])  # never by what was corrected
+    other = record_of(*words, "--launcher", "megatron", "--tp", "2", "--evidence", evidence)
+    assert other["bias"] == 1
+    ranking = ("degrees", TINY, "--devices", "8", "--seq", "16", "--global-batch", "16", "--no-bound", "--top", "1")
+    ranked, plain = record_of(*ranking, "--evidence", evidence), record_of(*ranking)
+    assert ranked["configurations"][0]["memory_bytes"] != plain["configurations"][0]["memory_bytes"]
+
+
+LOGS = {
+    "step: 10  loss: 11.1  grad_norm: 1.7  memory: 73.32GiB(92.70%)  tps: 11,636": ("reserved", 73.32 * 2**30),
+    "memory (MB) | allocated: 1.5 | max allocated: 60489.5 | reserved: 61000 | max reserved: 62000": ("reserved", 62000 * 2**20),
+    "Memory usage: 20.1MiB. Peak allocated: 1000.2MiB Peak reserved: 51000.0MiB": ("reserved", 51000 * 2**20),
+    "| N/A   34C    P0   114W / 700W |  71234MiB / 81559MiB |": ("device", 71234 * 2**20),
+}
+
+
+@pytest.mark.parametrize("line", LOGS)
+def test_a_line_of_a_log_tells_memory(tmp_path, line):
+    log = tmp_path / "train.log"
+    log.write_text(f"began\n{line}\nended\n")
+    record = record_of(*BIG, "--observed", str(log))
+    figure, measured = LOGS[line]
+    assert record["observed"]["figure"] == figure and record["observed"]["measured_bytes"] == pytest.approx(measured)
+
+
+def test_a_snapshot_says_the_difference_by_kind(tmp_path):
+    frames = {"optimizer": "torch/optim/adamw.py", "logits": "train/cross_entropy.py", "activations": "torch/nn/modules/linear.py"}
+    stacks = [[{"filename": file, "name": "f", "line": 1}] for file in frames.values()]
+    blocks = [{"size": 10 * 2**30, "state": "active_allocated", "frames": stack} for stack in stacks]
+    segments = [{"device": 0, "address": 0, "total_size": 30 * 2**30, "allocated_size": 30 * 2**30, "stream": 0, "blocks": blocks}]
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": []}))
+    record = record_of(*BIG, "--observed", str(path))
+    by_kind = {row["kind"]: row for row in record["observed"]["by_kind"]}
+    assert {kind: by_kind[kind]["measured_bytes"] for kind in frames} == dict.fromkeys(frames, 10 * 2**30)
+    sizes = [abs(row["measured_bytes"] - row["predicted_bytes"]) for row in record["observed"]["by_kind"]]
+    assert sizes == sorted(sizes, reverse=True) and math.isfinite(sum(sizes))
+    assert "measured" in run(*BIG, "--observed", str(path))[1]
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("never",)
+
+
+def test_bad_input_is_a_sentence(tmp_path):
+    (tmp_path / "a.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n")
+    (tmp_path / "float.toml").write_text(TITAN.read_text().replace("[training]", '[training]\nmixed_precision_param = "float32"'))
+    (tmp_path / "mode.toml").write_text(re.sub(r'mode = "\w+"', 'mode = "some"', TITAN.read_text()))
+    (tmp_path / "no.log").write_text("nothing about it\n")
+    (tmp_path / "no.json").write_text("[]")
+    (tmp_path / "no.pickle").write_bytes(pickle.dumps({"segments": 5}))
+    (tmp_path / "hostile.pickle").write_bytes(pickle.dumps(Hostile()))
+    (tmp_path / "evidence.json").write_text('{"torchtitan": [{"measured_bytes": "much"}]}')
+    for words, said in (
+        (("fits", str(tmp_path / "a.yaml"), TINY, "--launcher", "accelerate", "--seq", "64"), "does not say the microbatch; add"),
+        (("fits", str(tmp_path / "a.yaml")), "may be of several launchers; add --launcher"),
+        (("fits", str(tmp_path / "float.toml"), "--devices", "8"), "matmuls in float32 have no prices"),
+        (("fits", str(tmp_path / "mode.toml"), "--devices", "8"), "activation_checkpoint.mode is 'some'; expected one of"),
+        (("fits", f"{ROOT}/models/resnet.py:tiny", "--devices", "8"), "expected"),
+        (("fits", TINY), "add --devices 8"),
+        (("fits", TINY, "--devices", "8", "--recompute", "some"), "expected one of"),
+        (("fits", "nothing.txt", "--devices", "8"), "neither a model"),
+        (("fits", str(TITAN), "--tp", "2"), "--tp has no effect on a configuration"),
+        ((*BIG, "--observed", "71.2"), "unit"),
+        ((*BIG, "--observed", "1MB"), "expected a run of this launch"),
+        ((*BIG, "--observed", str(tmp_path / "no.log")), "no line that tells memory"),
+        ((*BIG, "--observed", str(tmp_path / "no.json")), "is no memory snapshot"),
+        ((*BIG, "--observed", str(tmp_path / "no.pickle")), "is no memory snapshot"),
+        ((*BIG, "--observed", str(tmp_path / "hostile.pickle")), "which a memory snapshot never needs"),
+        ((*BIG, "--evidence", str(tmp_path / "evidence.json")), "without measured and predicted bytes"),
+    ):
+        assert said in refusal(*words), words
