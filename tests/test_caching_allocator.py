@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autoshard.api.observing import observed
+from autoshard.api import observed
 from autoshard.cost import CachingAllocator, OutOfMemory, peak_of_snapshot, replayed
 
 KB, MB = 2**10, 2**20

@@ -8,18 +8,20 @@ from autoshard.cli import main
 from autoshard.cli.combinations import RULES
 from tests.test_cli_words import HERE, MODEL, PLAN, ROOT, run_all, verbs
 
+TITAN = f"{ROOT}/tests/data/launchers/torchtitan/llama3_8b.toml"
 RIGHT = {
     "time_limit": "60", "batch": "4", "seq": "64", "dtype": "float32", "within": "0.01", "alternatives": "3", "devices": "8",
     "out": "new", "html": "new", "trace": "new", "picture": "new.svg", "frontier": HERE,
     "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
     "memory_limit": "80GB", "microbatches": "4",
+    "tp": "2", "pp": "2", "cp": "2", "precision": "fp8", "evidence": "memory.json",
     "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
     "model": MODEL,
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
 }  # fmt: skip
 SPREAD = ("--data", "2", "--pipeline", "2")  # several devices in a node, and several nodes
-OWN = {("check", "within"): "5%", ("export", "within"): "5%", ("pipeline", "recompute"): "always"}
+OWN = {("fits", "recompute"): "full", ("check", "within"): "5%", ("export", "within"): "5%", ("pipeline", "recompute"): "always"}
 # per rule, by its first words: a command line that ignores its options, and one that doesn't
 LINES = {
     "without --pin": (["plan", MODEL, "--mesh", "2x4"], ["plan", MODEL, "--mesh", "2x4", "--pin", "w=R,R"]),
@@ -27,6 +29,7 @@ LINES = {
     "beside --prices, ": (["VERB", MODEL, "--mesh", "2x4", "--prices", "h100"], ["VERB", MODEL, "--mesh", "2x4"]),
     "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),
     "on the mesh of the plan": (["plan", MODEL, "--keep", PLAN], ["plan", MODEL, "--keep", PLAN, "--mesh", "2x4"]),
+    "on a configuration, which": (["fits", TITAN], ["fits", MODEL, "--devices", "8"]),
     "without MODEL": (["check", HERE, "--launcher", "torchtitan"], ["check", HERE, MODEL, "--launcher", "torchtitan"]),
     "beside another plan": (["show", PLAN, PLAN], ["show", PLAN]),
     "without --html": (["show", PLAN], ["show", PLAN, "--html", "new"]),
@@ -53,7 +56,7 @@ LINES = {
 
 ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
     "simulate": ([], ["--pipeline", "2"]), "pipeline": (["--devices", "8"], ["--devices", "16"]),
-    "degrees": (["--devices", "8"], ["--devices", "16"]), "check": (["--devices", "8"], ["--devices", "16"]),
+    **{verb: (["--devices", "8"], ["--devices", "16"]) for verb in ("degrees", "check", "fits")},
     "tables": (["--devices", "8"], ["--devices", "2x8"]),
 }  # fmt: skip
 WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
@@ -72,6 +75,8 @@ def lines_of(rule, verb: str) -> tuple[list[str], list[str]]:
     if of := {("inter_node_bandwidth",): ACROSS, ("intra_node_bandwidth",): WITHIN}.get(rule.options):
         return tuple([verb, *ABOUT.get(verb, [MODEL]), *words] for words in of[verb])
     if rule.why.startswith("beside a model"):
+        if verb == "fits":
+            return ["fits", f"{ROOT}/models/gpt2.py:tiny", "--devices", "8"], ["fits", TITAN]
         return TRUSTED.get(verb) or ([verb, PLAN, MODEL], [verb, PLAN])
     said = f"{rule.why}; {rule.cure or 'leave'}"
     return LINES[max((key for key in LINES if said.startswith(key)), key=len)]

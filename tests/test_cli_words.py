@@ -31,6 +31,7 @@ BEGINS = {
     "serve-plan": [MODEL, "--devices", "8", "--max-tokens", "64", "--batch", "4"],
     "check": [HERE],
     "degrees": [MODEL, "--devices", "8"],
+    "fits": [MODEL, "--devices", "8"],
     "demo": [],
     "doctor": [],
     "export": [PLAN],
@@ -70,10 +71,12 @@ WRONG = {
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
+    "evidence": PATHS, "tp": COUNTS, "pp": COUNTS, "cp": COUNTS,
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
     "top": COUNTS, "row": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
 }  # fmt: skip
 OWN = {
+    ("fits", "target"): [MISSING, *MODELS[:2], "nosuch.toml"], ("fits", "precision"): ["bf17", ""],
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],
     ("check", "within"): ["-1", "nan%", "five"],
     ("export", "within"): ["-1", "nan%", "five"],

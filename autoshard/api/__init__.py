@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from autoshard.api.compiling import backend as backend
     from autoshard.api.passes import PassOptions as PassOptions
     from autoshard.api.passes import autosharding_pass as autosharding_pass
+    from autoshard.api.observing import observed as observed
+    from autoshard.api.observing import read_evidence as read_evidence
     from autoshard.api.planning import plan as plan
     from autoshard.api.reporting import html_report as html_report
     from autoshard.api.running import parallelize as parallelize
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
 _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "check dry_run verify",
     "api.compiling": "backend",
+    "api.observing": "observed read_evidence",
     "api.passes": "PassOptions autosharding_pass",
     "api.planning": "plan",
     "api.reporting": "html_report",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from autoshard.launch.observed import Observed, observed_in_log, observed_in_snapshot
+from autoshard.launch import Evidence, Observed
 from autoshard.options import SIZE
 from autoshard.reading import content_of, parsed, text_of
 from autoshard.solution import unpickled
@@ -20,17 +19,19 @@ def observed(written: str) -> Observed:
     """
     path = Path(written)
     if path.suffix in (".pickle", ".pkl"):
-        return observed_in_snapshot(unpickled(content_of(path, "snapshot"), path, "snapshot", {}, MOST_OPCODES), written)
+        return Observed.of_snapshot(unpickled(content_of(path, "snapshot"), path, "snapshot", {}, MOST_OPCODES), written)
     if path.suffix == ".json":
-        return observed_in_snapshot(parsed(content_of(path, "snapshot"), path, "snapshot"), written)
+        return Observed.of_snapshot(parsed(content_of(path, "snapshot"), path, "snapshot"), written)
     if path.exists():
-        return observed_in_log(text_of(path, "log"), written)
+        return Observed.of_log(text_of(path, "log"), written)
     try:
         return Observed("reserved", SIZE.read("--observed", written), f"--observed {written}")
     except ValueError as error:
         raise ValueError(f"{error}; or a memory snapshot (.pickle or .json), or a run's log: there is no file {written}") from None
 
 
-def read_evidence(path: str | None) -> dict[str, Any]:
+def read_evidence(path: str | None) -> Evidence:
     """Of a file that may not be there yet."""
-    return parsed(content_of(path, "evidence"), path, "evidence") if path is not None and Path(path).exists() else {}
+    if path is None or not Path(path).exists():
+        return Evidence({})
+    return Evidence(parsed(content_of(path, "evidence"), path, "evidence"), path)

@@ -73,14 +73,12 @@ def _described(room: Any, asked: Asked, launcher: str) -> Any:
 
 def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
     """What a run needed beside what was predicted of it; written to the evidence, where there is a file for it."""
-    from autoshard.api.observing import observed, read_evidence  # here: torch takes seconds to import
-    from autoshard.launch.observed import explained, with_observed
-
-    seen = observed(asked.observed)
-    evidence = with_observed(read_evidence(asked.evidence), answer, seen)
-    text = json.dumps(evidence, indent=1) + "\n"
+    api = load_api()
+    seen = api.observed(asked.observed)
+    runs = api.read_evidence(asked.evidence).with_run(answer, seen).runs
+    text = json.dumps(runs, indent=1) + "\n"
     output.write(asked.evidence, lambda path: write_atomically(text, path), f": the next answers for {answer.launcher} are corrected")
-    return {**evidence[answer.launcher][-1], "by_kind": explained(answer, seen)}
+    return {**runs[answer.launcher][-1], "by_kind": seen.beside(answer)}
 
 
 @app.command()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from autoshard.cli.verbs import Asked
@@ -21,11 +22,8 @@ def load_launchers() -> ModuleType:
 
 def site_of(asked: Asked, launcher: str) -> Any:
     """The site; a node's link to the others is shared by its devices."""
-    from autoshard.api.observing import read_evidence  # here: torch again
-    from autoshard.launch.observed import bias_of
-
     memory = asked.memory or DEVICES[asked.device].memory
-    inside, bias = getattr(asked, "intra_node_bandwidth", None), bias_of(read_evidence(asked.evidence), launcher, str(asked.evidence))
+    inside, bias = getattr(asked, "intra_node_bandwidth", None), load_api().read_evidence(asked.evidence).bias(launcher)
     return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside, bias)
 
 

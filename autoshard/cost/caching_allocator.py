@@ -8,7 +8,7 @@ The rules are those of pytorch/pytorch@eb42ad6, c10/cuda/CUDACachingAllocator.cp
     reuse      the smallest free block of the stream and pool that is large enough, the lowest address first (BlockComparatorSize,
                get_free_block); what is left of it is split off if it is 512 bytes of a small or expandable block, or more than 1 MiB of
                a large one (should_split); free neighbours merge (try_merge_blocks)
-    limit      before more is reserved than there is, blocks that are whole segments are given back: one that is large enough, else all
+    limit      before more is reserved than there is, blocks that are segments of their own are released: one that is large enough, else all
                (release_available_cached_blocks, release_cached_blocks); beyond a share of the limit, those unused for longest
                (garbage_collect_cached_blocks)
 """
@@ -25,18 +25,18 @@ Pool = tuple[int, bool]  # a stream, and whether it is the small one
 
 
 class OutOfMemory(ValueError):
-    """More was asked for than the limit leaves once all that can be given back is."""
+    """More was asked for than the limit leaves once all that can be released is."""
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """Of a segment, beside its neighbours."""
 
     pool: Pool
     address: int
     size: int
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
     is_free: bool = False
     freed_at: int = 0  # in calls
 
@@ -59,9 +59,9 @@ class CachingAllocator:
     peak_allocated: int = 0
     retries: int = 0
     calls: int = 0
-    ends: dict[Pool, Block] = field(default_factory=dict)  # of expandable segments: their last blocks
-    free_blocks: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=dict)  # sorted by size and address
-    used: dict[Any, Block] = field(default_factory=dict)
+    ends: dict[Pool, MemoryBlock] = field(default_factory=dict)  # of expandable segments: their last blocks
+    free_blocks: dict[Pool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=dict)  # sorted by size and address
+    used: dict[Any, MemoryBlock] = field(default_factory=dict)
     next_address: int = 0
     trace: list[dict[str, Any]] = field(default_factory=list)  # as torch records it
 
@@ -73,7 +73,7 @@ class CachingAllocator:
         block = self._best_fit(pool, size) or self._more(pool, size)
         left = block.size - size
         if left >= MIN_BLOCK if pool[1] or self.expandable else left > SMALL:
-            rest = Block(pool, block.address + size, left, block, block.after)
+            rest = MemoryBlock(pool, block.address + size, left, block, block.after)
             if rest.after is not None:
                 rest.after.before = rest
             elif self.ends.get(pool) is block:
@@ -95,7 +95,7 @@ class CachingAllocator:
             if other is not None and other.is_free:
                 self._take(other)
                 first, second = (other, block) if other is block.before else (block, other)
-                merged = Block(block.pool, first.address, first.size + second.size, first.before, second.after)
+                merged = MemoryBlock(block.pool, first.address, first.size + second.size, first.before, second.after)
                 if self.ends.get(block.pool) is second:
                     self.ends[block.pool] = merged
                 if merged.before is not None:
@@ -111,7 +111,7 @@ class CachingAllocator:
         for start, n in [*used, (address + size, 0)]:
             for where, length, is_used in ((at, start - at, False), (start, n, True)):
                 if length > 0:
-                    block = Block(pool, where, length, before)
+                    block = MemoryBlock(pool, where, length, before)
                     if before is not None:
                         before.after = block
                     before = block
@@ -128,9 +128,9 @@ class CachingAllocator:
         self.peak_reserved, self.peak_allocated = max(self.peak_reserved, self.reserved), max(self.peak_allocated, self.allocated)
 
     def empty_cache(self) -> None:
-        """Give back all segments that are free."""
+        """Release all segments that are free."""
         for block in [block for blocks in self.free_blocks.values() for _, _, block in blocks if block.is_segment]:
-            self._give_back(block)
+            self._release_segment(block)
 
     def run(self, events: Iterable[tuple[Any, int] | tuple[Any, int, int]]) -> CachingAllocator:
         """Events are (name, size) or (name, size, stream); a size of 0 frees."""
@@ -157,19 +157,19 @@ class CachingAllocator:
                              "is_expandable": self.expandable, "blocks": blocks, "frames": []})  # fmt: skip
         return {"segments": segments, "device_traces": [self.trace], "allocator_settings": {"expandable_segments": self.expandable}}
 
-    def _record(self, action: str, block: Block) -> None:
+    def _record(self, action: str, block: MemoryBlock) -> None:
         self.trace.append({"action": action, "addr": block.address, "size": block.size, "stream": block.pool[0], "frames": []})
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: MemoryBlock) -> None:
         block.is_free, block.freed_at = True, self.calls
         insort(self.free_blocks.setdefault(block.pool, []), (block.size, block.address, block))
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: MemoryBlock) -> None:
         blocks = self.free_blocks[block.pool]
         del blocks[bisect_left(blocks, (block.size, block.address))]
         block.is_free = False
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: Pool, size: int) -> MemoryBlock | None:
         blocks = self.free_blocks.get(pool, [])
         for _, _, block in blocks[bisect_left(blocks, (size,)) :]:
             # the end of an expandable segment counts as large as it can grow: any other block that is large enough fits better
@@ -178,7 +178,7 @@ class CachingAllocator:
                 return block
         return None
 
-    def _more(self, pool: Pool, size: int) -> Block:
+    def _more(self, pool: Pool, size: int) -> MemoryBlock:
         """A block of a new segment, or of an expandable one that grows."""
         end = self.ends.get(pool) if self.expandable else None
         tail = end.size if end is not None and end.is_free else 0
@@ -196,11 +196,11 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         if end is not None and self.ends.get(pool) is end and tail:
             self._take(end)
-            self._record("segment_map", Block(pool, end.address + end.size, more))
+            self._record("segment_map", MemoryBlock(pool, end.address + end.size, more))
             end.size += more
             return end
         follows = end if end is not None and self.ends.get(pool) is end else None
-        block = Block(pool, self.next_address if follows is None else follows.address + follows.size, more, follows)
+        block = MemoryBlock(pool, self.next_address if follows is None else follows.address + follows.size, more, follows)
         if follows is not None:
             follows.after = block
         else:
@@ -212,22 +212,22 @@ class CachingAllocator:
 
     def _release(self, pool: Pool, wanted: int) -> None:
         """One segment that is free and large enough, the smallest; else all that are."""
-        whole = [block for _, _, block in self.free_blocks.get(pool, []) if block.is_segment and block.size >= wanted]
-        for block in whole[:1]:
-            self._give_back(block)
+        large = [block for _, _, block in self.free_blocks.get(pool, []) if block.is_segment and block.size >= wanted]
+        for block in large[:1]:
+            self._release_segment(block)
         if self.limit is not None and self.reserved + wanted > self.limit:
             self.empty_cache()
 
     def _collect(self, wanted: int) -> None:
-        """Segments that are free, those unused for longest first, until `wanted` bytes are given back."""
+        """Segments that are free, those unused for longest first, until `wanted` bytes are released."""
         every = [block for blocks in self.free_blocks.values() for _, _, block in blocks if block.is_segment and not block.pool[1]]
         for block in sorted(every, key=lambda block: block.freed_at):
             if wanted <= 0:
                 return
             wanted -= block.size
-            self._give_back(block)
+            self._release_segment(block)
 
-    def _give_back(self, block: Block) -> None:
+    def _release_segment(self, block: MemoryBlock) -> None:
         self._take(block)
         self._record("segment_unmap" if self.expandable else "segment_free", block)
         self.reserved -= block.size
@@ -263,8 +263,8 @@ def _trace(snapshot: Mapping[str, Any], device: int) -> Sequence[Mapping[str, An
     return traces[device] if len(traces) > device else []
 
 
-def _cut(segments: dict[int, tuple[int, int]], address: int, size: int) -> None:
-    """Take away `size` bytes that begin at `address`: a segment, or the end of an expandable one."""
+def _remove(segments: dict[int, tuple[int, int]], address: int, size: int) -> None:
+    """Remove `size` bytes that begin at `address`: a segment, or the end of an expandable one."""
     for start, (length, stream) in segments.items():
         if start <= address < start + length:
             if address > start:
@@ -295,7 +295,7 @@ def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, t
         elif action == "free_completed":
             used[address] = max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
         elif action in ("segment_alloc", "segment_map"):
-            _cut(segments, address, size)
+            _remove(segments, address, size)
             reserved -= size
         elif action in ("segment_free", "segment_unmap"):
             segments[address] = size, int(entry.get("stream", 0))

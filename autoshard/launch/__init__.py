@@ -10,6 +10,8 @@ from .legality import why_illegal as why_illegal
 from .model_sizes import ModelSizes as ModelSizes
 from .model_sizes import sizes_of_config as sizes_of_config
 from .model_sizes import sizes_of_module as sizes_of_module
+from .observed import Evidence as Evidence
+from .observed import Observed as Observed
 from .runs import Launch as Launch
 from .runs import LaunchConfig as LaunchConfig
 from .runs import Overrides as Overrides

@@ -99,10 +99,10 @@ def _grows(task: BlockTask) -> bool:
 def _sources(tasks: Sequence[BlockTask], i: int, how: str) -> set[int]:
     """The written tensors of which an elementwise op is a function, through those that aren't."""
     read = [tensor for tensor in tasks[i].inputs if any("b" in letters for _, letters, _ in tensor[0])]
-    found = {OWN_INPUT} if len(read) > len(tasks[i].after) else set()
+    sources = {OWN_INPUT} if len(read) > len(tasks[i].after) else set()
     for j in tasks[i].after:
-        found |= _sources(tasks, j, how) if tasks[j].kind == "elementwise" and not is_written(tasks[j], how) else {j}
-    return found
+        sources |= _sources(tasks, j, how) if tasks[j].kind == "elementwise" and not is_written(tasks[j], how) else {j}
+    return sources
 
 
 def _usual_bytes(tasks: Sequence[BlockTask], i: int) -> float:

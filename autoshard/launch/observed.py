@@ -18,7 +18,6 @@ from autoshard.cost import peak_of_snapshot
 
 from .fitting import Fitting
 
-FIGURES = ("allocated", "reserved", "device")
 # of logs: what the last match is, and in which unit
 LINES = (
     (re.compile(r"memory:\s*([\d.]+)\s*GiB\s*\("), "reserved", 2**30, "torchtitan's memory"),
@@ -40,36 +39,43 @@ MANY = 2**16  # observed runs of one launcher
 class Observed:
     """Measured bytes of one device at its peak."""
 
-    figure: str  # one of FIGURES
+    figure: str  # allocated, reserved (torch's) or device (nvidia-smi's): attributes of Memory
     bytes: float
     what: str
     by_kind: Mapping[str, float] | None = None  # where a snapshot says so
 
+    @staticmethod
+    def of_log(text: str, path: str) -> Observed:
+        """By the last line of a log that tells memory. ValueError where none does."""
+        for pattern, figure, unit, what in LINES:
+            if matches := pattern.findall(text):
+                return Observed(figure, float(matches[-1]) * unit, f"{what} in {path}")
+        known = ", ".join(what for *_, what in LINES)
+        raise ValueError(f"{path} has no line that tells memory; expected one of {known}; or write the size: --observed 71.2GB")
 
-def observed_in_log(text: str, path: str) -> Observed:
-    """By the last line of a log that tells memory. ValueError where none does."""
-    for pattern, figure, unit, what in LINES:
-        found = pattern.findall(text)
-        if found:
-            return Observed(figure, float(found[-1]) * unit, f"{what} in {path}")
-    known = ", ".join(what for *_, what in LINES)
-    raise ValueError(f"{path} has no line that tells memory; expected one of {known}; or write the size: --observed 71.2GB")
-
-
-def observed_in_snapshot(snapshot: Any, path: str) -> Observed:
-    """What a snapshot's first device with segments reserved at most. ValueError for other data."""
-    if not isinstance(snapshot, Mapping) or not isinstance(snapshot.get("segments"), list) or not snapshot["segments"]:
-        raise ValueError(f"{path} is no memory snapshot; expected the segments that torch.cuda.memory._dump_snapshot writes")
-    try:
-        device = min(segment.get("device", 0) for segment in snapshot["segments"])
-        reserved, alive = peak_of_snapshot(snapshot, device)
+    @staticmethod
+    def of_snapshot(snapshot: Any, path: str) -> Observed:
+        """What a snapshot's first device with segments reserved at most. ValueError for other data."""
+        if not isinstance(snapshot, Mapping) or not isinstance(snapshot.get("segments"), list) or not snapshot["segments"]:
+            raise ValueError(f"{path} is no memory snapshot; expected the segments that torch.cuda.memory._dump_snapshot writes")
         by_kind: dict[str, float] = {}
-        for size, frames in alive:
-            kind = kind_of(frames)
-            by_kind[kind] = by_kind.get(kind, 0.0) + size
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no memory snapshot: {error!r}; expected what torch.cuda.memory._dump_snapshot writes") from None
-    return Observed("reserved", float(reserved), f"the snapshot {path}", by_kind)
+        try:
+            reserved, alive = peak_of_snapshot(snapshot, min(segment.get("device", 0) for segment in snapshot["segments"]))
+            for size, frames in alive:
+                kind = kind_of(frames)
+                by_kind[kind] = by_kind.get(kind, 0.0) + size
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is no memory snapshot: {error!r}; expected what torch.cuda.memory._dump_snapshot writes") from None
+        return Observed("reserved", float(reserved), f"the snapshot {path}", by_kind)
+
+    def beside(self, fitting: Fitting) -> list[dict[str, Any]]:
+        """Predicted and measured bytes by kind, the largest difference first; what no stack tells is "unknown"."""
+        if fitting.memory is None or self.by_kind is None:
+            return []
+        predicted = max(fitting.stages(), key=lambda stage: stage["device_bytes"])["bytes_by_kind"]
+        kinds = sorted({*predicted, *self.by_kind})
+        rows = [{"kind": k, "predicted_bytes": predicted.get(k, 0.0), "measured_bytes": self.by_kind.get(k, 0.0)} for k in kinds]
+        return sorted(rows, key=lambda row: -abs(row["measured_bytes"] - row["predicted_bytes"]))
 
 
 def kind_of(frames: Sequence[Mapping[str, Any]]) -> str:
@@ -78,34 +84,31 @@ def kind_of(frames: Sequence[Mapping[str, Any]]) -> str:
     return next((kind for kind, pattern in FRAMES if pattern.search(names)), "unknown")
 
 
-def explained(fitting: Fitting, observed: Observed) -> list[dict[str, Any]]:
-    """Predicted and measured bytes by kind, the largest difference first; what only the measurement has is "unknown"."""
-    if fitting.memory is None or observed.by_kind is None:
-        return []
-    predicted = max(fitting.stages(), key=lambda stage: stage["device_bytes"])["bytes_by_kind"]
-    kinds = {*predicted, *observed.by_kind}
-    rows = [{"kind": k, "predicted_bytes": predicted.get(k, 0.0), "measured_bytes": observed.by_kind.get(k, 0.0)} for k in sorted(kinds)]
-    return sorted(rows, key=lambda row: -abs(row["measured_bytes"] - row["predicted_bytes"]))
+@dataclass(frozen=True)
+class Evidence:
+    """Observed runs by launcher, as their file has them. ValueError for other data."""
 
+    runs: Mapping[str, list[dict[str, Any]]]
+    path: str = "the evidence"
 
-def with_observed(evidence: Mapping[str, Any], fitting: Fitting, observed: Observed) -> dict[str, Any]:
-    """The evidence with one more run. ValueError where the launch has no prediction."""
-    if fitting.memory is None:
-        raise ValueError(f"the launch is illegal, so nothing can be compared with {observed.what}: {fitting.reasons[0]}")
-    predicted = float(getattr(replace(fitting.memory, bias=1.0), observed.figure)[0])
-    if not 0.1 < observed.bytes / predicted < 10:
-        raise ValueError(f"{observed.what} is {observed.bytes:.3g} bytes and {predicted:.3g} are predicted; expected a run of this launch")
-    row = {"figure": observed.figure, "measured_bytes": observed.bytes, "predicted_bytes": predicted, "what": observed.what}
-    runs = [*evidence.get(fitting.launcher, []), row][-MANY:]
-    return {**evidence, fitting.launcher: runs}
+    def __post_init__(self) -> None:
+        if not isinstance(self.runs, Mapping) or not all(isinstance(rows, list) for rows in self.runs.values()):
+            raise ValueError(f"{self.path} is no evidence; expected a file that autoshard fits --observed --evidence has written")
 
+    def bias(self, launcher: str) -> float:
+        """Measured / predicted of a launcher's runs; 1 without any. ValueError for a run without these."""
+        try:
+            logs = [math.log(row["measured_bytes"] / row["predicted_bytes"]) for row in self.runs.get(launcher, [])]
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"{self.path} has a run of {launcher} without measured and predicted bytes: {error!r}; remove it") from None
+        return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
-def bias_of(evidence: Any, launcher: str, path: str) -> float:
-    """Measured / predicted of a launcher's observed runs; 1 without any. ValueError for other data."""
-    if not isinstance(evidence, Mapping) or not all(isinstance(rows, list) for rows in evidence.values()):
-        raise ValueError(f"{path} is no evidence; expected a file that autoshard fits --observed --evidence has written")
-    try:
-        logs = [math.log(row["measured_bytes"] / row["predicted_bytes"]) for row in evidence.get(launcher, [])]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} has a run of {launcher} without measured and predicted bytes: {error!r}; remove it") from None
-    return math.exp(sum(logs) / len(logs)) if logs else 1.0
+    def with_run(self, fitting: Fitting, observed: Observed) -> Evidence:
+        """With one more. ValueError where the launch is illegal, or the run can't be of it."""
+        if fitting.memory is None:
+            raise ValueError(f"the launch is illegal, so nothing can be compared with {observed.what}: {fitting.reasons[0]}")
+        predicted = float(getattr(replace(fitting.memory, bias=1.0), observed.figure)[0])
+        if not 0.1 < observed.bytes / predicted < 10:
+            raise ValueError(f"{observed.what} is {observed.bytes:.3g} bytes and {predicted:.3g} are predicted; expected a run of this launch")
+        row = {"figure": observed.figure, "measured_bytes": observed.bytes, "predicted_bytes": predicted, "what": observed.what}
+        return replace(self, runs={**self.runs, fitting.launcher: [*self.runs.get(fitting.launcher, []), row]})

@@ -172,11 +172,11 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConsta
     gradients are reduced after the last microbatch, and whole until then."""
     fully, sharing, pure = runs.zero >= 3, runs.sharing, constants.memory.pure > 0
     reduced = (runs.zero >= 2) & (runs.pipeline == 1)
-    whole = np.where(fully, 4.0, constants.memory.gradients)
+    unsharded = np.where(fully, 4.0, constants.memory.gradients)
     on_device = 1 - runs.values.get("offload", np.zeros(len(runs)))
     return {
         "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)),
-        "gradients": parameters * np.where(pure, 2.0, whole) / np.where(reduced, sharing, 1.0),
+        "gradients": parameters * np.where(pure, 2.0, unsharded) / np.where(reduced, sharing, 1.0),
         "optimizer": parameters * on_device * np.where(pure, 4.0, np.where(fully, 8.0, 12.0)) / np.where(runs.zero >= 1, sharing, 1.0),
     }
 
