@@ -23,6 +23,7 @@ seq_len = 4096
 data_parallel_shard_degree = -1
 tensor_parallel_degree = 2
 """
+EVIDENCE = json.dumps({name: [{"measured_bytes": 2e9, "predicted_bytes": 1e9}] for name in ("torchtitan", "megatron")})
 PROGRAMS = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -107,6 +108,7 @@ VALUES = {
     "data": "4", "tensor": "4", "pipeline": "2", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prefetch": "0",
     "constants": "distir_83d7fc3", "trace": "new.json", "picture": "new.svg", "random": "1", "seed": "5", "why_not": "S(0),R",
     "alternatives": "1", "within": "0.4", "launcher": "megatron", "microbatch": "2", "per_node": "2", "top": "1", "kind": "json",
+    "evidence": "memory.json", "observed": "3MB", "tp": "2", "pp": "2", "cp": "2", "target": "job.toml",
     "row": "2", "axis": "a", "frontier": "frontier.json", "switches": "9", "planner": "naive", "memory_limit": "1GB", "count": "buffers",
     "max_depth": "1", "top_k": "1", "draw": "new.svg", "max_tokens": "128", "prompt": "9", "hbm": "1GB", "host_memory": "1GB",
     "host_bandwidth": "1GB/s", "reserve": "0.5", "effort": "0.1", "method": "p_norm", "collective": "all_reduce", "system": "b",
@@ -114,6 +116,7 @@ VALUES = {
 }  # fmt: skip
 OWN = {
     ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml",
+    ("fits", "recompute"): "full", ("fits", "precision"): "fp8", ("fits", "settings"): "layers=1", ("fits", "devices"): "16",
     ("explain", "name"): "layers.0.down.weight", ("pipeline", "recompute"): "always", ("tables", "devices"): "2",
     ("degrees", "precision"): "fp8", ("verify", "device"): "cuda", ("doctor", "device"): "cuda", ("doctor", "model"): MLP,
     ("verify", "model"): f"{ROOT}/models/mlp.py:tiny", ("degrees", "settings"): "layers=1",
@@ -139,7 +142,7 @@ WRITES = {
 def prepare(argv: list[str], folder: Path) -> None:
     """The files that a command line names, in the folder where it runs."""
     words = {word.partition(":")[0] for word in argv}
-    for name in (*WRITES, "rl.py", "edited.json", "cluster.json", "tables.csv", TITAN, PROBLEMS):
+    for name in (*WRITES, "rl.py", "edited.json", "cluster.json", "tables.csv", "memory.json", TITAN, PROBLEMS):
         path = folder / name
         if name not in words or path.exists():
             continue
@@ -156,7 +159,7 @@ def prepare(argv: list[str], folder: Path) -> None:
 
             measured(path)
         else:
-            path.write_text({"rl.py": PROGRAMS, "tables.csv": TABLES, TITAN: TITAN_TEXT, PROBLEMS: ROUTES}[name])
+            path.write_text({"rl.py": PROGRAMS, "tables.csv": TABLES, TITAN: TITAN_TEXT, PROBLEMS: ROUTES, "memory.json": EVIDENCE}[name])
 
 
 @cache

@@ -88,6 +88,7 @@ OWN_REASONS = {
     ("pipeline", "training"): "the default", ("pipeline", "microbatches"): "bubbles fall and latencies rise",
     ("pipeline", "optimizer"): "stages are planned one task after the other, and simulated with overlap: a percent either way",
     ("check", "microbatch"): "the configuration says it", ("check", "memory"): "it says whether a launch fits, and no launch changes",
+    **{(verb, "evidence"): "it corrects bytes, not seconds" for verb in ("check", "degrees")},
     ("serve-plan", "memory"): "what fits", ("serve-plan", "prompt"): "the seconds of the first token, not of the next ones",
     ("serve-plan", "expert_parallel"): "experts over more devices read fewer weights each and exchange tokens",
     ("serve-plan", "device"): "so small a model waits for launches of kernels, which a B200 has no faster",
