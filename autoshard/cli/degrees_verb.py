@@ -105,7 +105,10 @@ def degrees(asked: Asked, output: Output) -> int:
         output.note(f"no regret: {answer.why_not}")
     row = None if asked.row is None else asked.row - 1
     record = answer.to_dict(asked.top if output.as_json else 1, row)
-    best = answer.ranked.launch(row or 0)
+    shown, prices = row or 0, answer.ranked.prices
+    if prices.fits[shown] and prices.bytes[shown] > answer.ranked.site.usable:
+        output.note(f"row {shown + 1} is tight: it fits with a chance of {prices.chance[shown]:.0%}")
+    best = answer.ranked.launch(shown)
     output.write(asked.out, lambda out: write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out))
     output.write(asked.plot, lambda plot: load_report().launchers.draw(answer, plot))
     output.answer(record, lambda: load_report().launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))

@@ -123,10 +123,11 @@ def _surely(prices: LaunchPrices, site: Site) -> np.ndarray:
 
 
 def _largest_microbatch(described: LaunchConfig, launcher: str, site: Site) -> int | None:
-    """Of those that surely fit, with as many sequences per step as there are, or more where these don't divide."""
+    """Of those that surely fit, with as many sequences per step as there are, or more where these don't divide or leave stages idle."""
     launch = described.launch
-    rounds = max(launch.global_batch // launch.data, 1)
-    batches = [replace(launch, microbatch=n, global_batch=launch.data * n * max(rounds // n, 1)) for n in range(1, MOST_SEQUENCES + 1)]
+    rounds, least = max(launch.global_batch // launch.data, 1), min(launch.microbatches, launch.pipeline)
+    sizes = range(1, MOST_SEQUENCES + 1)
+    batches = [replace(launch, microbatch=n, global_batch=launch.data * n * max(rounds // n, least)) for n in sizes]
     fits = _surely(prices_of(TrainingRuns.of(batches), described.sizes, site, launcher), site)
     return int(np.flatnonzero(fits)[-1]) + 1 if fits.any() else None
 

@@ -12,7 +12,7 @@
 
 In flight are p - s microbatches on stage s of p with 1F1B, all with GPipe, p on each device with V-shaped schedules; with v stages per
 device (p - 1) / v more (Narayanan et al. 2021). No factor is fitted: what a stack keeps is described, with its source, in
-cost/devices/stacks.json, and how far off that was on published runs is what `Memory.chance` is computed from.
+cost/devices/stacks.json, and the chance to fit is computed from how far off that was on published runs.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
             kinds["parameters"] = kinds["parameters"] + np.where(runs.itemsize() < 2, constants.memory.copies8, 0.0) * of_blocks
             if moment == "loss":
                 kinds["gradients"] = np.where(appear, 0.0, kinds["gradients"])
-            kinds["gathered"] = _gathered(runs, constants.stack, parameters, tables / runs.tensor, moment)
+            kinds["gathered"] = _gathered(runs, constants.stack, tables / runs.tensor, moment)
             kinds["activations"] = none if moment == "update" else activations + np.where(head & (moment == "loss"), ends, 0.0)
             kinds["transfers"] = buffers
             kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
@@ -181,7 +181,7 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConsta
     }
 
 
-def _gathered(runs: TrainingRuns, stack: StackConstants, parameters: np.ndarray, tables: np.ndarray, moment: str) -> np.ndarray:
+def _gathered(runs: TrainingRuns, stack: StackConstants, tables: np.ndarray, moment: str) -> np.ndarray:
     """FSDP's, in 16 bits: the parameters of a block and of the next, and the tables at the loss; in the backward the gradients of a block,
     and the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) `state_bytes` counts all parameters."""
     if moment == "update":
@@ -196,7 +196,7 @@ def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> n
     """FSDP reduces gradients of a block and of the tables in buffers of a stream of its own, and what a stream has freed serves no other
     one; 16-bit logits are freed where no tensor of the loss fits into their place."""
     reduced = constants.stack.gradient_bytes * (runs.block_parameters + tables) / runs.tensor
-    freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor
+    freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor / _chunks(runs)
     return np.where(runs.zero >= 2, reduced, 0.0) + np.where(runs.zero >= 3, freed, 0.0)
 
 
@@ -240,7 +240,11 @@ def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them."""
     eager = constants.memory.logits + np.where((runs.tensor > 1) & (constants.stack.libraries == 0), PARALLEL_LOSS, 0.0)
     each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager) * runs.vocab / runs.tensor
-    return each * runs.tokens / runs.values.get("loss_chunks", np.ones(len(runs)))
+    return each * runs.tokens / _chunks(runs)
+
+
+def _chunks(runs: TrainingRuns) -> np.ndarray:
+    return runs.values.get("loss_chunks", np.ones(len(runs)))
 
 
 def _compiled_loss(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
