@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoshard.graph import Op, Ref
+from autoshard.graph import UPSAMPLED, Op, Ref
 from autoshard.lower import lower, verify_program
 from autoshard.lower.literals import CONSTANTS, ROWS, Shapes, by_name, groups_of_convolution, out_strides, overload
 from autoshard.lower.run import SimulatedRanks
@@ -139,3 +139,8 @@ def test_an_operator_that_torch_lacks_is_named():
 def test_constants_are_factories_only():
     assert "aten.full.default" in CONSTANTS and "aten.view.default" not in CONSTANTS
     assert Placed((), ("R",)).hubs == (None,)
+
+
+def test_as_many_last_dims_are_resized_as_torch_says():
+    sizes = {name: getattr(torch.ops.aten, name).default._schema.arguments[1] for name in UPSAMPLED}
+    assert {name: size.N for name, size in sizes.items() if size.name == "output_size"} == UPSAMPLED

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -234,6 +235,12 @@ def test_pins_name_copies_and_sums():
     for name in weights:
         layouts = [solution.layouts[end].outputs[0] for end in (name, f"{name}.{KEPT}", f"{name}.{ACCUMULATED}")]
         assert layouts == ["S(0)", "R", "S(0)"]
+
+
+def test_copies_and_sums_belong_to_the_module_of_their_parameter():
+    added = [op for op in with_microbatches(tiny_graph("mlp", True)).ops if op.kind in (KEPT, ACCUMULATED)]
+    modules = [f"layers.{k}.{part}" for k in (0, 1) for part in ("up", "down")]
+    assert {(op.kind, op.module) for op in added} == set(product((KEPT, ACCUMULATED), modules))
 
 
 def test_the_pass_plans_microbatches_and_reads_its_file_again(tmp_path):
