@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+from torch.export import ExportedProgram
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.solution import Plan, Solution
@@ -34,6 +35,8 @@ ANY = ("parallelize", "device_mesh", "verify", "check")  # they take a plan of a
 OWN: dict[tuple[str, str], tuple[tuple[type, ...], str]] = {
     **{(name, "solution"): ((Plan,), "a plan, of one program or several, or a pipeline") for name in ANY},
     **{(name, "model"): ((nn.Module, Mapping), "a torch.nn.Module, or one by each program's name") for name in ANY},
+    **{(name, "model"): ((nn.Module, ExportedProgram), "a torch.nn.Module, or the graph that was planned") for name in ("explain", "simulate")},
+    ("check", "model"): ((nn.Module, ExportedProgram, Mapping), "a torch.nn.Module, the graph that was planned, or one by each program's name"),
     ("parallelize", "schedule"): ((str, type), "the name of a schedule or of a file of its units"),
 }
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from autoshard.capture import capture_deep, in_turn
+from autoshard.capture import in_turn
+from autoshard.explain import captured
 from autoshard.mesh import Mesh
 from autoshard.pipeline import SCHEMES as SCHEMES
 from autoshard.pipeline import Simulation as Simulation
@@ -15,7 +16,7 @@ from autoshard.pipeline import simulate_grid as simulate_grid
 from autoshard.planning import Progress
 from autoshard.simulate import PREFETCH, Timeline, timeline_of_solution
 from autoshard.simulate import Parallel as Parallel
-from autoshard.solution import Solution, replay
+from autoshard.solution import Solution
 
 
 @in_turn
@@ -39,7 +40,6 @@ def simulate(
     """
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.1)
-    graph, _ = capture_deep(model, example_inputs, training=solution.training, precision=solution.precision)
-    graph = replay(solution, graph).graph
+    graph = captured(model, example_inputs, solution).graph
     report("simulating", 0.8)
     return timeline_of_solution(graph, solution, mesh, overlap=overlap, prefetch=prefetch, join=join, links=links)

@@ -4,6 +4,7 @@ from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth
 from autoshard.capture.depth import capture_deep as capture_deep
 from autoshard.capture.depth import containers as containers
+from autoshard.capture.depth import graphs_of as graphs_of
 from autoshard.capture.depth import same_but_for_sizes as same_but_for_sizes
 from autoshard.capture.depth import shrunk as shrunk
 from autoshard.capture.functional import FACTORING as FACTORING

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.export import ExportedProgram
 
 from autoshard.capture.inputs import ignored, stored_dtypes
-from autoshard.capture.module import capture_without_casts
+from autoshard.capture.module import capture_fx, capture_without_casts
 from autoshard.capture.nested_tensors import copied, unsupported_kind
 from autoshard.capture.witness import Program, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed, tile
 from autoshard.precision import Precision
+from autoshard.torch_private import OpOverload
 
 # 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);
 # 5 for T5's decoder, whose sums of gradients make the top layers special
@@ -66,6 +69,15 @@ class Depth:
     def noted(self) -> dict[str, str]:
         """The notes of a plan about its capture."""
         return {"capture": self.reason} | ({"ignored": self.ignored} if self.ignored else {})
+
+
+def graphs_of(model: Any, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Iterator[Graph]:
+    """The graph of a module as `plan` captures it; before it, of a graph that was captured already, as `autosharding_pass` reads it."""
+    calls = [node.target for node in model.graph.nodes if node.op.startswith("call_")] if isinstance(model, fx.GraphModule) else []
+    if isinstance(model, ExportedProgram) or (calls and (not training or all(isinstance(c, OpOverload) or c is getitem for c in calls))):
+        yield capture_fx(model, example_inputs).graph
+    if not isinstance(model, ExportedProgram):
+        yield capture_deep(model, example_inputs, training=training, precision=precision)[0]
 
 
 def capture_deep(

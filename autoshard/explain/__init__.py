@@ -7,6 +7,7 @@ from autoshard.explain.op_costs import OpCosts as OpCosts
 from autoshard.explain.op_costs import Place as Place
 from autoshard.explain.op_costs import Redistribution as Redistribution
 from autoshard.explain.programs_staleness import check_programs as check_programs
+from autoshard.explain.reopened import captured as captured
 from autoshard.explain.reopened import reopened as reopened
 from autoshard.explain.robustness import robustness as robustness
 from autoshard.explain.staleness import Changes as Changes

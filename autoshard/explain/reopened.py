@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.export import ExportedProgram
 
-from autoshard.capture import capture_deep
+from autoshard.capture import graphs_of
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
@@ -54,10 +55,13 @@ def options_of(solution: Solution) -> Options:
     return Options(**{**noted, "training": solution.training, "objective": solution.objective}, baselines=False)
 
 
-def captured(model: nn.Module, example_inputs: Any, solution: Solution, mesh: Mesh | None = None) -> Replay:
+def captured(model: nn.Module | ExportedProgram, example_inputs: Any, solution: Solution, mesh: Mesh | None = None) -> Replay:
     """The plan on the model as it is now."""
-    graph, _ = capture_deep(model, example_inputs, training=solution.training, precision=solution.precision)
-    return replay(solution, graph, mesh)
+    for graph in graphs_of(model, example_inputs, training=solution.training, precision=solution.precision):
+        one = replay(solution, graph, mesh)
+        if not one.misfits:
+            break
+    return one
 
 
 @dataclass(frozen=True, eq=False)
