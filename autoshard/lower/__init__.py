@@ -11,6 +11,7 @@ from autoshard.lower.dry_run import dry_run as dry_run
 from autoshard.lower.faults import plant_fault as plant_fault
 from autoshard.lower.flow import ADD as ADD
 from autoshard.lower.flow import STARTS as STARTS
+from autoshard.lower.flow import VIEWS as VIEWS
 from autoshard.lower.flow import WAIT as WAIT
 from autoshard.lower.flow import Flow as Flow
 from autoshard.lower.flow import Pace as Pace

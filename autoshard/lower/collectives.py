@@ -21,8 +21,8 @@ Both run the same generators, so what is checked in one process is what runs on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -274,6 +274,11 @@ class Groups:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    background: Mapping[str, int] = field(default_factory=dict)  # second groups, by name: the axis
+
+    def axis(self, name: str) -> int:
+        """The mesh axis of a group of this name."""
+        return self.background[name] if name in self.background else self.names.index(name)
 
     @staticmethod
     def of(device_mesh: DeviceMesh) -> Groups:

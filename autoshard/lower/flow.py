@@ -37,11 +37,13 @@ STARTS = {
     _c10d.all_to_all_single.default: "all_to_all",
 }
 WAIT = _c10d.wait_tensor.default
+CAST = aten._to_copy.default
 ADD = aten.add_.Tensor  # into a sum of gradients (runtime.microbatches), which no other node reads
 CHEAP = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.clone.default, aten.slice.Tensor, aten.cat.default,
     ADD, aten.div.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default, aten.constant_pad_nd.default,
+    aten.index_select.default,
 }  # fmt: skip
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.permute.default,
@@ -61,6 +63,7 @@ class Flow:
     depth: dict[fx.Node, int]
     starts: list[fx.Node]
     lazy: list[fx.Node]  # in order
+    unhurried: set[fx.Node]  # starts that read placeholders only, and can come early, or whose result is only returned, at most cast
 
     @staticmethod
     def of(graph: fx.Graph) -> Flow:
@@ -81,7 +84,13 @@ class Flow:
         for node in reversed(nodes):
             users = [at[user] if user in at else len(anchors) if user is output else need[user] for user in node.users]
             need[node] = min(users, default=len(anchors))
-        return Flow(anchors, at, ready, need, depth, [n for n in nodes if n.target in STARTS], [n for n in nodes if n in lazy])
+        returned = {output}
+        for node in reversed(nodes):
+            if returned.issuperset(node.users) and (node in lazy or node.target is CAST):
+                returned.add(node)
+        starts = [n for n in nodes if n.target in STARTS]
+        unhurried = {start for start in starts if ready[start] < 0 or start in returned}
+        return Flow(anchors, at, ready, need, depth, starts, [n for n in nodes if n in lazy], unhurried)
 
     def before(self) -> dict[fx.Node, int]:
         """For each start the starts that must come before it, as bits (bit k: starts[k]): those that it reads through lazy nodes, and
@@ -140,7 +149,7 @@ class Pace:
     groups: Groups
 
     def axis(self, node: fx.Node) -> int:
-        return self.groups.names.index(str(node.args[-1]))
+        return self.groups.axis(str(node.args[-1]))
 
     def collective(self, node: fx.Node) -> float:
         axis = self.mesh.axes[self.axis(node)]

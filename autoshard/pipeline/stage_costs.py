@@ -20,13 +20,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost import axis_transfer_seconds, shared_links, transfer_latency
+from autoshard.cost import axis_transfer_seconds, transfer_latency
 from autoshard.graph import Graph, Value
 from autoshard.layout import local_numel
 from autoshard.mesh import Axis
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule
-from autoshard.simulate import Task, TaskProgram, run_tasks
+from autoshard.simulate import Task, TaskProgram, run_streams
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ def _seconds(program: TaskProgram, chosen: Sequence[int]) -> float:
         task = program.tasks[t]
         after = tuple(place[j] for j in task.after if j in place)
         tasks.append(Task(task.name, task.kind, task.seconds, task.stream if program.overlap else 0, after, task.phase, task.op))
-    mesh = program.formulation.mesh
-    slowed = mesh.device.kernels.slowed if mesh.device.kernels else 0.0
-    return max(run_tasks(tasks, (-1, *shared_links(mesh)), slowed=slowed).end, default=0.0)
+    return max(run_streams(tasks, program.formulation.mesh).end, default=0.0)
 
 
 def weight_ops(graph: Graph) -> frozenset[int]:

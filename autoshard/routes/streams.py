@@ -1,4 +1,4 @@
-"""The seconds of cheapest routes by stream: splits on the compute stream, each collective on that of its mesh axis.
+"""The seconds of cheapest routes by stream: each collective on that of its mesh axis, and so a split after one; else on the compute stream.
 
     part_s(u -> v) = sum over the steps of the cheapest route that are on stream s of the seconds of the step      (`stream_table`)
 
@@ -37,8 +37,15 @@ def _parts(space: _Space, sources: list[int], mesh: Mesh, joined: bool) -> np.nd
     """Seconds by stream of the cheapest route to every state from each source: (states, sources, streams)."""
     moves, step = space.moves, _steps(space, mesh, joined)
     parts = np.zeros((len(space.local_bytes), len(sources), 1 + len(mesh.axes)))
+    axis = np.full(len(step), -1)  # of a split
+    for collective, k, members in moves.groups:
+        axis[members] = k if collective == "split" else -1
+    sent = np.zeros(parts.shape[:2], bool)  # whether the route has a collective
     for states, columns, move in attaining_moves(space, sources):
-        parts[states, columns] = parts[moves.before[move], columns] + step[move]
+        before, more = (moves.before[move], columns), step[move]
+        late = np.flatnonzero(sent[before] & (axis[move] >= 0))
+        more[late, axis[move[late]] + 1], more[late, 0] = more[late, 0], 0.0
+        parts[states, columns], sent[states, columns] = parts[before] + more, sent[before] | (axis[move] < 0)
     return parts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.capture import no_warnings_about_torch
-from autoshard.lower import STARTS, Issued
+from autoshard.lower import STARTS, Groups, Issued
 from autoshard.torch_private import GlooOptions, get_default_store, pytree, set_pg_timeout
 
 T = TypeVar("T")
@@ -147,21 +147,21 @@ def rank_lost(what: str, sentence: str = LOST) -> Iterator[None]:
 PREPARING = 1800.0  # seconds that one rank may need to capture or compile while the others wait
 
 
-def limit_waiting(device_mesh: DeviceMesh, seconds: float) -> None:
-    """Sets how long a collective along an axis of the mesh waits for the other ranks before it fails."""
-    for k in range(device_mesh.ndim):
-        set_pg_timeout(timedelta(seconds=seconds), device_mesh.get_group(k))
+def limit_waiting(device_mesh: DeviceMesh, seconds: float, second: Iterable[dist.ProcessGroup] = ()) -> None:
+    """Sets how long a collective along an axis of the mesh waits for the other ranks before it fails. second: other groups of its axes."""
+    for group in (*map(device_mesh.get_group, range(device_mesh.ndim)), *second):
+        set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 @contextmanager
-def patiently(device_mesh: DeviceMesh, seconds: float) -> Iterator[None]:
+def patiently(device_mesh: DeviceMesh, seconds: float, second: Iterable[dist.ProcessGroup]) -> Iterator[None]:
     """Inside the block ranks may be late; afterwards the limit is `seconds` again. The group of an axis may be the default group, which
-    `agree` and `share` use."""
-    limit_waiting(device_mesh, PREPARING)
+    `agree` and `share` use. second: other groups of its axes, also those that the block makes."""
+    limit_waiting(device_mesh, PREPARING, second)
     try:
         yield
     finally:
-        limit_waiting(device_mesh, seconds)
+        limit_waiting(device_mesh, seconds, second)
 
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -240,23 +240,24 @@ def shared(used: list[tuple[str, str]]) -> str | None:
 # -- one order of collectives -------------------------------------------------------------------------------------------------------
 
 
-def of_graph(graph: fx.Graph, names: Sequence[str]) -> list[Issued]:
-    """The collectives of a rank's graph in their order. names: of the process groups of the mesh axes."""
+def of_graph(graph: fx.Graph, groups: Groups) -> list[Issued]:
+    """The collectives of a rank's graph in their order."""
     collectives = []
     for node in graph.nodes:
-        if node.op != "call_function" or not (used := _groups_of(node, names)):
+        if node.op != "call_function" or not (used := _axes_of(node, groups)):
             continue
         source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
         reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
         records = tuple(node.meta.get("members", (node.meta.get("record"),)))
-        collectives.append(Issued(records, str(node.target), used, tuple(source.shape), str(source.dtype), reduce_op))
+        second = " of a second group" if node.args and node.args[-1] in groups.background else ""
+        collectives.append(Issued(records, str(node.target) + second, used, tuple(source.shape), str(source.dtype), reduce_op))
     return collectives
 
 
-def _groups_of(node: fx.Node, names: Sequence[str]) -> tuple[int, ...]:
+def _axes_of(node: fx.Node, groups: Groups) -> tuple[int, ...]:
     """The mesh axes whose groups a node is given."""
     given = {x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, str)}
-    return tuple(k for k, name in enumerate(names) if name in given)
+    return tuple(sorted({groups.axis(name) for name in given & {*groups.names, *groups.background}}))
 
 
 def compare(own: Mapping[str, tuple[tuple[int, ...], Sequence[Issued]]], group: dist.ProcessGroup | None = None) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +32,7 @@ class Where:
     device_mesh: DeviceMesh
     coordinate: tuple[int, ...]
     group: ProcessGroup | None = None  # of the mesh's ranks; None where these are all ranks
+    second: dict[int, ProcessGroup] = field(default_factory=dict)  # of mesh axes, as they are needed
 
     @staticmethod
     def on(mesh: Mesh, device_mesh: DeviceMesh, group: ProcessGroup | None = None) -> Where:
@@ -40,10 +42,18 @@ class Where:
     def device(self) -> torch.device:
         return torch.device(self.device_mesh.device_type)
 
-    @cached_property
+    @property
     def groups(self) -> Groups:
         """The process groups of the mesh axes."""
-        return Groups.of(self.device_mesh)
+        return replace(Groups.of(self.device_mesh), background={group.group_name: axis for axis, group in self.second.items()})
+
+    def second_group(self, axis: int) -> str:
+        """The name of another group of an axis, whose collectives don't queue behind those of the first; all its ranks call this."""
+        if axis not in self.second:
+            first = self.device_mesh.get_group(axis)
+            of = dist.get_process_group_ranks(first), None, dist.get_backend_config(first)
+            self.second[axis] = dist.new_group(*of, use_local_synchronization=True)
+        return self.second[axis].group_name
 
     @cached_property
     def position(self) -> list[Tensor]:

@@ -6,6 +6,9 @@ Anchors (flow.py) keep their order. A lazy node is placed as late as its users a
                                    link is idle and the live bytes up to its need stay within `limit`
     wait that another start reads  it is placed as soon as the collective has ended by the estimate (flow.Pace)
 
+What no kernel waits for soon, gathers of parameters and reductions of gradients, has a second process group on axes with other
+collectives, so that those don't queue behind it; it starts where none of them is running by the estimate.
+
 So gathers of parameters are prefetched one after another, and reductions of gradients run until the end of the pass. Where the buffers
 of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates.
 """
@@ -13,12 +16,12 @@ of running reductions would exceed `limit`, the rank waits for the oldest. The t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from autoshard.lower import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
+from autoshard.lower import ADD, STARTS, VIEWS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
 from autoshard.mesh import Mesh
 from autoshard.runtime.bucketing import bucket, reorder, with_inputs
 
@@ -51,12 +54,27 @@ def room(graphs: Iterable[fx.Graph], spare: float) -> float:
     return max(peaks) + spare
 
 
-def scheduled(passes: Sequence[fx.GraphModule], pace: Pace, spare: float) -> list[tuple[Overlapped, ...]]:
-    """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow."""
+def scheduled(
+    passes: Sequence[fx.GraphModule], pace: Pace, spare: float, second_group: Callable[[int], str] | None = None
+) -> list[tuple[Overlapped, ...]]:
+    """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow. second_group: the name of a
+    second process group of an axis; None: there is one per axis."""
+    if second_group is not None:
+        pace = _in_background(passes, pace, second_group)
     limit = room([one.graph for one in passes], spare)
     for one in passes:
         bucket(one, pace, limit)
     return [overlap(one, pace, limit) for one in passes]
+
+
+def _in_background(passes: Sequence[fx.GraphModule], pace: Pace, second_group: Callable[[int], str]) -> Pace:
+    flows = [Flow.of(one.graph) for one in passes]
+    hurried = {pace.axis(start) for flow in flows for start in flow.starts if start not in flow.unhurried}
+    moved = [start for flow in flows for start in flow.starts if start in flow.unhurried and pace.axis(start) in hurried]
+    names = {axis: second_group(axis) for axis in sorted(set(map(pace.axis, moved)))}
+    for start in moved:
+        start.args = (*start.args[:-1], names[pace.axis(start)])
+    return replace(pace, groups=replace(pace.groups, background={name: axis for axis, name in names.items()}))
 
 
 def overlap(graph_module: fx.GraphModule, pace: Pace, limit: float) -> tuple[Overlapped, ...]:
@@ -84,7 +102,7 @@ class _Schedule:
         self.began: dict[fx.Node, float] = {}
         self.ends: dict[fx.Node, float] = {}
         self.waited: dict[fx.Node, float] = {}
-        self.idle: dict[int, float] = {}  # when the link of an axis becomes free
+        self.idle: dict[str, float] = {}  # when a process group becomes free
         at = self.flow.at
         self.live = [now for node, now in zip(self.nodes, live_bytes(self.nodes, self.output), strict=True) if node in at]
         by_need = sorted(self.flow.starts, key=self.flow.need.__getitem__)
@@ -114,10 +132,13 @@ class _Schedule:
 
     def _start_ready(self, i: int) -> None:
         """Starts the collectives whose input is computed; those that read another collective, when that has ended."""
-        still = []
-        for start in [*self.waiting, *(self.ready_after.get(i - 1, ()) if i else ())]:
+        still, ready = [], [*self.waiting, *(self.ready_after.get(i - 1, ()) if i else ())]
+        if i < len(self.flow.anchors) and self.flow.anchors[i].target in VIEWS:  # what reads the view may be needed first
+            self.waiting = ready
+            return
+        for start in sorted(ready, key=self.flow.need.__getitem__):
             before = self._unfinished(start)
-            if start not in self.placed and before is not None and before <= self.now:
+            if start not in self.placed and before is not None and before <= self.now and not self._is_kept_back(start):
                 self._need(start)
             elif start not in self.placed:
                 still.append(start)
@@ -148,12 +169,20 @@ class _Schedule:
             start = self.fetches[0]
             if start not in self.placed:
                 need, held = self.flow.need[start], size(start)
-                busy = self.idle.get(self.pace.axis(start), 0.0) > self.now or (self._unfinished(start) or 0.0) > self.now
+                busy = self._is_busy(str(start.args[-1])) or self._is_kept_back(start) or (self._unfinished(start) or 0.0) > self.now
                 if busy or max(self.live[i:need], default=0) + held > self.limit:
                     return  # those behind it are needed later
                 self.live[i:need] = [now + held for now in self.live[i:need]]
                 self._need(start)
             self.fetches.popleft()
+
+    def _is_busy(self, group: str) -> bool:
+        return self.idle.get(group, 0.0) > self.now
+
+    def _is_kept_back(self, start: fx.Node) -> bool:
+        """Whether it is in the background of a running collective."""
+        groups = self.pace.groups
+        return start.args[-1] in groups.background and self._is_busy(groups.names[self.pace.axis(start)])
 
     def _free(self, i: int) -> None:
         """Waits for the oldest reductions while their buffers do not fit."""
@@ -183,9 +212,9 @@ class _Schedule:
         self.placed.add(node)
         self.order.append(node)
         if node.target in STARTS:
-            axis = self.pace.axis(node)
-            self.began[node] = max(self.now, self.idle.get(axis, 0.0))
-            self.ends[node] = self.idle[axis] = self.began[node] + self.pace.collective(node)
+            group = str(node.args[-1])
+            self.began[node] = max(self.now, self.idle.get(group, 0.0))
+            self.ends[node] = self.idle[group] = self.began[node] + self.pace.collective(node)
             if self.flow.ready[node] >= 0:
                 self.running[node] = None
                 self.held += largest_buffer(node)

@@ -197,7 +197,7 @@ class _Builder:
 
     def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
         self.model, self.solution, self.inputs, self.where = model, solution, inputs, inputs.where
-        self.patiently = partial(patiently, self.where.device_mesh, timeout)
+        self.patiently = partial(patiently, self.where.device_mesh, timeout, self.where.second.values())
 
     def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
         where = self.where
@@ -212,7 +212,7 @@ class _Builder:
             with torch.autocast(where.device.type, enabled=False):  # its casts are in the captured program
                 step = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
             passes = step.present.items()
-            compare({which: (where.coordinate, of_graph(one.graph, where.groups.names)) for which, one in passes}, where.group)
+            compare({which: (where.coordinate, of_graph(one.graph, where.groups)) for which, one in passes}, where.group)
         return step
 
     def _shared(self, inputs: Any, modes: Sequence[bool], resized: str) -> _Captured:
@@ -266,7 +266,7 @@ class _Builder:
         shards = {name: where.shard(value, graphs.slots[name].layout).clone() for name, value in captured.constants.items()}
         call = TracedCall(graphs, graphs.inference(), shapes, captured.returned, shards, where, self.patiently, moves)
         if program.is_even:  # else ranks would choose different orders, as their shards differ in size
-            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare_bytes(solution))
+            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare_bytes(solution), where.second_group)
             call.timelines = dict(zip(call.present, rows, strict=True))
         return call
 

@@ -75,6 +75,8 @@ def parallel_pipeline(
     elsewhere = set(_without(module, held_on))
     halved = schedule is not None or any(kind == "W" for units in plan.order for kind, *_ in units)
     runs = [_run(stage, module, meshes[_key(stage)], program, place, halved=halved) for stage in mine]
+    for run in runs:
+        limit_waiting(run.where.device_mesh, timeout, run.where.second.values())
     compare({which: sequence for run in runs for which, sequence in _collectives(run)})
     for before, run in zip(runs, runs[1:]):
         run.before = before
@@ -230,7 +232,7 @@ def _collectives(run: StageRun) -> Iterator[tuple[str, tuple[tuple[int, ...], li
     """The collectives of a stage's passes in their order, with this rank's coordinate."""
     for which, one in (("forward", run.graphs.of.forward), ("backward", run.graphs.of.backward)):
         if one is not None:
-            yield f"{which} of stage {run.stage.index}", (run.where.coordinate, of_graph(one.graph, run.where.groups.names))
+            yield f"{which} of stage {run.stage.index}", (run.where.coordinate, of_graph(one.graph, run.where.groups))
 
 
 SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the peak of a stage

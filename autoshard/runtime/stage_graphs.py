@@ -55,7 +55,7 @@ def stage_graphs(stage: LoweredStage, where: Where, spare_bytes: float, *, halve
     graphs, inference = with_sums(traced, None), plain.inference()
     if stage.program.is_even:  # else ranks would choose different orders, as their shards differ in size
         passes = [graph for graph in (graphs.forward, graphs.backward, inference) if graph is not None]
-        scheduled(passes, Pace(stage.mesh, where.groups), spare_bytes)
+        scheduled(passes, Pace(stage.mesh, where.groups), spare_bytes, where.second_group)
     backward = None if graphs.backward is None else boxed(graphs.backward)
     halves = _halves(graphs) if halved and graphs.backward is not None else None
     return StageGraphs(graphs, boxed(graphs.forward), boxed(inference), backward, halves)

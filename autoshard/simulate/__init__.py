@@ -7,12 +7,12 @@ from autoshard.simulate.chains import full_streams as full_streams
 from autoshard.simulate.chains import longest_chain as longest_chain
 from autoshard.simulate.degrees import Parallel as Parallel
 from autoshard.simulate.engine import last_end as last_end
-from autoshard.simulate.engine import run_tasks as run_tasks
 from autoshard.simulate.tasks import COMPUTE as COMPUTE
 from autoshard.simulate.tasks import PREFETCH as PREFETCH
 from autoshard.simulate.tasks import Task as Task
 from autoshard.simulate.tasks import TaskProgram as TaskProgram
 from autoshard.simulate.tasks import program_of as program_of
 from autoshard.simulate.timeline import Timeline as Timeline
+from autoshard.simulate.timeline import run_streams as run_streams
 from autoshard.simulate.timeline import timeline_of as timeline_of
 from autoshard.simulate.timeline import timeline_of_solution as timeline_of_solution

@@ -3,6 +3,7 @@
     a task begins     when the preceding task of its stream has ended, and all tasks that it waits for
     it ends           after its seconds of work, done at rate 1/n while n streams use its link (rate 1 without a link), and at 1/(1 + s)
                       of that while kernels and collectives run beside each other
+    in the background a task also begins only where its link is not in use by a stream that is not in the background
 
 So kernels of a seconds beside collectives of b take max(a, b) + s min(a, b). In the list, a task comes after all tasks that it waits for.
 Without shared links and with s = 0 one pass over the list is enough: begin = max(end of the stream's preceding task, ends of the tasks
@@ -12,7 +13,7 @@ waited for), in time linear in the length of the list.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -37,14 +38,16 @@ class Times(NamedTuple):
     cause: list[int]
 
 
-def run_tasks(tasks: Sequence[Runnable], links: Sequence[int] | None = None, *, slowed: float = 0.0) -> Times:
+def run_tasks(
+    tasks: Sequence[Runnable], links: Sequence[int] | None = None, *, slowed: float = 0.0, background: Container[int] = ()
+) -> Times:
     """Times of all tasks. links: per stream the link that it uses, -1 for none; streams that name the same link share it. slowed: s, of
-    kernels (stream 0) and of the tasks of streams with links."""
+    kernels (stream 0) and of the tasks of streams with links. background: streams with links."""
     used = sorted({task.stream for task in tasks})
     of = {stream: -1 if links is None or stream >= len(links) else links[stream] for stream in used}
     in_use = [link for link in of.values() if link >= 0]
     plain = len(in_use) == len(set(in_use)) and not (slowed and in_use and 0 in of)
-    return _one_pass(tasks) if plain else _events(tasks, of, slowed)
+    return _one_pass(tasks) if plain else _events(tasks, of, slowed, background)
 
 
 def run_in_turn(seconds: Iterable[float]) -> Times:
@@ -67,14 +70,16 @@ def _one_pass(tasks: Sequence[Runnable]) -> Times:
     return Times(begin, end, cause)
 
 
-def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float) -> Times:
+def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, background: Container[int]) -> Times:
     """Event by event; between two events every running task has a constant rate."""
     begin, end, cause = [0.0] * len(tasks), [math.nan] * len(tasks), [-1] * len(tasks)
-    queues: dict[int, list[int]] = {stream: [] for stream in link_of}
+    queues: dict[int, list[int]] = {stream: [] for stream in sorted(link_of, key=lambda stream: (stream in background, stream))}
     for i, task in enumerate(tasks):
         queues[task.stream].append(i)
     place = dict.fromkeys(queues, 0)
     free: dict[int, tuple[float, int]] = dict.fromkeys(queues, (0.0, -1))
+    urgent = dict.fromkeys(link_of.values(), 0)  # streams that run on a link and aren't in the background
+    quiet: dict[int, tuple[float, int]] = dict.fromkeys(link_of.values(), (0.0, -1))  # when there was the last of them
     left: dict[int, float] = {}  # running task of a stream: seconds of work left
     now = 0.0
 
@@ -82,14 +87,17 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float) -
         for stream, queue in queues.items():
             if stream in left or place[stream] >= len(queue):
                 continue
-            i = queue[place[stream]]
-            if any(math.isnan(end[j]) for j in tasks[i].after):
+            i, link, waits = queue[place[stream]], link_of[stream], stream in background
+            if waits and urgent[link] or any(math.isnan(end[j]) for j in tasks[i].after):
                 continue
             at, why = free[stream]
             for j in tasks[i].after:
                 if end[j] > at or why < 0:
                     at, why = max(at, end[j]), j
+            if waits and quiet[link][0] > at:
+                why = quiet[link][1]
             begin[i], cause[i], left[stream] = now, why, tasks[i].seconds
+            urgent[link] += not waits
 
     while True:
         start()
@@ -108,9 +116,11 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float) -
         for stream in list(left):
             left[stream] -= step / shares[stream]
             if stream in first:
-                i = queues[stream][place[stream]]
+                i, link = queues[stream][place[stream]], link_of[stream]
                 end[i], free[stream] = now, (now, i)
                 place[stream] += 1
+                if stream not in background:
+                    urgent[link], quiet[link] = urgent[link] - 1, (now, i)
                 del left[stream]
     if any(math.isnan(e) for e in end):
         waiting = next(i for i, e in enumerate(end) if math.isnan(e))

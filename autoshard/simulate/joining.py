@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.cost import bucket_limit, bytes_sent, collective_seconds
+from autoshard.mesh import Axis
 from autoshard.simulate.tasks import Task, TaskProgram
 
 JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # a route can scatter, reduce and gather
@@ -40,21 +41,26 @@ def with_joined_gradients(program: TaskProgram) -> TaskProgram:
 def _joined(program: TaskProgram, members: Sequence[int], instead: Mapping[int, int]) -> Task:
     """One collective of a bucket, at the place of its last member."""
     task = program.tasks[members[-1]]
-    axis, size = program.formulation.mesh.axes[task.stream - 1], math.fsum(_size(program, i) for i in members)
+    axis, size = _axis(program, task), math.fsum(_size(program, i) for i in members)
     after = tuple(sorted({instead.get(j, j) for i in members for j in program.tasks[i].after}))
     seconds, sent = float(collective_seconds(task.kind, axis, size)), float(bytes_sent(task.kind, axis, size))
     return replace(task, name=f"{task.name} and {len(members) - 1} more", seconds=seconds, bytes=sent, after=after)
 
 
+def _axis(program: TaskProgram, task: Task) -> Axis:
+    axes = program.formulation.mesh.axes
+    return axes[(task.stream - 1) % len(axes)]
+
+
 def _size(program: TaskProgram, i: int) -> float:
     """Bytes of the buffer that a reduction works on."""
     task = program.tasks[i]
-    return task.bytes / float(bytes_sent(task.kind, program.formulation.mesh.axes[task.stream - 1], 1.0))
+    return task.bytes / float(bytes_sent(task.kind, _axis(program, task), 1.0))
 
 
 def _buckets(program: TaskProgram) -> list[list[tuple[int, int]]]:
     """The tasks, as ranges, of the routes in each bucket of two or more."""
-    axes, tasks = program.formulation.mesh.axes, program.tasks
+    tasks = program.tasks
     buckets: list[list[tuple[int, int]]] = []
     open_buckets: dict[tuple, tuple[list[tuple[int, int]], list[float]]] = {}
     for first, stop in sorted({span for span in program.of_link if span[0] < span[1]}):
@@ -64,7 +70,7 @@ def _buckets(program: TaskProgram) -> list[list[tuple[int, int]]]:
         key, sizes = tuple((task.stream, task.kind) for task in route), [_size(program, i) for i in range(first, stop)]
         members, together = open_buckets.get(key, ([], [0.0] * len(sizes)))
         grown = [a + b for a, b in zip(together, sizes)]
-        if members and all(size <= bucket_limit(axes[task.stream - 1]) for size, task in zip(grown, route)):
+        if members and all(size <= bucket_limit(_axis(program, task)) for size, task in zip(grown, route)):
             members.append((first, stop))
             open_buckets[key] = (members, grown)
         else:

@@ -2,7 +2,8 @@
 
     op i              its kernel on the compute stream, then its internal collectives, each on the stream of its mesh axis; of an op that
                       computes while it sends (a ring), its stages
-    link a -> b       the steps of its route, one after the other: collectives on their axis' stream, splits on the compute stream
+    link a -> b       the steps of its route, one after the other: collectives, and splits after them, on a stream of their axis, other
+                      splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
     offload, reload   its copy on the host link's stream of its direction; without overlap the share that the plan counts
@@ -32,11 +33,11 @@ from dataclasses import dataclass
 
 from autoshard.cost import PricedCollective, TimedStage, host_seconds
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
-from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, Graph
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph
 from autoshard.layout import Layout, local_numel, text
 from autoshard.routes import Step
 
-COMPUTE = 0  # stream; mesh axis k has stream k + 1
+COMPUTE = 0  # stream; of n mesh axes, axis k has the streams k + 1 and, for what no kernel waits for soon, n + k + 1
 PREFETCH = 12  # fetches of parameters ahead of their readers: about a block of a transformer, as fully_shard has it
 
 
@@ -94,6 +95,7 @@ class _Builder:
         self.of_link = [(0, 0)] * len(self.links)
         self.last_compute: tuple[int, ...] = ()
         self.begins_after: tuple[int, ...] = ()  # tasks that the microbatch waits for
+        self.axes = len(formulation.mesh.axes)
 
     def build(self) -> TaskProgram:
         slots, earlier = self.places.by_slot(), []
@@ -166,23 +168,30 @@ class _Builder:
 
     def _move(self, k: int) -> None:
         link, first = self.links[k], len(self.tasks)
-        after = self.ready.get(link.a, ()) or self.begins_after
+        after = self._available(link.a) or self.begins_after
         if k in self.places.late:  # not before the compute stream has reached this position
             after = tuple(sorted({*after, *self.last_compute}))
         name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
         reader = reader if reader < len(self.graph.ops) else link.value[0]
-        for step in self.steps[k]:
-            stream = COMPUTE if step.collective == "split" else step.axis + 1
+        for n, step in enumerate(self.steps[k]):
+            sends = any(one.collective != "split" for one in self.steps[k][: n + 1])
+            stream = step.axis + 1 + self.axes * (k in self.places.unhurried) if sends else COMPUTE
             self._add(Task(name, step.collective, step.seconds, stream, after, self.places.phase_of_move(k), reader, step.bytes))
             after = (len(self.tasks) - 1,)
         self.of_link[k] = (first, len(self.tasks))
         if k in self.places.hub_links:
             self.ready[link.b] = after
 
+    def _available(self, node: int) -> tuple[int, ...]:
+        """The tasks after which the value of a node is available; of a view whose turn is still to come, those of its inputs."""
+        if node in self.ready or node not in self.places.inputs:
+            return self.ready.get(node, ())
+        return tuple(sorted({t for k in self.places.inputs[node] for t in self._ends(k)}))
+
     def _ends(self, k: int) -> tuple[int, ...]:
         """The tasks after which the value of link k is available in its target layout."""
         first, end = self.of_link[k]
-        return (end - 1,) if first < end else self.ready.get(self.links[k].a, ())
+        return (end - 1,) if first < end else self._available(self.links[k].a)
 
     def _copy(self, i: int) -> None:
         """A copy to the host's memory, or back once the kernels have reached this position."""
@@ -190,7 +199,7 @@ class _Builder:
         assert layout is not None
         size = local_numel(op.output.shape, layout, self.formulation.mesh) * op.output.itemsize
         after = {t for k in self.places.inputs.get(i, ()) for t in self._ends(k)} | set(self.last_compute if op.kind == RELOADED else ())
-        stream = len(self.formulation.mesh.axes) + (1 if op.kind == OFFLOADED else 2)
+        stream = 2 * self.axes + (1 if op.kind == OFFLOADED else 2)
         self.of_op[i] = (len(self.tasks), len(self.tasks) + 1)
         seconds = host_seconds(size, self.formulation.mesh.device)
         self._add(Task(op.name, op.kind, seconds, stream, tuple(sorted(after)), self.places.phases[i], i, float(size)))
@@ -265,12 +274,16 @@ class _Places:
         for k, link in enumerate(self.links):
             self._read(k, link, n)
         for i, op in enumerate(self.graph.ops):  # a view of a parameter can be fetched as early as the parameter
-            if op.alias is not None and not any(steps[k] for k in self.inputs.get(i, ())) and self.phases[op.inputs[op.alias][0]] == "rest":
+            if op.alias is not None and self.phases[op.inputs[op.alias][0]] == "rest":
                 self.phases[i] = "rest"
+        self.origins = self._origins()
         self.late: set[int] = set()
         self.slots = self._overlapped(prefetch) if overlap else [self._at_need(k) for k in range(len(self.links))]
         filled = {self.links[k].b: self.slots[k] for k in self.hub_links}
         self.slots = [max(slot, filled.get(link.a, -1)) for slot, link in zip(self.slots, self.links)]
+        sums = {i for i, kind in kinds.items() if kind in (ACCUMULATED, REDUCE_THEN_CAST)}
+        gradients = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
+        self.unhurried = {*self.late, *gradients} if overlap else set()
 
     def _read(self, k: int, link: TensorEdge, n: int) -> None:
         if k in self.hub_links:
@@ -291,7 +304,18 @@ class _Places:
         i = self.links[k].value[0]
         if self.phases[i] == "rest":
             return 2 * len(self.graph.ops) if self.results[k] else -1
-        return 2 * i + 1
+        return 2 * self.origins.get(i, i) + 1
+
+    def _origins(self) -> dict[int, int]:
+        """Of each view of a value that nothing moves, the op that computes it: both are there at once."""
+        moved = {link.b for k, link in enumerate(self.links) if k in self.hub_links and self.steps[k]}
+        origins: dict[int, int] = {}
+        for i, op in enumerate(self.graph.ops):
+            inputs = self.inputs.get(i, ())
+            if op.alias is not None and not any(self.steps[k] or self.links[k].a in moved for k in inputs):
+                base = op.inputs[op.alias][0]
+                origins[i] = origins.get(base, base)
+        return origins
 
     def _overlapped(self, prefetch: int) -> list[int]:
         slots = [0] * len(self.links)
@@ -311,7 +335,9 @@ class _Places:
         return slots
 
     def _phase_of(self, reader: int, otherwise: str) -> str:
-        return self.phases[reader] if reader < len(self.phases) else otherwise
+        if reader == len(self.phases):
+            return otherwise
+        return "backward" if self.graph.ops[reader].backward else "forward"
 
     def phase_of_move(self, k: int) -> str:
         if self.results[k]:

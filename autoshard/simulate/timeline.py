@@ -48,8 +48,9 @@ class Timeline:
     def streams(self) -> tuple[str, ...]:
         """The names of the streams, by their numbers."""
         axes = self.program.formulation.mesh.axes
-        hosts = ("to the host", "from the host") if any(task.stream > len(axes) for task in self.tasks) else ()
-        return ("compute", *(f"link {axis.name}" for axis in axes), *hosts)
+        names = [f"link {axis.name}" for axis in axes]
+        names = ["compute", *names, *(f"{name}, in the background" for name in names), "to the host", "from the host"]
+        return tuple(names[: max((task.stream for task in self.tasks), default=0) + 1])
 
     @cached_property
     def seconds(self) -> float:
@@ -135,9 +136,13 @@ def timeline_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None = N
 def run_program(program: TaskProgram, links: Sequence[int] | None = None) -> Times:
     if not program.overlap:
         return run_in_turn(task.seconds for task in program.tasks)
-    shared = shared_links(program.formulation.mesh) if links is None else tuple(links)
-    kernels = program.formulation.mesh.device.kernels
-    return run_tasks(program.tasks, (-1, *shared), slowed=kernels.slowed if kernels else 0.0)
+    return run_streams(program.tasks, program.formulation.mesh, links)
+
+
+def run_streams(tasks: Sequence[Task], mesh: Mesh, links: Sequence[int] | None = None) -> Times:
+    """Times of tasks of one device. links: per mesh axis the number of its link; default `shared_links`."""
+    links, kernels, n = shared_links(mesh) if links is None else tuple(links), mesh.device.kernels, len(mesh.axes)
+    return run_tasks(tasks, (-1, *links, *links), slowed=kernels.slowed if kernels else 0.0, background=range(n + 1, 2 * n + 1))
 
 
 def _covered(times: Times, tasks: Sequence[int]) -> float:
