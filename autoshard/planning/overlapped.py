@@ -42,7 +42,7 @@ from autoshard.solvers import (
     worst_mixture,
 )
 
-ROUNDS = 11  # prices that are tried
+ROUNDS, SOLVED = (11, 22), 220_000  # prices that are tried: least and most, and nodes of all these problems together
 STEP = 0.3  # from the best prices so far
 GAP = 5e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
@@ -50,6 +50,7 @@ MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
 SAFE = 1e-10  # relative: rounding of the sums of a bound
+EXACT = 2.0**-43  # seconds: sums of multiples up to 1,000 s are exact
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
 CROSSED = 1e-7  # relative: a bound this far above a time line is an error
 
@@ -107,6 +108,7 @@ class _Search:
         self.groups = tied_groups(instance.formulated)
         self.seconds: dict[tuple[int, ...], float] = {}  # choice -> seconds of its time line
         self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of the choices that the prices are made of
+        self.rounds = int(np.clip(SOLVED // len(self.problem.node_costs), *ROUNDS))
         self.bound = 0.0
         self.priced = instance.problem  # at the prices of the bound
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
@@ -150,7 +152,7 @@ class _Search:
         for choice in list(self.seconds):
             self._note(choice)
         centre, highest, idle = np.zeros(0), 0.0, 0  # the prices with the highest bound; rounds that gained little
-        for k in range(ROUNDS):
+        for k in range(self.rounds):
             best, most = self._best_prices()
             if most - self.bound <= AGREED * most or self.is_proven or idle == MOST_IDLE or self.question.is_over:
                 return
@@ -177,13 +179,24 @@ class _Search:
         known = [seconds_of_parts(self.parts, *one) for one in self.by_stream]
         while True:
             shares, most = worst_mixture(known)
-            nodes, edges = (sum(share * one[k] for share, one in zip(shares, self.by_stream)) for k in (0, 1))
+            nodes, edges = self._alike(*(sum(share * one[k] for share, one in zip(shares, self.by_stream)) for k in (0, 1)))
             chain = longest_chain(self.instance.formulated, self.streams, nodes, edges)
             part = Part(chain.nodes, chain.edges)
             if seconds_of_parts([part], nodes, edges)[0] <= (1 + AGREED) * most:
                 return best_prices(known)
             self.parts.append(part)
             known = [np.append(row, seconds_of_parts([part], *one)) for row, one in zip(known, self.by_stream)]
+
+    def _alike(self, nodes: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The seconds of equal layers as their mean, of so few bits that sums are exact: a chain leads through all of them in one way, and
+        at its prices they are equal again."""
+        if (few := self.instance.few_layers) is None:
+            return nodes, edges
+        of, problem = few.correspondence, few.formulated.problem
+        pairs = (nodes, of.nodes, len(problem.node_costs)), (edges, of.edges, len(problem.edges))
+        alike = (_means(rows, by, count)[np.asarray(by, dtype=int)] for rows, by, count in pairs)
+        nodes, edges = (np.round(rows / EXACT) * EXACT for rows in alike)
+        return nodes, edges
 
     def _solved(self, prices: np.ndarray) -> tuple[tuple[int, ...] | None, float]:
         """The cheapest choice at these prices, and its bound, which is one on all time lines."""
@@ -216,7 +229,7 @@ class _Search:
     def _say(self, k: int) -> None:
         gap = (self.shortest - self.bound) / self.shortest if self.shortest else 0.0
         proven = f"best {self.shortest * 1e3:.3f} ms, proven within {gap:.2%} of the best"
-        self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {ROUNDS} prices", 0.6 + 0.3 * k / ROUNDS)
+        self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {self.rounds} prices", 0.6 + 0.3 * k / self.rounds)
 
     # -- polishing
 

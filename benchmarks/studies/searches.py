@@ -1,95 +1,19 @@
-"""Studies of plans that are searched for together: of time lines, stages, tables, and programs on one set of weights."""
+"""Studies of plans that are searched for together: of stages, tables, and programs on one set of weights."""
 
 from __future__ import annotations
 
 import resource
 import runpy
-import statistics
 import time
-from functools import cache
 
 import torch
 
 import autoshard
 from autoshard import Cluster, Mesh, Program, Table
-from autoshard.capture import capture_deep
 from autoshard.cli.model import load_model
 from autoshard.mesh import parse_shape
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import plan_graph
-from autoshard.planning.question import ModelGraphs, Question
-from autoshard.simulate.from_solution import formulation_of_solution
-from autoshard.simulate.timeline import timeline_of
-from autoshard.solution import replay
 from benchmarks.studies import Row, Study
 from models import llama
-
-# -- time lines ------------------------------------------------------------------------------------------------------------------------
-
-MODELS = {
-    "gpt2": ("gpt2.py:small", {"layers": 4, "batch": 512, "vocab": 50304}),
-    "few": ("gpt2.py:small", {"layers": 4, "batch": 128, "vocab": 50304}),  # tokens per device
-    "llama": ("llama.py:llama3_8b", {"layers": 4, "batch": 16}),
-    "bert": ("bert.py:base", {"layers": 4, "batch": 128}),
-    "moe": ("moe.py:moe", {"layers": 2}),
-    "mlp": ("mlp.py:mlp", {"batch": 8192, "width": 4096}),
-    "resnet": ("resnet.py:resnet18", {}),
-}
-CELLS = {  # model: mesh, GB/s of a node's link, microbatches
-    "gpt2": "2x8 400 1, 2x8 100 1, 2x8 25 1, 2x8 100 4, 8 400 1",
-    "few": "2x8 400 1, 2x8 100 1, 4x4 100 1, 2x8 100 4",
-    "llama": "2x8 400 1, 2x8 100 1, 2x8 100 4, 8 400 1, 4x4 100 1",
-    "bert": "2x8 400 1, 2x8 100 1, 2x8 100 4, 8 400 1, 4x4 100 1",
-    "moe": "2x8 400 1, 2x8 100 1, 8 400 1, 2x8 100 4",
-    "mlp": "2x8 100 1, 2x8 400 1, 2x8 100 4, 8 400 1",
-    "resnet": "8 400 1, 2x8 100 1",
-}
-GAIN, SHARE = 0.03, 0.25
-
-
-def overlapped_cases(given) -> dict:
-    cells = [(model, *cell.split()) for model, some in CELLS.items() for cell in some.split(", ")]
-    return {f"{model} {mesh} {link}GB/s m{m}": (model, mesh, 1e9 * float(link), int(m)) for model, mesh, link, m in cells}
-
-
-@cache
-def captured(folder, model: str):
-    path, settings = MODELS[model]
-    return capture_deep(*load_model(f"{folder}/{path}", settings), training=True)
-
-
-def overlapped(case: tuple, given) -> Row:
-    """The objective "overlapped" against "serial": models x meshes x links x microbatches, each planned both ways and simulated.
-
-    seconds are those of the plan's time line; the bound is on every time line, and the gap its own; CPU seconds are of the search (capture
-    left out: cells of one model share it). It is ok if no overlapped plan is slower than the serial one, a quarter of the cells gain 3 %,
-    and every bound is below its seconds; the aim for the median gap is 10 %.
-    """
-    model, shape, link, m = case
-    graph, depth = captured(given.data, model)
-    mesh, plans = Mesh.from_bandwidths(parse_shape(shape), inter_node_bandwidth=link), {}
-    for objective in ("serial", "overlapped"):
-        began = time.process_time()
-        options = Options(training=True, objective=objective, microbatches=m, gap=1e-3, accepted=(0.01, 60.0), baselines=False)
-        solution = plan_graph(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
-        searched = time.process_time() - began
-        program = formulation_of_solution(replay(solution, graph).checked(), solution)
-        plans[objective] = {"seconds": timeline_of(*program, join=True).seconds, "cpu_seconds": searched}
-    gain = 1 - plans["overlapped"]["seconds"] / plans["serial"]["seconds"]
-    return {"bound_seconds": solution.objective_bound, "gap": solution.objective_gap, "gain": gain, "plans": plans}
-
-
-def overlapped_totals(rows: list[Row]) -> Row:
-    steps = [[plan["seconds"] * (1 + 1e-9) for plan in row["plans"].values()] for row in rows]
-    never_slower = all(row["plans"]["overlapped"]["seconds"] <= serial for row, (serial, _) in zip(rows, steps))
-    below = all(row["bound_seconds"] <= min(both) for row, both in zip(rows, steps))
-    gained = sum(row["gain"] >= GAIN for row in rows)
-    figures = {"cells": len(rows), "gained_3_%": gained, "median_gap": statistics.median(row["gap"] for row in rows)}
-    return {**figures, "never_slower": never_slower, "bounds_below": below, "ok": never_slower and below and gained >= SHARE * len(rows)}
-
-
-OVERLAPPED = Study(cases=overlapped_cases, measure=overlapped, totals=overlapped_totals, alone=False)
-
 
 # -- stages ----------------------------------------------------------------------------------------------------------------------------
 
