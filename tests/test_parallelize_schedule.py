@@ -158,6 +158,29 @@ def fsdp_passes(pace) -> RankGraphs:
     return trace(program, graph, pace.groups, (0, 0))
 
 
+def steps(group):
+    def step(x, *weights):
+        for w in weights:
+            x = reduced(x @ gathered(w, group), group).relu()
+        return x.sum(), reduced(x.t() @ x, group)
+
+    return step
+
+
+def test_what_no_kernel_waits_for_soon_has_a_second_group_and_begins_where_the_first_is_idle(pace):
+    group, shapes = pace.groups.names[0], [(512, 512), *[(256, 512)] * 3]
+    module, plain = traced(steps(group), *shapes), traced(layers(group), *shapes)
+    (rows,) = scheduled([module], pace, 1e9, lambda axis: f"second {axis}")
+    groups = [(STARTS[node.target], node.args[-1]) for node in starts(module)]
+    assert {name for kind, name in groups if kind == "all_gather"} == {"second 0"}
+    assert groups.count(("all_reduce", group)) == 3 and groups.count(("all_reduce", "second 0")) == 1  # the one that is only returned
+    activations = [row for row in rows if row.collective == "all_reduce"][:-1]
+    gathers = [row for row in rows if row.collective == "all_gather"]
+    assert not any(one.start <= gather.start < one.end for one in activations for gather in gathers)
+    scheduled([plain], pace, 1e9, lambda axis: f"second {axis}")
+    assert {node.args[-1] for node in starts(plain)} == {group}  # an axis with nothing else needs none
+
+
 def live(module: fx.GraphModule) -> list[int]:
     *nodes, output = module.graph.nodes
     return [now for node, now in zip(nodes, live_bytes(nodes, output)) if node.op != "placeholder"]

@@ -36,6 +36,14 @@ def test_a_late_comer_slows_what_runs():
     assert times.end == [1, 4, 3]  # alone to 1, shared to 3, alone to 4
 
 
+def test_the_background_begins_while_nothing_else_uses_its_link_and_shares_it_from_then_on():
+    tasks = [T(1, 1), T(3, 2), T(1, 0), T(1, 1, (2,)), T(3, 0, (2,)), T(1, 1, (4,))]
+    times = run_tasks(tasks, (-1, 0, 0), background=(2,))
+    assert times.begin == [0, 2, 0, 1, 1, 4] and times.end == [1, 6, 1, 2, 4, 6]  # both at half speed from 4
+    assert times.cause[1] == 3  # for whose end it waited
+    assert run_tasks(tasks, (-1, 0, 0)).begin[1] == 0
+
+
 def test_a_list_out_of_order_is_an_error():
     with pytest.raises(ValueError, match="waits for ever"):
         run_tasks([T(1, 1, (1,)), T(1, 1), T(1, 2)], (-1, 0, 0))
@@ -49,16 +57,24 @@ def random_program(rng, streams):
     return tasks
 
 
-def in_small_steps(tasks, links, step, slowed=0.0):
+def in_small_steps(tasks, links, step, slowed=0.0, background=()):
     """Every step each running task gets step/n of its work done, n the tasks on its link; step/(1 + slowed) of that while kernels
     (stream 0) run beside tasks with links."""
     left, done, now = [float(t.seconds) for t in tasks], [None] * len(tasks), 0.0
+    begun = set()
+
+    def waits(i):
+        """Whether a task in the background has not begun, and one of its link that isn't there is running."""
+        others = [j for j in range(len(tasks)) if links[tasks[j].stream] == links[tasks[i].stream] and tasks[j].stream not in background]
+        return tasks[i].stream in background and i not in begun and any(done[j] is None and runs(tasks, done, j) for j in others)
+
     while None in done:
         for _ in range(len(tasks)):  # what has nothing left ends at once, and may let others end
             for i in range(len(tasks)):
-                if done[i] is None and left[i] < 1e-9 and runs(tasks, done, i):
+                if done[i] is None and left[i] < 1e-9 and runs(tasks, done, i) and not waits(i):
                     done[i] = now
-        running = [i for i in range(len(tasks)) if done[i] is None and runs(tasks, done, i)]
+        running = [i for i in range(len(tasks)) if done[i] is None and runs(tasks, done, i) and not waits(i)]
+        begun.update(running)
         both = any(tasks[i].stream == 0 for i in running) and any(links[tasks[i].stream] >= 0 for i in running)
         for i in running:
             link = links[tasks[i].stream]
@@ -81,6 +97,8 @@ def test_random_programs_equal_small_steps(seed):
     assert run_tasks(tasks, links).end == pytest.approx(in_small_steps(tasks, links, 1 / 12))  # shares of 1, 1/2, 1/3 of whole seconds
     if links[0] < 0:
         assert run_tasks(tasks, links, slowed=1.0).end == pytest.approx(in_small_steps(tasks, links, 1 / 24, 1.0))
+        patient = run_tasks(tasks, links, slowed=1.0, background=(2,)).end
+        assert patient == pytest.approx(in_small_steps(tasks, links, 1 / 24, 1.0, (2,)))
 
 
 @given(kernels=st.floats(0, 10), collectives=st.floats(0, 10), slowed=st.floats(0, 1))
