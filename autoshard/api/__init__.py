@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from autoshard.api.checking import dry_run as dry_run
     from autoshard.api.checking import verify as verify
     from autoshard.api.compiling import backend as backend
-    from autoshard.api.passes import PassOptions as PassOptions
-    from autoshard.api.passes import autosharding_pass as autosharding_pass
     from autoshard.api.observing import observed as observed
     from autoshard.api.observing import read_evidence as read_evidence
+    from autoshard.api.passes import PassOptions as PassOptions
+    from autoshard.api.passes import autosharding_pass as autosharding_pass
     from autoshard.api.planning import plan as plan
     from autoshard.api.reporting import html_report as html_report
     from autoshard.api.running import parallelize as parallelize

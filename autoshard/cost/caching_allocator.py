@@ -144,9 +144,10 @@ class CachingAllocator:
     def snapshot(self) -> dict[str, Any]:
         """As torch.cuda.memory._snapshot() has it, for pytorch.org/memory_viz: the segments as they are now, and the trace."""
         free = [block for blocks in self.free_blocks.values() for _, _, block in blocks]
-        segments = []
+        segments: list[dict[str, Any]] = []
         for block in sorted((block for block in (*self.used.values(), *free) if block.before is None), key=lambda block: block.address):
-            first, blocks = block, []
+            first: MemoryBlock = block
+            blocks: list[dict[str, Any]] = []
             while block is not None:
                 blocks.append({"address": block.address, "size": block.size, "requested_size": 0 if block.is_free else block.size,
                                "state": "inactive" if block.is_free else "active_allocated", "frames": []})  # fmt: skip
