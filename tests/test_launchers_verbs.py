@@ -42,7 +42,8 @@ def test_degrees_prints_exactly_the_documented_keys(launcher):
     assert all(list(row) == KEYS for row in record["configurations"]) and len(record["configurations"]) > 10
     assert record["bound_seconds"] is record["regret"] is record["compared"] is None and record["cpu_seconds"] > 0
     for row in record["configurations"]:
-        assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8 and row["tp"] <= 4  # the model has 4 key-value heads
+        assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8
+        assert row["tp"] <= 4 or launcher == "megatron"  # the model has 4 key-value heads, which Megatron may replicate
 
 
 @pytest.mark.parametrize("words", [("--launcher", "megatron"), ("--launcher", "torchtitan", "--compile", "--precision", "fp8")])
@@ -99,7 +100,7 @@ def test_check_prints_what_is_wrong_and_what_would_help(tmp_path):
     better = tmp_path / "better.toml"
     code, out, err = run(*argv, "--out", str(better))
     assert code == 1 and "illegal: 8 key-value heads do not divide by tp 16" in " ".join(out.split()) and f"wrote {better}" in err
-    assert tomllib.loads(better.read_text())["model"] == {"name": "llama3", "flavor": "8B", "converters": []}
+    assert tomllib.loads(better.read_text())["model"] == {"name": "llama3", "flavor": "8B"}
     record = record_of("check", str(better), "--launcher", "torchtitan", "--devices", "64")
     assert record["ok"] and record["changes"] == []
     low, high = record["tokens_per_second_per_device_interval"]
@@ -206,9 +207,11 @@ def test_degrees_of_mixtures_take_seconds(model, devices, launcher):
 
 
 def test_a_row_of_the_ranking_fits_in_80_columns():
+    """Columns are those in which rows differ."""
     widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
-    widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True}
-    row = {**widest, "recompute": "full", "tokens_per_second_per_device": 1234.0, "mfu": 0.4567, "memory_bytes": 79.9e9}
-    row |= {"chance_to_fit": 0.51, "tight": True}
-    lines = as_text(shown(launches_table([row] * 2, [(199, 12), (0, 1)])), 80).splitlines()
-    assert len(lines) == 4 and [line.split()[0] for line in lines[2:]] == ["200", "1"]  # a title of two lines, and a line per row
+    widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True, "recompute": "full"}
+    rates = {"tokens_per_second_per_device": 12340.0, "mfu": 0.4567, "memory_bytes": 79.9e9, "chance_to_fit": 0.97, "tight": True}
+    other = widest | {"cp": 1, "ep": 64, "vpp": 4, "split": "", "async_expert": False, "recompute": "none"}
+    lines = as_text(shown(launches_table([widest | rates, other | rates], [(1199, 12), (0, 1)])), 80).splitlines()
+    assert len(lines) == 4 and [line.split()[0] for line in lines[2:]] == ["1200", "1"]  # a title of two lines, and a line per row
+    assert "zero" not in lines[0] + lines[1] and "etp" not in lines[0] + lines[1]

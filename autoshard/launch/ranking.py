@@ -56,7 +56,7 @@ class Ranking:
     def simplest(self) -> int:
         """The launch with the fewest kinds of parallelism, schedules and recomputation, of those as fast as the first within SIMPLE."""
         c, p = self.columns, self.prices
-        near = (p.fits == p.fits[0]) & (p.tokens_per_second >= (1 - SIMPLE) * p.tokens_per_second[0])
+        near = (p.fits == p.fits[0]) & (p.expected >= (1 - SIMPLE) * p.expected[0])
         rows = np.flatnonzero(near)
         c = c[rows]
         used = [c.tensor > 1, c.context > 1, c.pipeline > 1, c.expert > 1, c.virtual > 1, c.recompute != "none"]

@@ -17,11 +17,12 @@ from autoshard.units import seconds, size
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# columns of a table of launches, with what goes without saying: where all rows have that, the column is left out
+# columns of a table of launches, with what goes without saying. Those in which no rows differ are said once
 COLUMNS = {
     "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "pp": "", "sche\ndule": "-", "lay\ners": "even",
     "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "shard": "all",
 }  # fmt: skip
+ALWAYS = ("dp", "tp", "pp", "mbs")
 SHORT = {"Interleaved1F1B": "VPP", "ZBVZeroBubble": "ZBV", "selective_op": "op", "selective_layer": "layer", "none": "-"}
 DRAWN = 20_000  # launches in a picture: the best; more would be one blot
 
@@ -42,7 +43,7 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     alike = "mbs: sequences of a microbatch; same: how many launches a row stands for, with the same work shared by other ranks"
     illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
     splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
-    lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", launches_table(rows, grouped), "", first + alike]
+    lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", launches_table(rows, grouped), _of_all(rows), "", first + alike]
     if apart is not None:
         lines += ["", seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
     margin = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory"
@@ -86,6 +87,14 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     return dict(zip(COLUMNS, map(str, cells)))
 
 
+def _of_all(launches: list[Mapping[str, Any]]) -> str | None:
+    """What all of them have, in columns that the table leaves out."""
+    first, *others = map(_cells, launches)
+    same = [name for name in COLUMNS if name not in ALWAYS and all(row[name] == first[name] for row in others)]
+    said = ", ".join(f"{name} {first[name]}".replace("\n", "") for name in same if first[name] not in (COLUMNS[name], "-"))
+    return f"all rows: {said}" if said else None
+
+
 def _degrees(row: Mapping[str, Any]) -> str:
     said = _cells(row) | {"re\ncomp": row["recompute"], "sche\ndule": row["schedule"]}
     return ", ".join(f"{name} {said[name]}".replace("\n", "") for name in COLUMNS if said[name] != COLUMNS[name])
@@ -94,7 +103,7 @@ def _degrees(row: Mapping[str, Any]) -> str:
 def launches_table(launches: list[Mapping[str, Any]], numbered: Sequence[tuple[int, int]]) -> ReportTable:
     """numbered: of each its place, from 0, and how many it stands for."""
     cells = [_cells(row) for row in launches]
-    names = [name for name, common in COLUMNS.items() if {row[name] for row in cells} != {common}]
+    names = [name for name in COLUMNS if name in ALWAYS or len({row[name] for row in cells}) > 1]
     rows = []
     for row, texts, (place, alike) in zip(launches, cells, numbered, strict=True):
         rates = [f"{row['tokens_per_second_per_device']:.0f}", f"{row['mfu']:.1%}", size(row["memory_bytes"])]
@@ -120,7 +129,8 @@ def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
     for change in record["changes"]:
         gain = f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
         lines.append(f"{gain}: {change['change']}")
-        lines.append(f"    {seconds(change['seconds'])} per step, {_rate(change)}, {size(change['memory_bytes'])}, chance to fit {change['chance_to_fit']:.0%}")
+        memory = f"{size(change['memory_bytes'])}, chance to fit {change['chance_to_fit']:.0%}"
+        lines.append(f"    {seconds(change['seconds'])} per step, {_rate(change)}, {memory}")
         if change["why"]:
             lines.append(f"    {why_text(change['why'])}")
     return shown(*lines)
