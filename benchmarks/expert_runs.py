@@ -61,7 +61,7 @@ def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
         zero=3 if fully else 1, tensor=tensor, context=context, expert=expert, pipeline=pipeline, virtual=stages, split=split,
         precision=PRECISIONS[row["precision"].upper()],
         recompute="full" if row["recompute"] == "full" else "none", sequence_parallel=tensor > 1, compiled=True,
-        async_expert=expert > 1 and overlaps(row["notes"]),
+        async_expert=expert > 1 and overlaps(row["notes"]), deepep=True,
     )  # fmt: skip
     device = DEVICES.get(row["gpu_type"], row["gpu_type"].lower())
     site = Site(device, per_node=min(PER_NODE.get(device, 8), devices))

@@ -30,7 +30,7 @@ TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
 KEYS = (
-    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert seconds tokens_per_second_per_device mfu "
+    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep seconds tokens_per_second_per_device mfu "
     "memory_bytes chance_to_fit fits tight tokens_per_second_per_device_interval"
 ).split()
 
@@ -209,7 +209,7 @@ def test_degrees_of_mixtures_take_seconds(model, devices, launcher):
 def test_a_row_of_the_ranking_fits_in_80_columns():
     """Columns are those in which rows differ."""
     widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
-    widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True, "recompute": "full"}
+    widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True, "deepep": True, "recompute": "full"}
     rates = {"tokens_per_second_per_device": 12340.0, "mfu": 0.4567, "memory_bytes": 79.9e9, "chance_to_fit": 0.97, "tight": True}
     other = widest | {"cp": 1, "ep": 64, "vpp": 4, "split": "", "async_expert": False, "recompute": "none"}
     lines = as_text(shown(launches_table([widest | rates, other | rates], [(1199, 12), (0, 1)])), 80).splitlines()

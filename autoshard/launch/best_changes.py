@@ -21,13 +21,13 @@ THINGS = {
     "context parallelism": {"context", "data", "shard", "zero"},
     "pipeline": {"pipeline", "schedule", "virtual", "split", "group", "passes", "data", "shard", "zero"},
     "schedule": {"schedule", "virtual", "split", "group", "passes"},
-    "expert parallelism": {"expert", "expert_tensor", "async_expert"},
+    "expert parallelism": {"expert", "expert_tensor", "async_expert", "deepep"},
     "sharding of states": {"shard", "zero"},
 }
 WRITTEN = {
     "microbatch": "microbatch", "recompute": "recompute", "tensor": "tp", "context": "cp", "pipeline": "pp", "schedule": "schedule",
     "virtual": "stages per device", "split": "layers of stages", "passes": "passes per step", "expert": "ep", "expert_tensor": "expert tp",
-    "async_expert": "expert overlap", "data": "dp", "shard": "shard", "zero": "zero",
+    "async_expert": "expert overlap", "deepep": "DeepEP", "data": "dp", "shard": "shard", "zero": "zero",
 }  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
     copies = np.minimum(sizes.active, runs.expert * (1 - (1 - 1 / runs.expert) ** sizes.active))
-    exchanged = 4 * ring.all_to_all(2 * tokens * sizes.width, copies, inside, adapter)
+    exchanged = 4 * ring.all_to_all(2 * tokens * sizes.width, copies, inside, adapter, runs.deepep)
     expert_ffn = sizes.expert_ffn / runs.expert_tensor
     rows, local_experts = tokens * sizes.active, np.minimum(sizes.experts / runs.expert, tokens * sizes.active)
     routed = experts_seconds(rows, local_experts, rows, sizes.width, expert_ffn, sizes.matrices, constants.experts)

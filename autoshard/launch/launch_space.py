@@ -36,6 +36,7 @@ STAGES = {  # schedule, stages per device, split; of pipelines
     "nanotron": [("1F1B", 1, "")],
 }  # fmt: skip
 LARGEST_MICROBATCH = 64  # sequences
+MOST = 3 * 10**6  # launches; of more, those are left out that shard states over some of the data parallel ranks
 
 
 @cache
@@ -52,6 +53,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     varied |= {
         "expert_tensor": tensor, "sequence_parallel": (tensor > 1) & (launcher != "accelerate"),
         "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
+        "deepep": np.full(rows, fixed.deepep and launcher != "megatron"),
     }  # fmt: skip
     plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1)
     return TrainingRuns({name: varied[name] if name in varied else np.full(rows, getattr(plain, name)) for name in FIELDS})
@@ -85,6 +87,8 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
     experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if sizes.experts else [1]
     if launcher in ("accelerate", "nanotron"):
         experts = [1]
+    if len(kept) * len(experts) * len(sizes_of) * len(RECOMPUTED[launcher]) > MOST:
+        kept = kept[(kept.shard == 1) | (kept.shard == kept.data)]
     parts = []
     for expert in experts:
         mixed = kept.with_columns(expert=np.full(len(kept), expert))
@@ -92,7 +96,8 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
         if sizes.experts and launcher == "megatron":
             divided = mixed[kept.tensor > 1]
             of_experts = [mixed, divided.with_columns(expert_tensor=np.ones(len(divided), int))]
-            of_experts += [one.with_columns(async_expert=np.ones(len(one), bool)) for one in of_experts if expert > 1]
+            for switch in ("async_expert", "deepep") if expert > 1 else ():
+                of_experts += [one.with_columns(**{switch: np.ones(len(one), bool)}) for one in of_experts]
         ways = TrainingRuns.joined(of_experts)
         for microbatch, kind in product(sizes_of, RECOMPUTED[launcher]):
             part = ways.with_columns(microbatch=np.full(len(ways), microbatch), recompute=np.full(len(ways), kind))

@@ -115,7 +115,9 @@ RULES = (
 
 def lists_other_layers(launches: TrainingRuns, sizes: ModelSizes) -> np.ndarray:
     """Whether the listed stages are not those of the launch, or have not the layers of the model."""
-    counts = {split: listed(split) for split in set(launches.split.tolist())}
+    counts = {split: listed(split) for split in np.unique(launches.split).tolist()}
+    if not any(counts.values()):
+        return np.zeros(len(launches), bool)
     columns = zip(launches.split.tolist(), (launches.pipeline * launches.virtual).tolist())
     return np.array([bool(counts[split]) and (len(counts[split]), sum(counts[split])) != (n, sizes.layers) for split, n in columns], bool)
 

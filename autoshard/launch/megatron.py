@@ -89,7 +89,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), split=split,
         group=a.number(GROUP, 1, 1),
-        async_expert=EXPERT_OVERLAP in a and expert > 1,
+        async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
 
@@ -249,7 +249,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         options |= {
             "num-experts": m.experts, "moe-router-topk": m.active, "moe-ffn-hidden-size": m.expert_ffn,
             "moe-shared-expert-intermediate-size": m.shared_ffn or None, "expert-model-parallel-size": launch.expert,
-            "expert-tensor-parallel-size": launch.expert_tensor, "moe-token-dispatcher-type": "alltoall",
+            "expert-tensor-parallel-size": launch.expert_tensor, "moe-token-dispatcher-type": "flex" if launch.deepep else "alltoall",
+            "moe-flex-dispatcher-backend": "deepep" if launch.deepep else None,
             EXPERT_OVERLAP: launch.async_expert and launch.expert > 1,
             "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.expert_layers})" if m.dense_layers else None,
         }  # fmt: skip

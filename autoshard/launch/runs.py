@@ -51,6 +51,7 @@ class Launch:
     compiled_loss: bool = False
     async_tensor: bool = False
     async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
+    deepep: bool = False  # a token goes to a node once, however many of its experts are there (DeepEP, HybridEP)
     rowwise: bool = False  # float8 scales per row
     split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
     group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
@@ -148,6 +149,7 @@ class TrainingRuns:
             "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
             "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor, "vpp": self.virtual, "split": self.split,
             "passes": self.passes, "async_expert": self.async_expert,
+            "deepep": self.deepep,
         }  # fmt: skip
 
     @property

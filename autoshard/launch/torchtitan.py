@@ -111,6 +111,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
         and section.value("parallelism.pipeline_parallel_expert_parallel_overlap") is not False,
+        deepep=section.text("parallelism.expert_parallel_comm_backend") in ("deepep", "hybridep"),
         async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
@@ -202,7 +203,10 @@ def _sections(config: LaunchConfig) -> dict[str, dict[str, Any]]:
         "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
     }  # fmt: skip
     if sizes.experts:
-        parallelism |= {"expert_parallel_degree": launch.expert, EXPERT_TENSOR: launch.expert_tensor}
+        parallelism |= {
+            "expert_parallel_degree": launch.expert, EXPERT_TENSOR: launch.expert_tensor,
+            "expert_parallel_comm_backend": "deepep" if launch.deepep else "standard",
+        }  # fmt: skip
     if launch.pipeline > 1:
         parallelism |= {
             "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # columns of a table of launches, with what goes without saying. Those in which no rows differ are said once
 COLUMNS = {
-    "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "pp": "", "sche\ndule": "-", "lay\ners": "even",
+    "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-", "lay\ners": "even",
     "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "shard": "all",
 }  # fmt: skip
 ALWAYS = ("dp", "tp", "pp", "mbs")
@@ -81,7 +81,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     schedule, stages = SHORT.get(row["schedule"], row["schedule"]), row["vpp"]
     cells = (
         row["dp"], row["tp"], row["cp"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"], "yes" if row["async_expert"] else "no",
-        row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule, row["split"] or "even", row["passes"], row["microbatch"],
+        "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule, row["split"] or "even", row["passes"], row["microbatch"],
         SHORT.get(row["recompute"], row["recompute"]), row["zero"], "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
     )  # fmt: skip
     return dict(zip(COLUMNS, map(str, cells)))
