@@ -30,8 +30,8 @@ TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
 KEYS = (
-    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep seconds tokens_per_second_per_device mfu "
-    "memory_bytes chance_to_fit fits tight tokens_per_second_per_device_interval"
+    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep seconds "
+    "tokens_per_second_per_device mfu memory_bytes chance_to_fit fits tight tokens_per_second_per_device_interval"
 ).split()
 
 

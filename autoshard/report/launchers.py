@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # columns of a table of launches, with what goes without saying. Those in which no rows differ are said once
 COLUMNS = {
-    "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-", "lay\ners": "even",
-    "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "shard": "all",
+    "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-",
+    "lay\ners": "even", "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "shard": "all",
 }  # fmt: skip
 ALWAYS = ("dp", "tp", "pp", "mbs")
 SHORT = {"Interleaved1F1B": "VPP", "ZBVZeroBubble": "ZBV", "selective_op": "op", "selective_layer": "layer", "none": "-"}
@@ -43,7 +43,8 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     alike = "mbs: sequences of a microbatch; same: how many launches a row stands for, with the same work shared by other ranks"
     illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
     splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
-    lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", launches_table(rows, grouped), _of_all(rows), "", first + alike]
+    table = launches_table(rows, grouped)
+    lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", table, _of_all(rows), "", first + alike]
     if apart is not None:
         lines += ["", seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
     margin = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory"
@@ -81,8 +82,9 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     schedule, stages = SHORT.get(row["schedule"], row["schedule"]), row["vpp"]
     cells = (
         row["dp"], row["tp"], row["cp"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"], "yes" if row["async_expert"] else "no",
-        "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule, row["split"] or "even", row["passes"], row["microbatch"],
-        SHORT.get(row["recompute"], row["recompute"]), row["zero"], "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
+        "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule, row["split"] or "even",
+        row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]), row["zero"],
+        "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
     )  # fmt: skip
     return dict(zip(COLUMNS, map(str, cells)))
 
