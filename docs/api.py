@@ -51,7 +51,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),
     "launchers": ("Launchers", "Launches of torchtitan, Megatron-LM, accelerate and nanotron: read, checked, priced, ranked and written.", {
-        "autoshard.api": "degrees Degrees check_launch CheckedLaunch",
+        "autoshard.api": "will_fit Fitting degrees Degrees check_launch CheckedLaunch observed read_evidence",
         "autoshard.launch": "Launch ModelSizes LaunchConfig Overrides Site read_configuration configuration_text why_illegal "
                             "sizes_of_config sizes_of_module",
         "autoshard.launch.ranking": "Ranking",
