@@ -88,61 +88,42 @@ def bias_of_convolution(s: Shapes) -> Shape | None:
     return None if s.value is None else (s.local("grad_output")[1],)
 
 
-SIZE: dict[str, Rule] = {"size": out_shape}
-INPUT_SIZES: dict[str, Rule] = {"input_sizes": out_shape}
 NORM: dict[str, Rule] = {
     "N": lambda s: s.local("input")[0],
     "C": lambda s: s.local("input")[1],
     "HxW": lambda s: math.prod(s.local("input")[2:]),
     "group": groups_of_norm,
 }
+RESHAPING = ("view", "_unsafe_view", "view_copy", "_reshape_alias")
+SIZED = (
+    *RESHAPING, "expand", "expand_copy", "as_strided", "full", "zeros", "_efficientzerotensor", "ones", "new_zeros", "new_ones", "new_full",
+    "new_empty",
+)  # fmt: skip
 ROWS: dict[str, dict[str, Rule]] = {
-    "aten.view.default": SIZE,
-    "aten._unsafe_view.default": SIZE,
-    "aten.view_copy.default": SIZE,
+    **{f"aten.{name}.default": {"size": out_shape} for name in SIZED},
+    "aten.empty.memory_format": {"size": out_shape},
     "aten.reshape.default": {"shape": out_shape},
-    "aten._reshape_alias.default": SIZE,
-    "aten.expand.default": SIZE,
-    "aten.expand_copy.default": SIZE,
-    "aten.full.default": SIZE,
-    "aten.zeros.default": SIZE,
-    "aten._efficientzerotensor.default": SIZE,
-    "aten.ones.default": SIZE,
-    "aten.empty.memory_format": SIZE,
-    "aten.empty_strided.default": {"size": out_shape, "stride": out_strides},
-    "aten.new_zeros.default": SIZE,
-    "aten.new_ones.default": SIZE,
-    "aten.new_full.default": SIZE,
-    "aten.new_empty.default": SIZE,
-    "aten.new_empty_strided.default": {"size": out_shape, "stride": out_strides},
+    **{f"aten.{name}.default": {"size": out_shape, "stride": out_strides} for name in ("empty_strided", "new_empty_strided")},
     "aten.repeat.default": {"repeats": repeats},
-    "aten.as_strided.default": SIZE,
     "aten.affine_grid_generator.default": {"size": lambda s: (s.out[0], *s.value[1:])},
-    "aten.slice_backward.default": INPUT_SIZES,
-    "aten.select_backward.default": INPUT_SIZES,
-    "aten.diagonal_backward.default": INPUT_SIZES,
-    "aten.unfold_backward.default": INPUT_SIZES,
+    **{f"aten.{name}_backward.default": {"input_sizes": out_shape} for name in ("slice", "select", "diagonal", "unfold")},
     "aten.embedding_dense_backward.default": {"num_weights": out_rows},
-    "aten._embedding_bag_dense_backward.default": {"num_weights": out_rows},
-    "aten._embedding_bag_backward.default": {"num_weights": out_rows},
-    "aten.native_group_norm.default": NORM,
-    "aten.native_group_norm_backward.default": NORM,
+    **{f"aten._embedding_bag{way}_backward.default": {"num_weights": out_rows} for way in ("", "_dense")},
+    **{f"aten.native_group_norm{way}.default": NORM for way in ("", "_backward")},
     "aten.convolution.default": {"groups": groups_of_convolution},
     "aten.convolution_backward.default": {"groups": groups_of_convolution, "bias_sizes": bias_of_convolution},
     **{f"aten.{name}_backward.default": {"input_size": out_shape} for name in UPSAMPLED},
-}  # fmt: skip
+}
 
+MADE_WITH = {name: name for name in ("dtype", "layout", "device", "pin_memory")}  # arguments of factories
 # The op that runs in place of another: the result of a collective may have other strides than the captured tensor.
 INSTEAD = {
-    "aten.view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
-    "aten._unsafe_view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
-    "aten.view_copy.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
-    "aten._reshape_alias.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+    **{f"aten.{name}.default": ("aten.reshape.default", {"self": "self", "size": "shape"}) for name in RESHAPING},
     # The tangent of a constant in forward mode has no storage: no kernel of another operator may read it.
-    "aten._efficientzerotensor.default": ("aten.zeros.default", {n: n for n in ("size", "dtype", "layout", "device", "pin_memory")}),
+    "aten._efficientzerotensor.default": ("aten.zeros.default", {"size": "size", **MADE_WITH}),
     # Uninitialised tensors hold arbitrary values, and verify compares them: all ranks and the unsharded program hold zeros.
-    "aten.empty.memory_format": ("aten.zeros.default", {name: name for name in ("size", "dtype", "layout", "device", "pin_memory")}),
-    "aten.new_empty.default": ("aten.new_zeros.default", {n: n for n in ("self", "size", "dtype", "layout", "device", "pin_memory")}),
+    "aten.empty.memory_format": ("aten.zeros.default", {"size": "size", **MADE_WITH}),
+    "aten.new_empty.default": ("aten.new_zeros.default", {"self": "self", "size": "size", **MADE_WITH}),
     "aten.empty_like.default": ("aten.zeros_like.default", {n: n for n in ("self", "dtype", "layout", "device", "memory_format")}),
 }
 

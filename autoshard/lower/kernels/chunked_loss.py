@@ -18,9 +18,8 @@ from torch import Tensor
 
 from autoshard.capture import LOSS, LOSS_BACKWARD
 from autoshard.lower.collectives import Rank, RankGenerator, all_reduce
+from autoshard.lower.kernels.losses import MEAN
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
-
-MEAN = 1
 
 
 class _Targets(NamedTuple):
@@ -62,7 +61,8 @@ def _gradients(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
     factors = targets.counts * scale
     of_x, of_weight = torch.empty_like(a["x"]), None
     places = torch.arange(len(of_x), device=of_x.device).split(a["rows"])
-    for x, *chunk, place in zip(*_chunks(a, targets, factors), places, strict=True):
+    of_tokens = (a["x"], a["logsumexp"], targets.classes, targets.here, factors)
+    for x, *chunk, place in zip(*(tensor.split(a["rows"]) for tensor in of_tokens), places, strict=True):
         g = _of_logits(x, a["weight"], *chunk)
         of_x = of_x.index_copy_(0, place, g @ a["weight"].t())  # its result: in a traced graph, readers wait for it
         own = g.t() @ x
@@ -79,12 +79,6 @@ def _of_logits(x: Tensor, weight: Tensor, logsumexp: Tensor, classes: Tensor, he
     p = p.scatter_add(1, classes.unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
     p = p * factor.unsqueeze(1)
     return p.to(x.dtype)
-
-
-def _chunks(a: Arguments, targets: _Targets, factors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Of x and of what belongs to its tokens."""
-    tensors = (a["x"], a["logsumexp"], targets.classes, targets.here, factors)
-    return [tensor.split(a["rows"]) for tensor in tensors]
 
 
 # -- one device ------------------------------------------------------------------------------------------------------------------------

@@ -97,11 +97,7 @@ def layer_backward(rank: Rank, a: Arguments) -> Any:
     return torch.ops.autoshard.recurrent_layer_backward(a["input"], weights, a["hx_"], a["cx_tmp"], results, grads, *settings)
 
 
-def _backward(sharded: ShardedOp) -> Kernel:
-    return layer_backward
-
-
 KERNELS: dict[str, Callable[[ShardedOp], Kernel]] = {
     "aten.mkldnn_rnn_layer.default": _forward,
-    "aten.mkldnn_rnn_layer_backward.default": _backward,
+    "aten.mkldnn_rnn_layer_backward.default": lambda sharded: layer_backward,
 }

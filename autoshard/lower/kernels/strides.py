@@ -45,21 +45,16 @@ def put_strided(rank: Rank, a: Arguments) -> Tensor:
     return aten.as_strided_scatter.default(**{**a, "self": a["self"].clone(memory_format=torch.contiguous_format)})
 
 
-def _as_strided(sharded: ShardedOp) -> Kernel:
-    return reshaped if _covers_all(sharded) else strided
-
-
-def _as_strided_scatter(sharded: ShardedOp) -> Kernel:
-    return put_all if _covers_all(sharded) else put_strided
-
-
 def _covers_all(sharded: ShardedOp) -> bool:
     """Whether the strides address every element once, in order."""
     a = sharded.arguments
     return is_dense(sharded.shape("self"), a["size"], a["stride"], a.get("storage_offset"))
 
 
-KERNELS = {"aten.as_strided.default": _as_strided, "aten.as_strided_scatter.default": _as_strided_scatter}
+KERNELS: dict[str, Callable[[ShardedOp], Kernel]] = {
+    "aten.as_strided.default": lambda sharded: reshaped if _covers_all(sharded) else strided,
+    "aten.as_strided_scatter.default": lambda sharded: put_all if _covers_all(sharded) else put_strided,
+}
 
 
 def _of_dense(operator: Callable[..., Any], A: Tensor, **rest: Any) -> Any:

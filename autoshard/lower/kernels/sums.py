@@ -54,26 +54,12 @@ def _loss_mean(sharded: ShardedOp) -> Kernel | None:
     return _scaled_along(sharded, range(sharded.ndim("self"))) if sharded.arguments.get("reduction", MEAN) == MEAN else None
 
 
+ADDING = ("addmm", "addmv", "baddbmm", "addbmm", "scatter_add", "index_add")  # to `self`
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
-    "aten.addmm.default": partial(_added_once, name="self"),
-    "aten.addmv.default": partial(_added_once, name="self"),
-    "aten.baddbmm.default": partial(_added_once, name="self"),
-    "aten.addbmm.default": partial(_added_once, name="self"),
-    "aten.linear.default": partial(_added_once, name="bias"),
-    "aten.convolution.default": partial(_added_once, name="bias"),
-    "aten.scatter_add.default": partial(_added_once, name="self"),
-    "aten.index_add.default": partial(_added_once, name="self"),
-    "aten.mean.default": _mean,
-    "aten.mean.dim": _mean,
-    "aten.mse_loss.default": _loss_mean,
-    "aten.mse_loss_backward.default": _loss_mean,
-    "aten.smooth_l1_loss.default": _loss_mean,
-    "aten.smooth_l1_loss_backward.default": _loss_mean,
-    "aten.huber_loss.default": _loss_mean,
-    "aten.huber_loss_backward.default": _loss_mean,
-    "aten.soft_margin_loss.default": _loss_mean,
-    "aten.soft_margin_loss_backward.default": _loss_mean,
-    "aten.binary_cross_entropy.default": _loss_mean,
-    "aten.binary_cross_entropy_backward.default": _loss_mean,
+    **{f"aten.{name}.default": partial(_added_once, name="self") for name in ADDING},
+    **{f"aten.{name}.default": partial(_added_once, name="bias") for name in ("linear", "convolution")},
+    **{f"aten.mean.{overload}": _mean for overload in ("default", "dim")},
+    **{f"aten.{name}{way}.default": _loss_mean for name in LOSSES for way in ("", "_backward")},
     "aten.binary_cross_entropy_with_logits.default": _loss_mean,
 }

@@ -47,32 +47,17 @@ from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
 
+MODULES = (
+    attention, attention_over_sequence, chunked_loss, dropout_attention, expert_parallel, experts, lookups, losses, norms, recurrent,
+    strides, sums,
+)  # fmt: skip
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
-    **lookups.KERNELS,
-    **losses.KERNELS,
-    **sums.KERNELS,
-    **norms.KERNELS,
-    **experts.KERNELS,
-    **expert_parallel.KERNELS,
-    **recurrent.KERNELS,
-    **strides.KERNELS,
-    **attention_over_sequence.KERNELS,
-    **dropout_attention.KERNELS,
-    **chunked_loss.KERNELS,
+    target: choose for module in MODULES for target, choose in getattr(module, "KERNELS", {}).items()
 }
-
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **attention.FUNCTIONS,
-    **attention_over_sequence.FUNCTIONS,
-    **dropout_attention.FUNCTIONS,
-    **norms.FUNCTIONS,
-    **experts.FUNCTIONS,
-    **expert_parallel.FUNCTIONS,
-    **chunked_loss.FUNCTIONS,
-    **strides.FUNCTIONS,
-    str(REORDER): reorder,
-}
+    target: function for module in MODULES for target, function in getattr(module, "FUNCTIONS", {}).items()
+} | {str(REORDER): reorder}
 
 
 def function_of(target: str) -> Callable[..., Any]:
