@@ -3,8 +3,8 @@
     t = F c_F + L c_L + c_1 + sum over world sizes n of  [n devices] 2 (n - 1)/n G c_n
 
 F FLOPs of a device (forward and two backward matmuls per layer), L layers, G bytes of float32 gradients, reduced once; c_F seconds per
-FLOP, c_L per layer (launches), c_1 per step, c_n per byte on the bus of n devices. c by `calibrate.fit_rates`: least sum of relative
-errors, none below zero. A world size without a fitted run gets the mean of the others' c_n.
+FLOP, c_L per layer (launches), c_1 per step, c_n per byte on the bus of n devices. c by `fit_rates`: least sum of relative errors, none
+below zero. A world size without a fitted run gets the mean of the others' c_n.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import nnls
 
-from autoshard.calibrate import fit_rates
 from autoshard.cost import bus_factor
+
+REWEIGHTED = 30  # times; the weights converge much earlier
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +65,27 @@ def calibrate(runs: Runs, seconds: np.ndarray) -> Calibrated:
     """Rates of measured runs. ValueError for fewer runs than rates, or a time that is not positive."""
     sizes = sorted({int(n) for n in runs.devices if n > 1})
     bus = {f"bus {n}": np.where(runs.devices == n, _bus_bytes(runs), 0.0) for n in sizes}
-    rates = fit_rates({**_work(runs), **bus}, seconds).seconds_per
+    rates = fit_rates({**_work(runs), **bus}, seconds)
     return Calibrated({kind: rates[kind] for kind in _work(runs)}, {n: rates[f"bus {n}"] for n in sizes})
+
+
+def fit_rates(work: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, float]:
+    """Seconds per unit of each kind of work, not below 0, from runs i with `work[kind][i]` of each kind and `seconds[i]`.
+
+    The sum of |t_i - t~_i| / t~_i is least, by reweighted non-negative least squares: runs span decades, and a few are outliers.
+    ValueError for fewer runs than kinds, or a time that is not positive.
+    """
+    A, t = np.stack([np.asarray(column, dtype=float) for column in work.values()], axis=1), np.asarray(seconds, dtype=float)
+    if not (np.isfinite(t).all() and (t > 0).all()):
+        raise ValueError(f"the time of run {int(np.flatnonzero(~(t > 0))[0]) + 1} is no positive number; leave the run out")
+    if len(t) < A.shape[1]:
+        raise ValueError(f"{len(t)} runs for {A.shape[1]} rates; expected at least as many runs")
+    scale = np.maximum(A.max(axis=0), 1e-300)  # columns of FLOPs beside columns of ones
+    weight, c = 1 / t, np.zeros(A.shape[1])
+    for _ in range(REWEIGHTED):
+        c = nnls(A / scale * weight[:, None], t * weight)[0] / scale
+        weight = 1 / t / np.sqrt(np.maximum(np.abs(A @ c / t - 1), 1e-3))
+    return dict(zip(work, c.tolist()))
 
 
 def held_out(runs: Runs, seconds: np.ndarray, *, folds: int = 3, seed: int | None = None) -> np.ndarray:

@@ -89,7 +89,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.tables.torchrec": "TableProposer TablePartitioner parameter_constraints sharding_plan",
     }),
     "prices": ("Prices", "Measured seconds as curves, and meshes made of them.", {
-        "autoshard.calibrate": "fit Errors held_out extrapolated summary Rates fit_rates",
+        "autoshard.calibrate": "fit Errors held_out extrapolated summary",
         "autoshard.cost.curves": "Curve Series save load load_cluster",
         "autoshard.calibrate.cluster": "mesh_of",
         "autoshard.calibrate.importers": "parse",

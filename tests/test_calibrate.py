@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.calibrate import fit, fit_rates, summary
+from autoshard.calibrate import fit, summary
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.rates import OpSample, fit_roofline
@@ -50,19 +50,6 @@ def unfinished(times):
 # -- rates -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_rates_of_runs_are_found_again():
-    rng = np.random.default_rng(0)
-    work = {"flops": 10 ** rng.uniform(9, 13, 40), "launches": rng.integers(1, 100, 40), "nothing": np.ones(40)}
-    seconds = work["flops"] / 1e13 + work["launches"] * 1e-4
-    seconds[3] *= 5  # an odd run
-    rates = fit_rates(work, seconds)
-    assert 1 / rates.seconds_per["flops"] == pytest.approx(1e13, rel=1e-3)
-    assert rates.seconds_per["launches"] == pytest.approx(1e-4, rel=1e-3)
-    few = np.arange(40) % 3 > 0
-    others = fit_rates({kind: of[few] for kind, of in work.items()}, seconds[few]).seconds({kind: of[~few] for kind, of in work.items()})
-    assert np.median(np.abs(others / seconds[~few] - 1)) < 1e-3
-
-
 def test_a_roofline_is_what_it_was_made_of():
     roofline = fit_roofline(SAMPLES)
     assert roofline.memory == pytest.approx(1e10) and roofline.launch == 1e-6
@@ -71,8 +58,6 @@ def test_a_roofline_is_what_it_was_made_of():
 
 
 test_what_says_too_little_is_refused = refusals(
-    (lambda: fit_rates({"a": [1.0], "b": [2.0]}, np.array([1.0])), "1 runs for 2 rates"),
-    (lambda: fit_rates({"a": [1.0, 2.0]}, np.array([1.0, math.nan])), "the time of run 2"),
     (lambda: fit_roofline(SAMPLES[4:]), "no launch or no memory copy"),
     (lambda: presets.preset("v100"), "no prices are known for 'v100'; known are a100"),
     (lambda: unfinished({(0, "all_reduce"): TIMES[0, "all_reduce"]}), "no collective was measured yet on axis1"),

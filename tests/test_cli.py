@@ -79,7 +79,8 @@ def test_bandwidths_are_read_in_bytes_per_second():
 def test_blocks_to_recompute_are_a_number_or_a_word():
     kind = option_of("plan", "recompute").kind
     assert [kind.read("--recompute", written) for written in ("0", "12", "all")] == [0, 12, "all"]
-    assert_refused("^--recompute is '-1'; expected a number of blocks, 'all', 'blocks' or 'auto'$", kind.check_typed, "--recompute", "-1")
+    negative = kind.read("--recompute", "-1")
+    assert_refused("^--recompute is '-1'; expected a number of blocks, 'all', 'blocks' or 'auto'$", kind.check, "--recompute", negative)
 
 
 def test_files_are_refused_by_the_name_of_their_option(tmp_path):

@@ -32,6 +32,7 @@ UNSEEN = {
     ("calibrate fit", "devices"): "the file says it",
     ("tables", "every"): "few tables are shown anyway",
     ("plan", "master_weights"): "parameters of float32 need no copy; a plan of one program has another fingerprint",
+    ("plan", "tf32"): "matmuls of so small programs take the least time of a kernel; a plan of one program has another fingerprint",
     ("plan", "sequence_order"): "the natural order is what a short sequence has anyway",
 }
 NOT_RUN = {  # verb: why

@@ -70,11 +70,11 @@ TABLE = {
 
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
-    "version": 3, "cycles": 24, "units": 34, "torch_private": 185, "writing": 164, "precision": 77, "options": 624, "reading": 317,
+    "version": 3, "cycles": 24, "units": 34, "torch_private": 185, "writing": 164, "precision": 77, "options": 620, "reading": 317,
     "devices": 307, "mesh": 281, "layout": 175, "graph": 2165, "capture": 3339, "strategies": 2366, "cost": 2261, "routes": 666,
-    "problem": 364, "solvers": 5056, "formulate": 1541, "baselines": 1241, "solution": 1762, "simulate": 1344, "planning": 4505,
-    "pipeline": 3406, "explain": 1459, "lower": 5852, "runtime": 4622, "calibrate": 1256, "launch": 3874, "exports": 1090, "relayout": 1888,
-    "tables": 2337, "serving": 702, "report": 3226, "api": 1449, "cli": 3541, "pytest_plugin": 36,
+    "problem": 364, "solvers": 5056, "formulate": 1541, "baselines": 1241, "solution": 1758, "simulate": 1344, "planning": 4505,
+    "pipeline": 3406, "explain": 1459, "lower": 5789, "runtime": 4622, "calibrate": 1215, "launch": 3874, "exports": 1090, "relayout": 1888,
+    "tables": 2337, "serving": 702, "report": 3226, "api": 1449, "cli": 3531, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

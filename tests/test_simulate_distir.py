@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import CONSTANTS, DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
-from benchmarks.mlp_runs import Runs, calibrate, held_out, read
+from benchmarks.mlp_runs import Runs, calibrate, fit_rates, held_out, read
 from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "distir"
@@ -103,7 +103,22 @@ def test_a_world_size_that_was_never_measured_is_predicted_from_the_others():
     assert alone.seconds(four)[0] < found.seconds(four)[0]
 
 
+def test_rates_of_runs_are_found_again():
+    rng = np.random.default_rng(0)
+    work = {"flops": 10 ** rng.uniform(9, 13, 40), "launches": rng.integers(1, 100, 40), "nothing": np.ones(40)}
+    seconds = work["flops"] / 1e13 + work["launches"] * 1e-4
+    seconds[3] *= 5  # an odd run
+    rates = fit_rates(work, seconds)
+    assert 1 / rates["flops"] == pytest.approx(1e13, rel=1e-3)
+    assert rates["launches"] == pytest.approx(1e-4, rel=1e-3)
+    few = np.arange(40) % 3 > 0
+    of_few = fit_rates({kind: of[few] for kind, of in work.items()}, seconds[few])
+    others = sum(of[~few] * of_few[kind] for kind, of in work.items())
+    assert np.median(np.abs(others / seconds[~few] - 1)) < 1e-3
+
+
 test_what_does_not_divide_and_what_is_no_time_is_said = refusals(
+    (lambda: fit_rates({"a": [1.0, 2.0]}, np.array([1.0, np.nan])), "the time of run 2"),
     (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(pipeline=3)), "64 layers don't divide into 3 parts"),
     (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(data=3)), "4096 batch don't divide into 3 parts"),
     (lambda: step_seconds(MLP(64, 4096, 4096), Parallel(tensor=2, pipeline=64)), "1 layers per stage"),

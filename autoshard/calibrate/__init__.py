@@ -17,7 +17,5 @@ from autoshard.calibrate.fitted import nearest as nearest
 from autoshard.calibrate.importers import parse as parse
 from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
 from autoshard.calibrate.rates import OpSample as OpSample
-from autoshard.calibrate.rates import Rates as Rates
-from autoshard.calibrate.rates import fit_rates as fit_rates
 from autoshard.calibrate.sigmoid import turning_points as turning_points
 from autoshard.calibrate.sigmoid import turning_sizes as turning_sizes

@@ -53,6 +53,11 @@ def beside(*options: str) -> Callable[[Given, Mapping[str, Any]], bool]:
     return lambda given, values: bool(given & set(options))
 
 
+def where(name: str, *words: str) -> Callable[[Given, Mapping[str, Any]], bool]:
+    """True where the value of an argument is one of these."""
+    return lambda given, values: values.get(name) in words
+
+
 def _forward(given: Given, values: Mapping[str, Any]) -> bool:
     return not given & {"training", "keep"} and not may_be_programs(values["model"])
 
@@ -62,11 +67,8 @@ def _is_model(given: Given, values: Mapping[str, Any]) -> bool:
     return target.startswith("hf:") or ".py:" in target or target == "mlp"
 
 
-def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
-    return not _is_model(given, values)
-
-
-def _is_configuration(given: Given, values: Mapping[str, Any]) -> bool:
+def _is_file(given: Given, values: Mapping[str, Any]) -> bool:
+    """A plan's, or a launcher's configuration."""
     return not _is_model(given, values)
 
 
@@ -111,25 +113,22 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
 LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "evidence", "out")
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
-OF_PAGES = ("model", "settings", "trust", "frontier", "no_model")
+OF_PLANNED = ("model", "settings", "trust")  # the model of a plan
+OF_PAGES = (*OF_PLANNED, "frontier", "no_model")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", "tf32", *LINKS)
 
 OF_LAUNCHED_MODEL = ("tp", "pp", "cp", "recompute", "precision", "compiled")
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
 OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", "tf32", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
+ON_MESHES = ("plan", "frontier", "simulate")
 LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check", "fits")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
-    Ineffective(
-        ("plan", "frontier"), ("device", "devices_per_node", "prices", *LINKS), beside("cluster"), "beside --cluster, where it was measured"
-    ),
-    Ineffective(("simulate",), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
-    Ineffective(
-        ("plan", "frontier", "simulate"), ("tf32",), beside("cluster"), "beside --cluster, which was measured with what torch was set to"
-    ),
+    Ineffective(ON_MESHES, ("device", "devices_per_node", "prices", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(ON_MESHES, ("tf32",), beside("cluster"), "beside --cluster, which was measured with what torch was set to"),
     Ineffective(
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
@@ -138,16 +137,12 @@ RULES = (
     Ineffective(("simulate",), ("trust",), _is_model, "on a model, which is run anyway"),
     Ineffective(("simulate",), ("no_join",), _is_model, "on a model, whose reductions are not joined"),
     Ineffective(("check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
-    Ineffective(
-        ("export",), ("within",), lambda given, values: values.get("kind") in UNPRICED, "on a format whose reader decides what a step takes"
-    ),
+    Ineffective(("export",), ("within",), where("kind", *UNPRICED), "on a format whose reader decides what a step takes"),
     Ineffective(("show",), ("exit_code",), without("other"), "without another plan to compare with", "name it"),
     Ineffective(("show",), ("html",), beside("other"), "beside another plan to compare with"),
     Ineffective(("show",), OF_PAGES, without("html"), "without --html", "add it"),
-    Ineffective(("show",), ("model", "settings", "trust"), beside("no_model"), "beside --no-model"),
-    Ineffective(
-        ("explain",), ("model", "settings", "trust", "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"
-    ),
+    Ineffective(("show",), OF_PLANNED, beside("no_model"), "beside --no-model"),
+    Ineffective(("explain",), (*OF_PLANNED, "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"),
     Ineffective(
         LINKED, ("inter_node_bandwidth",), _has_no("inter_node_bandwidth"), "where no two nodes talk to each other", "give more nodes"
     ),
@@ -162,23 +157,18 @@ RULES = (
     Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
     Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
+    Ineffective(("simulate",), OF_PHYSICAL, where("target", "mlp"), "on mlp, the model of a published simulator"),
     Ineffective(
-        ("simulate",), OF_PHYSICAL, lambda given, values: values.get("target") == "mlp", "on mlp, the model of a published simulator"
-    ),
-    Ineffective(
-        ("simulate",), ("trace", "picture", "cluster"), lambda given, values: values.get("constants") != "physical",
+        ("simulate",), ("trace", "picture", "cluster"), where("constants", *CONSTANTS[1:]),
         "under a published simulator's rules, which give seconds alone",
     ),
-    Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
-    Ineffective(
-        ("redistribute",), tuple(LINKS), lambda given, values: values.get("prices") == "tensorcraft",
-        "beside --prices tensorcraft, which has no links",
-    ),
+    Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_file, "on a plan, which says it itself"),
+    Ineffective(("redistribute",), tuple(LINKS), where("prices", "tensorcraft"), "beside --prices tensorcraft, which has no links"),
     Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
     Ineffective(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
     Ineffective(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),
-    Ineffective(("fits",), OF_LAUNCHED_MODEL, _is_configuration, "on a configuration, which says it itself"),
-    Ineffective(("fits",), ("model",), lambda given, values: not _is_configuration(given, values), "beside a model that is named"),
+    Ineffective(("fits",), OF_LAUNCHED_MODEL, _is_file, "on a configuration, which says it itself"),
+    Ineffective(("fits",), ("model",), _is_model, "beside a model that is named"),
 )  # fmt: skip
 
 

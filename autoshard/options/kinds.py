@@ -36,10 +36,6 @@ class ValueKind:
     typed: Any = str  # the type of what is typed: str, int, float, bool, or list[str] where the option is repeated
     schema: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of a value in a file
 
-    def check_typed(self, name: str, typed: Any) -> None:
-        """ValueError where what was typed is no value of this kind."""
-        self.check(name, self.read(name, typed))
-
 
 def is_number(value: object) -> bool:
     """Whether it is an int or a float, and no bool."""

@@ -92,10 +92,6 @@ class ProgramsSolution(Plan):
         """Seconds of one switch to the family."""
         return math.fsum(row["seconds"] for row in self.copied(family))
 
-    def switch_bytes(self, family: str) -> float:
-        """Bytes that all devices together send in one switch to the family."""
-        return math.fsum(row["bytes"] for row in self.copied(family))
-
     def loss(self, name: str) -> float:
         """By how much the program is slower than in the best plan of it alone, relative."""
         best = self.best[name]["cost_seconds"]
