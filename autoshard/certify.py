@@ -30,7 +30,7 @@ def arrays_of(record: dict) -> list[np.ndarray]:
 def certify(record: dict) -> dict:
     """{"ok", "wrong": [sentences], "cost", "bound", "peak"}: what the numbers give, and which claims of the record they refute."""
     if record.get("format") != FORMAT:
-        raise ValueError(f"the file has the format {record.get('format')!r}; expected {FORMAT!r}, as `autoshard certify PLAN MODEL --out` writes")
+        raise ValueError(f"the file has the format {record.get('format')!r}; expected {FORMAT!r}, as `autoshard certify --out` writes it")
     try:
         return _certified(record)
     except (KeyError, IndexError, TypeError, AttributeError) as error:

@@ -1,7 +1,7 @@
 """What a plan says about the nodes of a graph that was given: specs of results and operands, redistributions and seconds.
 
-The reference runs every node of the given graph on one device. The other side runs the nodes one by one on simulated ranks, with each tensor
-in the layout of the annotation and moved by the annotated steps only, and compares what every node computes and reads.
+The reference runs every node of the given graph on one device. The other side runs the nodes one by one on simulated ranks, with each
+tensor in the layout of the annotation and moved by the annotated steps only, and compares what every node computes and reads.
 """
 
 import itertools

@@ -41,7 +41,8 @@ def graphs():
     exported = torch.export.export(module, (x,), strict=False)
     traced = make_fx(lambda *args: torch.func.functional_call(module, dict(zip(dict(module.named_parameters()), args)), args[-1:]))
     return {
-        "exported": (exported, None), "decomposed": (exported.run_decompositions(), None), "symbolic_trace": (fx.symbolic_trace(module), (x,)),
+        "exported": (exported, None), "decomposed": (exported.run_decompositions(), None),
+        "symbolic_trace": (fx.symbolic_trace(module), (x,)),
         "make_fx": (traced(*(p.detach() for p in module.parameters()), x), None),
     }  # fmt: skip
 
@@ -63,7 +64,7 @@ def computed(form):
 NODES = [(form, n) for form in ("exported", "decomposed", "symbolic_trace", "make_fx") for n in range(5)]
 
 
-@pytest.mark.parametrize("form, n", NODES)
+@pytest.mark.parametrize("form, n", [pytest.param(*one, marks=[] if one[1] == 0 else pytest.mark.slow) for one in NODES])
 @pytest.mark.parametrize("layout", ["S(0),R", "*,S(1)"])
 def test_a_pin_on_a_node_is_the_layout_of_what_the_node_computes(form, n, layout):
     name = computed(form)[n]
@@ -81,7 +82,9 @@ MEANT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form, name, node", MEANT)
+@pytest.mark.parametrize(
+    "form, name, node", [pytest.param(*row, marks=[] if k % 3 == 0 else pytest.mark.slow) for k, row in enumerate(MEANT)]
+)
 def test_globs_module_paths_and_source_lines_mean_results(form, name, node):
     free, _ = run(form)
     had = text(tuple(free[node].output.placements))
@@ -97,7 +100,8 @@ def test_one_result_of_several_is_pinned_by_the_node_that_takes_it():
 
 
 WRONG = {
-    "liner_1": "near are linear_1", "gelu_7": "near are gelu_1, gelu", "layers.0.upp": "near are layers.0.up", "input_9": "near are input_0",
+    "liner_1": "near are linear_1", "gelu_7": "near are gelu_1, gelu", "layers.0.upp": "near are layers.0.up",
+    "input_9": "near are input_0",
     "test_pass_names.py:1": "near are test_pass_names.py", "heed": "near are head",
 }  # fmt: skip
 

@@ -61,8 +61,10 @@ if TYPE_CHECKING:
     from autoshard.solution import Plan as Plan
     from autoshard.solution import ProgramsSolution as ProgramsSolution
     from autoshard.solution import Solution as Solution
+    from autoshard.solution import from_text as from_text
     from autoshard.solution import load as load
     from autoshard.solution import load_one as load_one
+    from autoshard.solution import open_cache as open_cache
 
 _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "check dry_run verify",
@@ -91,7 +93,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "planning.mesh_shapes": "mesh_shapes plan_meshes",
     "planning.options": "Infeasible NoAnswer Options",
     "planning.programs": "Program",
-    "solution": "Plan ProgramsSolution Solution load load_one",
+    "solution": "Plan ProgramsSolution Solution from_text load load_one open_cache",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _CHECKED = (  # their arguments are compared with kinds.KINDS

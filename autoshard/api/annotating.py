@@ -3,9 +3,9 @@
     node.meta["autoshard"]        the spec of what the node computes; of several results a tuple, with None where one is no tensor
     node.meta["autoshard_node"]   a NodeSharding: the spec of each operand, redistributions, seconds
 
-A node may be one op of the plan, several (`linear` is a transpose and an addmm) or none (a view that changes nothing). Attention over groups
-of queries reads keys and values as they are: the nodes that repeat each head for its queries are in the given graph, and in no plan. A caller
-that runs them needs their layouts all the same: they are views of the keys, in the same layout.
+A node may be one op of the plan, several (`linear` is a transpose and an addmm) or none (a view that changes nothing). Attention over
+groups of queries reads keys and values as they are: the nodes that repeat each head for its queries are in the given graph, and in no plan.
+A caller that runs them needs their layouts all the same: they are views of the keys, in the same layout.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class _Annotating:
                 self._annotate_as_source(node)
             places = tuple(self._places(node, returned.values()))
             operands, ops = tuple(self._operands(node, returned)), tuple(self.graph.ops[i].name for i in self.ops_of[node])
-            node.meta["autoshard_node"] = NodeSharding(
-                node.name, ops, pytree.tree_map(self._named, values, is_leaf=is_value), node.meta.get("autoshard"), operands, tuple(self.ops_of[node]), places, self.costs
-            )
+            named = pytree.tree_map(self._named, values, is_leaf=is_value)
+            of_node = (node.meta.get("autoshard"), operands, tuple(self.ops_of[node]), places, self.costs)
+            node.meta["autoshard_node"] = NodeSharding(node.name, ops, named, *of_node)
         return {node.name: tuple(self.graph.ops[i].name for i in of) for node, of in self.ops_of.items()}
 
     # -- specs
@@ -189,7 +189,7 @@ class _Annotating:
     def _operands(self, node: fx.Node, returned: Mapping[int, int]) -> Iterable[Operand]:
         arguments: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), arguments.append)
-        for n, source in enumerate(arguments):
+        for source in arguments:
             spec = source.meta.get("autoshard")
             if node.op == "output":
                 if isinstance(spec, DTensorSpec):

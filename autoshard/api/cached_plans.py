@@ -37,7 +37,7 @@ class CachedPlans:
 
     def exact(self) -> Solution | None:
         """The plan of this very question, judged; None where there is none, or it is not what it says."""
-        entry = self.cache.get(self.key)
+        entry = self.cache.get(self.key, self.family)
         if entry is None:
             return None
         try:

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
-from torch.export import ExportedProgram
 from torch.distributed.device_mesh import DeviceMesh
+from torch.export import ExportedProgram
 
 from autoshard.solution import Plan, Solution
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+GIVEN = "the graph that was planned"
 A_PLAN = "a plan of one program, as autoshard.plan or autoshard.load returns it"
 # by parameter: the types that are known, and how a sentence calls them; None is allowed where it is the default
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -35,8 +36,8 @@ ANY = ("parallelize", "device_mesh", "verify", "check")  # they take a plan of a
 OWN: dict[tuple[str, str], tuple[tuple[type, ...], str]] = {
     **{(name, "solution"): ((Plan,), "a plan, of one program or several, or a pipeline") for name in ANY},
     **{(name, "model"): ((nn.Module, Mapping), "a torch.nn.Module, or one by each program's name") for name in ANY},
-    **{(name, "model"): ((nn.Module, ExportedProgram), "a torch.nn.Module, or the graph that was planned") for name in ("explain", "simulate")},
-    ("check", "model"): ((nn.Module, ExportedProgram, Mapping), "a torch.nn.Module, the graph that was planned, or one by each program's name"),
+    **{(name, "model"): ((nn.Module, ExportedProgram), f"a torch.nn.Module, or {GIVEN}") for name in ("explain", "simulate")},
+    ("check", "model"): ((nn.Module, ExportedProgram, Mapping), f"a torch.nn.Module, {GIVEN}, or one by each program's name"),
     ("parallelize", "schedule"): ((str, type), "the name of a schedule or of a file of its units"),
 }
 

@@ -46,7 +46,9 @@ ALGORITHMS = (
     "alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", SHARDED_MEGATRON, "zero1", "zero2", "zero3", "hsdp", *CONTEXT_PARALLEL,
 )  # fmt: skip
 BACKENDS = ("nccl", "gloo")
-PRICED = {"inter_node_bandwidth", "intra_node_bandwidth", "communications_backend", "device", "devices_per_node", "tf32", "cost_model"}  # options
+PRICED = {  # options
+    "inter_node_bandwidth", "intra_node_bandwidth", "communications_backend", "device", "devices_per_node", "tf32", "cost_model",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,7 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
 
 
 def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> tuple[Solution, str | None]:
-    """The plan, and whether it is the cache's own ("hit"), started from near ones ("warm") or from nothing ("cold"); None without a cache."""
+    """The plan, and whether it is the cache's ("hit"), started from near ones ("warm") or from nothing ("cold"); None without a cache."""
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}
     context = with_number_of_microbatches(Question(ModelGraphs(captured.graph), chosen.mesh(), chosen.planning(), clock, noted))

@@ -1,6 +1,7 @@
 """The command line: arguments, output, exit codes."""
 
 from . import (  # noqa: F401 (each module adds its verbs to the app)
+    cache_verb,
     calibrate_verb,
     certify_verb,
     check_verb,

@@ -102,6 +102,8 @@ def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None, default: 
 
 
 TEXTS = each(TEXT)
+CACHED = arg("The file or URL of a cache, as `autosharding_pass(cache=)` takes it.")
+CACHED_KEY = arg("The first letters of an entry's key.")
 CERTIFIED = file("what `autoshard certify --out` or `autoshard plan --out` wrote")
 CONTEST, SCHEME = file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
 MEASURED = each(file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
@@ -269,7 +271,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "mesh": OLD_MESH, **ANSWER,
     },
     "certify": {
-        "numbers": arg("The numbers that prove a plan, as --out writes them; or, with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|SOLUTION"),
+        "numbers": arg("The numbers that prove a plan, as --out writes them; with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|PLAN"),
         "model": THE_MODEL, **shared("settings", "trust"),
         "out": opt("Write the numbers here, as JSON: all that the check needs.", OUT),
         "problem": opt("Write the plan's problem here, for another solver: .mps, .lp, or .json as `autoshard solve` reads it.", OUT),
@@ -412,6 +414,12 @@ OWN: dict[str, dict[str, Typed]] = {
         "plot": opt("Write a bar plot of the load per device, PNG or SVG.", PICTURE),
         "every": opt("Print every table, not only those that take longest.", SWITCH, "--all"),
         **ANSWER,
+    },
+    "cache ls": {"location": CACHED, **ANSWER},
+    "cache show": {"location": CACHED, "key": CACHED_KEY, **ANSWER},
+    "cache prune": {"location": CACHED, "most": opt("Bytes that the entries may take: 1GB.", SIZE, default=REQUIRED), **ANSWER},
+    "cache export": {
+        "location": CACHED, "key": CACHED_KEY, "out": opt("Write the plan here: .json, or .pkl.", OUT, default=REQUIRED), **ANSWER,
     },
     "calibrate fit": {
         "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),

@@ -20,8 +20,8 @@ ENDINGS = (".mps", ".lp", ".json")
 def problem_of(model: Any, example_inputs: Any, solution: Solution) -> Problem:
     """The problem in numbers of a plan of this model: seconds per choice and pair of choices, bytes over time, the memory limit.
 
-    model: a module, or the graph that was planned. Choices that pins and forbidden layouts exclude cost inf. ValueError where the plan is of
-    another model.
+    model: a module, or the graph that was planned. Choices that pins and forbidden layouts exclude cost inf. ValueError where the plan is
+    of another model.
     """
     return _plan(model, example_inputs, solution).problem
 

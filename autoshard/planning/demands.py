@@ -8,8 +8,8 @@
 
 A name is that of a parameter, buffer or input; of a node of the graph that was given, or a source line of it, `model.py:42`; of an op; or
 the path of a module, which means its result: the last that its forward computes. A glob is one of fnmatch, in which `*` also matches dots;
-it looks at the first of these kinds that has a match. Which pin governs which tensor is decided once, from all pins together. After that a pin only forbids choices, so that
-taking one away never makes less possible.
+it looks at the first of these kinds that has a match. Which pin governs which tensor is decided once, from all pins together. After that a
+pin only forbids choices, so that taking one away never makes less possible.
 """
 
 from __future__ import annotations

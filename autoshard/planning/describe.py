@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from autoshard.cycles import no_search_for_cycles
 from autoshard.cost import registered_prices
+from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import KINDS, Formulation, op_collectives
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Tensor, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_numel, parse, text

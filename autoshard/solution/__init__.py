@@ -30,8 +30,8 @@ from autoshard.version import VERSION as VERSION
 from .interval import parts as parts
 from .interval import price_errors as price_errors
 from .load import AnyPlan as AnyPlan
-from .load import load as load
 from .load import from_text as from_text
+from .load import load as load
 from .load import load_one as load_one
 from .load import save_over as save_over
 from .load import to_text as to_text

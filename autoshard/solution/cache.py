@@ -3,15 +3,17 @@
     key       a hash of all that the plan depends on: graph, mesh, prices, options, version
     family    a hash of what near plans share: the operators, the mesh's shape; other sizes, prices or numbers of layers are near
 
-Entries are plans as JSON, and nobody's word: who reads one judges it (api.cached_plans). The file is safe under many processes and killed ones:
-an entry is there completely or not at all. What was used longest ago goes first where the entries exceed `most_bytes`; a location has no
-such order, and is pruned by `autoshard cache prune`.
+Entries are plans as JSON, and nobody's word: who reads one judges it (api.cached_plans). The file is safe under many processes and killed
+ones: an entry is there completely or not at all. What was used longest ago goes first where the entries exceed `most_bytes`; a location has
+no such order, and is pruned by `autoshard cache prune`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_BYTES = 1e9  # of all entries of a file
+SCHEMA = """BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS plans (key TEXT PRIMARY KEY, family TEXT, facts TEXT, plan BLOB, bytes INTEGER, used INTEGER);
+CREATE INDEX IF NOT EXISTS families ON plans (family, used);
+CREATE INDEX IF NOT EXISTS uses ON plans (used, bytes);
+COMMIT;"""
+CHANGES = (  # by the beginning of what SQLite says
+    ("unable to open", "give the name of a file, new or old, in a folder that exists"),
+    ("database is locked", "another process holds it: try again"),
+    ("", "it is no cache of plans, or damaged: remove it, or give another"),
+)
 WAIT = 60.0  # seconds for another process to finish writing
 LOOKED_AT = 20  # entries of a family
 
@@ -42,26 +54,29 @@ class SQLiteCache:
     def __init__(self, path: str, most_bytes: float = MOST_BYTES):
         self.path, self.most_bytes = path, most_bytes
 
+        self._open: dict[tuple[int, int], sqlite3.Connection] = {}  # by process and thread: a fork or another thread has its own
+
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
         try:
-            connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-        except sqlite3.OperationalError as error:
-            raise ValueError(f"cache {self.path}: {error}; give the name of a file, new or old, in a folder that exists") from None
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute(
-                "CREATE TABLE IF NOT EXISTS plans (key TEXT PRIMARY KEY, family TEXT, facts TEXT, plan BLOB, bytes INTEGER, used INTEGER)"
-            )
-            connection.execute("CREATE INDEX IF NOT EXISTS families ON plans (family, used)")
-            connection.execute("CREATE INDEX IF NOT EXISTS uses ON plans (used, bytes)")
-            yield connection
+            yield self._connection()
         except (sqlite3.DatabaseError, zlib.error) as error:
-            raise ValueError(f"cache {self.path}: {error}; it is no cache of plans, or damaged: remove it, or give another") from None
-        finally:
-            connection.close()
+            told = ((start, change) for start, change in CHANGES if str(error).startswith(start))
+            raise ValueError(f"cache {self.path}: {error}; {next(told)[1]}") from None
 
-    def get(self, key: str) -> CacheEntry | None:
+    def _connection(self) -> sqlite3.Connection:
+        place = os.getpid(), threading.get_ident()
+        if place not in self._open:
+            connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+            connection.execute("PRAGMA synchronous=NORMAL")
+            if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+                connection.execute("PRAGMA journal_mode=WAL")
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'uses'").fetchone():
+                connection.executescript(SCHEMA)
+            self._open[place] = connection
+        return self._open[place]
+
+    def get(self, key: str, family: str = "*") -> CacheEntry | None:
         with self._connected() as connection:
             row = connection.execute("SELECT key, family, facts, plan FROM plans WHERE key = ?", (key,)).fetchone()
             if row is not None:
@@ -123,8 +138,11 @@ class FsspecCache:
         except (ValueError, ImportError) as error:
             raise ValueError(f"cache {url}: {error}") from None
 
-    def get(self, key: str) -> CacheEntry | None:
-        return next((_of_file(self.files.cat_file(path)) for path in self.files.glob(f"{self.root}/*/{key}.json")), None)
+    def get(self, key: str, family: str = "*") -> CacheEntry | None:
+        """family: the entry's, where it is known; all folders are searched otherwise."""
+        path = f"{self.root}/{family}/{key}.json"
+        paths = self.files.glob(path) if family == "*" else [path] if self.files.exists(path) else []
+        return next((_of_file(self.files.cat_file(path)) for path in paths), None)
 
     def put(self, entry: CacheEntry) -> None:
         path, content = f"{self.root}/{entry.family}/{entry.key}.json", json.dumps(vars(entry)).encode()

@@ -69,7 +69,9 @@ def _shifts(messages: Messages) -> tuple[float, Shifts]:
     constants = [-messages.fee]
     for p in range(len(width)):
         low, middle, high, n = half.start[p], half.split[p], half.start[p + 1], width[p]
-        total = theta[half.first[p] : half.first[p + 1]] + sum((state[k : k + n] for k in half.into[low:high]), np.zeros(n))
+        total = theta[half.first[p] : half.first[p + 1]].astype(np.float64)
+        for k in half.into[low:high]:
+            total += state[k : k + n]
         weight = 1.0 / max(middle - low, high - middle, 1)
         constants.append(float(total.min()))
         total = total - constants[-1]
@@ -88,7 +90,9 @@ def _shifts(messages: Messages) -> tuple[float, Shifts]:
 
 def to_record(problem: Problem, proven: Certificate) -> dict:
     """The certificate with all numbers of its problem, as `autoshard/certify.py` reads it; arrays that are shared are written once."""
-    problem, pool, places = anchored(problem), [], {}
+    problem = anchored(problem)
+    pool: list[dict] = []
+    places: dict[tuple, int] = {}
 
     def place(array: np.ndarray) -> int:
         key = array.shape, array.tobytes()

@@ -100,7 +100,8 @@ class LinearProgram:
             reduced[columns] -= price * amounts
         self.priced = math.fsum([self.constant, *np.minimum.reduceat(reduced, self._starts), *(y * self.scaled_limit)]), reduced
         if self.best is None or self.priced[0] > self.best[0]:
-            self.best = self.priced[0], of_edges[len(self.first_x) - 1 :], {row: -float(price) for row, price in zip(memory, y) if price < 0}
+            of_memory = {row: -float(price) for row, price in zip(memory, y) if price < 0}
+            self.best = self.priced[0], of_edges[len(self.first_x) - 1 :], of_memory
         return self.priced[0]
 
     def prices_by_time(self) -> dict[int, float]:

@@ -171,9 +171,7 @@ class Given(Solver):
         """Its choice is judged, as all are; the bound is that of dual ascent, since nobody can check one that is only stated."""
         answer = self.of.solve(problem, time_limit=max(incumbent.time_left(), 0.0), gap=incumbent.gap)
         choice = getattr(answer, "choice", answer)
-        if choice is not None:
-            incumbent.offer(choice)
-        bound_below(problem, incumbent)
+        bound_below(problem, incumbent if choice is None else Fixed(problem, incumbent.record, choice))
 
 
 def _named(solver: Any) -> Solver:

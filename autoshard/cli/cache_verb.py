@@ -1,0 +1,90 @@
+"""`autoshard cache ls | show | prune | export`: the plans in a cache of `autosharding_pass`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rich.table import Table
+
+from autoshard.cli.app import OK, app
+from autoshard.cli.loading import load_api, load_report
+from autoshard.cli.output import Output
+from autoshard.cli.verbs import Asked, Verbs
+
+cache = Verbs(name="cache", help="List, show, prune and export the plans of a cache.", rich_markup_mode=None)
+app.add_typer(cache)
+
+
+def _opened(location: str) -> Any:
+    """ValueError where there is none: looking creates no file."""
+    if "://" not in location and not os.path.isfile(location):
+        raise ValueError(f"there is no cache {location}; expected a file or a URL that `autosharding_pass(cache=...)` was given")
+    return load_api().open_cache(location)
+
+
+def _plan(asked: Asked) -> Any:
+    opened = _opened(asked.location)
+    keys = [entry.key for entry in opened.entries() if entry.key.startswith(asked.key)]
+    if len(keys) != 1:
+        raise ValueError(f"{len(keys)} entries of {asked.location} have a key that begins with {asked.key}; `cache ls` lists all keys")
+    return load_api().from_text(opened.get(keys[0]).text, f"entry {asked.key}")
+
+
+@cache.command()
+def ls(asked: Asked, output: Output) -> int:
+    """List the entries of a cache, the one used last first.
+
+    \b
+    autoshard cache ls plans.db
+    """
+    entries = [{"key": entry.key, **entry.facts} for entry in _opened(asked.location).entries()]
+    output.answer({"entries": entries}, lambda: _table(entries))
+    return OK
+
+
+@cache.command()
+def show(asked: Asked, output: Output) -> int:
+    """Show the plan of one entry, as `autoshard show` does.
+
+    \b
+    autoshard cache show plans.db 3f9a
+    """
+    plan = _plan(asked)
+    output.answer(load_report().summary(plan), lambda: load_report().planned_report(plan))
+    return OK
+
+
+@cache.command()
+def prune(asked: Asked, output: Output) -> int:
+    """Remove entries, those used longest ago first, until the rest fits.
+
+    \b
+    autoshard cache prune plans.db --most 100MB
+    """
+    gone = _opened(asked.location).prune(asked.most)
+    output.answer({"removed": gone}, lambda: f"removed {gone}")
+    return OK
+
+
+@cache.command()
+def export(asked: Asked, output: Output) -> int:
+    """Write the plan of one entry to a file, which `autoshard show`, `export` and `preload_solution` read.
+
+    \b
+    autoshard cache export plans.db 3f9a --out plan.json
+    """
+    plan = _plan(asked)
+    output.write(asked.out, plan.save)
+    output.answer({"key": asked.key, "out": asked.out}, lambda: "")
+    return OK
+
+
+def _table(entries: list[dict[str, Any]]) -> Table:
+    table = Table("key", "mesh", "ops", "seconds", "status", "autoshard")
+    for one in entries:
+        mesh = "x".join(map(str, one.get("mesh", ())))
+        table.add_row(
+            one["key"][:12], mesh, str(one.get("ops")), f"{one.get('seconds', 0):.6g}", str(one.get("status")), str(one.get("autoshard"))
+        )
+    return table

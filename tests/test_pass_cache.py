@@ -1,0 +1,163 @@
+"""A cache of plans: exact ones are served after they are judged, near ones start the search, and no entry is lost or torn."""
+
+import json
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+import zlib
+
+import pytest
+
+from autoshard.api import passes
+from autoshard.cli import main
+from autoshard.solution import CacheEntry, open_cache
+from autoshard.solution import cache as cache_module
+from tests.helpers_models import refusal
+from tests.test_passes import run
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+LOCATIONS = ["plans.db", "memory://plans-{n}", "file://{here}/plans"]
+
+
+@pytest.fixture
+def location(request, tmp_path):
+    return request.param.format(n=tmp_path.name, here=tmp_path)
+
+
+@pytest.mark.parametrize("location", LOCATIONS, indirect=True)
+def test_the_second_call_is_served_and_nothing_is_solved(location, monkeypatch):
+    first = run(kind="joint", cache=location)[1]
+    assert first["cache"] == "cold"
+    assert run(kind="joint", cache=location, memory_limit=1e9)[1]["cache"] == "warm"  # another question
+    monkeypatch.setattr(passes, "plan_graph", None)
+    second = run(kind="joint", cache=location)[1]
+    assert second["cache"] == "hit" and second["solution"].layouts == first["solution"].layouts
+    assert (second["cost_seconds"], second["bound_seconds"]) == (first["cost_seconds"], first["bound_seconds"])
+
+
+@pytest.mark.parametrize("changed", [dict(device="h100"), dict(inter_node_bandwidth=1e13), dict(mesh_shape=(4, 2)), dict(algo="fsdp"),
+                                     dict(pins={"layers.0.up.weight": "R,R"}), dict(objective="serial")])  # fmt: skip
+def test_another_question_is_no_hit(changed):
+    run(kind="exported", cache="plans.db")
+    assert run(kind="exported", cache="plans.db", **changed)[1]["cache"] != "hit"
+
+
+def test_nothing_is_written_unless_asked(tmp_path):
+    run(kind="exported", ilp_solution_file=None)
+    from autoshard.api import autosharding_pass
+    from tests.test_passes import FAST, given
+
+    graph, inputs, _ = given("mlp", "exported")
+    autosharding_pass(graph, mesh_shape=(2, 4), example_inputs=inputs, **FAST)
+    assert os.listdir(tmp_path) == []
+    autosharding_pass(graph, mesh_shape=(2, 4), example_inputs=inputs, ilp_solution_file="ilp_solution.pkl", **FAST)
+    assert os.listdir(tmp_path) == ["ilp_solution.pkl"]
+
+
+def edited(change) -> None:
+    """The one entry of plans.db with its plan changed."""
+    with sqlite3.connect("plans.db") as connection:
+        ((key, blob),) = connection.execute("SELECT key, plan FROM plans").fetchall()
+        text = change(zlib.decompress(blob).decode())
+        connection.execute("UPDATE plans SET plan = ? WHERE key = ?", (zlib.compress(text.encode()), key))
+
+
+def with_cost(text: str) -> str:
+    data = json.loads(text)
+    return json.dumps({**data, "cost": data["cost"] * 0.9, "bound": data["bound"] * 0.5})
+
+
+FOREIGN = {
+    "another cost": (with_cost, "it costs"), "torn": (lambda text: text[: len(text) // 2], "is no sound JSON"),
+    "no plan": (lambda text: "{}", "not a plan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_an_entry_that_is_not_what_it_says_is_planned_anew(fault, caplog):
+    change, why = FOREIGN[fault]
+    right = run(kind="exported", cache="plans.db")[1]
+    edited(change)
+    with caplog.at_level(logging.WARNING):
+        again = run(kind="exported", cache="plans.db")[1]
+    assert again["cache"] == "cold" and again["cost_seconds"] == right["cost_seconds"]
+    assert "is not used" in caplog.text and why in caplog.text
+    assert run(kind="exported", cache="plans.db")[1]["cache"] == "hit"  # it was replaced
+
+
+def test_another_file_is_no_cache():
+    with open("plan.json", "w") as file:
+        file.write("{}" * 600)
+    assert refusal(run, kind="exported", cache="plan.json").startswith("cache plan.json: file is not a database; it is no cache of plans")
+    assert refusal(run, kind="exported", cache="nowhere/plans.db").startswith("cache nowhere/plans.db: unable to open database file")
+    assert refusal(run, kind="exported", cache="nothing://x").startswith("cache nothing://x: ")
+
+
+def test_what_was_used_longest_ago_goes_first():
+    cache = open_cache("plans.db", most_bytes=250)
+    entries = [CacheEntry(f"key{k}", "family", {"n": k}, os.urandom(40).hex()) for k in range(6)]
+    for entry in entries[:3]:
+        cache.put(entry)
+    size = sqlite3.connect("plans.db").execute("SELECT max(bytes) FROM plans").fetchone()[0]
+    assert 60 < size < 83
+    cache.get("key0")
+    cache.put(entries[3])
+    assert {entry.key for entry in cache.entries()} == {"key0", "key2", "key3"}
+    assert cache.prune(size + 1) == 2 and [entry.key for entry in cache.entries()] == ["key3"]
+
+
+FILL = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("cache", sys.argv[1])  # alone: autoshard.solution would import torch in ten processes
+module = sys.modules["cache"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+location, worker, count = sys.argv[2], sys.argv[3], int(sys.argv[4])
+cache = module.open_cache(location)
+for n in range(count):
+    key = str(n % 20)
+    cache.put(module.CacheEntry(f"key-{worker}-{n}", "family", {"worker": worker}, f"{key}:" + f"{worker}-{n} " * 200))
+    cache.put(module.CacheEntry(f"shared-{key}", "family", {"worker": worker}, f"{key}:" + "x" * 500))
+    assert cache.get(f"shared-{key}", "family").text.startswith(f"{key}:")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("location", ["{here}/plans.db", "file://{here}/plans"], indirect=True)
+def test_eight_processes_lose_and_tear_nothing_killed_ones_included(location):
+    def start(worker, count):
+        return subprocess.Popen([sys.executable, "-c", FILL, cache_module.__file__, location, str(worker), str(count)])
+
+    workers, victims = [start(n, 200) for n in range(8)], [start(n, 100_000) for n in (8, 9)]
+    time.sleep(3)
+    for one in victims:
+        one.kill()
+        one.wait()
+    assert [one.wait(500) for one in workers] == [0] * 8
+    cache = open_cache(location)
+    whole = {entry.key: cache.get(entry.key) for entry in cache.entries()}
+    assert {f"key-{w}-{n}" for w in range(8) for n in range(200)} <= set(whole)
+    for key, entry in whole.items():
+        if key.startswith("key-"):
+            assert entry.text.endswith(f"{key.removeprefix('key-')} ") and entry.text.count(key.removeprefix("key-")) >= 200, key
+
+
+def test_the_verbs_list_show_export_and_prune(capsys):
+    run(kind="exported", cache="plans.db")
+    assert main(["cache", "ls", "plans.db", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["entries"]
+    assert entry["mesh"] == [2, 4] and entry["status"] and main(["cache", "ls", "plans.db"]) == 0
+    assert main(["cache", "show", "plans.db", entry["key"][:6], "--json"]) == 0
+    assert main(["cache", "export", "plans.db", entry["key"][:6], "--out", "plan.json", "--quiet"]) == 0
+    assert run(kind="exported", preload_solution=True, ilp_solution_file="plan.json")[1]["status"] == entry["status"]
+    assert main(["cache", "show", "plans.db", "zz"]) == 2 and main(["cache", "ls", "none.db"]) == 2
+    capsys.readouterr()
+    assert main(["cache", "prune", "plans.db", "--most", "1B", "--json"]) == 0
+    assert open_cache("plans.db").entries() == []
