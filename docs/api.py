@@ -61,7 +61,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.launch.best_changes": "Change",
     }),
     "rules": ("Rules and prices of operators", "Which layouts an operator may have, and what it takes.", {
-        "autoshard": "register_rule Row register_price CostModel Roofline",
+        "autoshard": "register_rule Row register_price CostModel DefaultCosts",
     }),
     "solve": ("The numeric core", "A problem of choices and costs, its evaluation and its solvers. Nothing here imports torch.", {
         "autoshard": "Problem evaluate solve",

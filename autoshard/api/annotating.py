@@ -217,9 +217,9 @@ class _Annotating:
         if is_value(value) and value is not None:
             name, k = self.captured.graph.ops[value[0]].name, value[1]
             if name in self.graph.index:
-                found = self._read(node, source.name, (self.graph.index[name], k), x)
-                if found.reads:
-                    return found
+                operand = self._read(node, source.name, (self.graph.index[name], k), x)
+                if operand.reads:
+                    return operand
         return Operand(source.name, spec, ())
 
     def _read(self, node: fx.Node, name: str, value: Value, tensor: Tensor) -> Operand:

@@ -52,14 +52,14 @@ class CachedPlans:
 
     def near(self) -> tuple[Solution, ...]:
         """Plans of questions that are near: of the same graph but for sizes first."""
-        found: list[tuple[bool, Solution]] = []
+        plans: list[tuple[bool, Solution]] = []
         for entry in self.cache.near(self.family):
             if entry.key != self.key:
                 try:
-                    found.append((entry.facts.get("structure") != self.facts["structure"], from_text(entry.text, "the cache's entry")))
+                    plans.append((entry.facts.get("structure") != self.facts["structure"], from_text(entry.text, "the cache's entry")))
                 except ValueError as error:
                     log.warning("the cache's entry %.12s is not used: %s", entry.key, error)
-        return tuple(plan for _, plan in sorted(found, key=lambda pair: pair[0])[:FEW])
+        return tuple(plan for _, plan in sorted(plans, key=lambda pair: pair[0])[:FEW])
 
     def keep(self, solution: Solution) -> None:
         facts = {"status": solution.status, "objective": solution.objective, "seconds": solution.objective_seconds}

@@ -75,7 +75,7 @@ from .memory import optimizer_state_bytes as optimizer_state_bytes
 from .memory import optimizer_step_bytes as optimizer_step_bytes
 from .memory import optimizer_step_seconds as optimizer_step_seconds
 from .model import CostModel as CostModel
-from .model import Roofline as Roofline
+from .model import DefaultCosts as DefaultCosts
 from .model import cost_of as cost_of
 from .model import register_price as register_price
 from .model import registered_prices as registered_prices

@@ -47,10 +47,10 @@ class CostModel(Protocol):
         """To move so many bytes, a number or an array; kind: update, accumulate or split."""
 
 
-class Roofline:
+class DefaultCosts:
     """The cost model of this package. Wrap it to change some seconds: derive from it, and call `super()` for the others."""
 
-    name, fingerprint = "roofline", "1"
+    name, fingerprint = "autoshard", "1"
 
     def compute(
         self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
@@ -68,12 +68,12 @@ class Roofline:
         return size / (device.memory_bandwidth if kind == "split" else device.memory_rate)
 
 
-ROOFLINE = Roofline()
+DEFAULT = DefaultCosts()
 
 
 def cost_of(mesh: Mesh) -> CostModel:
     """The mesh's own cost model, or that of this package."""
-    return ROOFLINE if mesh.cost_model is None else mesh.cost_model
+    return DEFAULT if mesh.cost_model is None else mesh.cost_model
 
 
 def register_price(
