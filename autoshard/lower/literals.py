@@ -115,15 +115,15 @@ ROWS: dict[str, dict[str, Rule]] = {
     **{f"aten.{name}_backward.default": {"input_size": out_shape} for name in UPSAMPLED},
 }
 
-MADE_WITH = {name: name for name in ("dtype", "layout", "device", "pin_memory")}  # arguments of factories
+FACTORY = {name: name for name in ("dtype", "layout", "device", "pin_memory")}  # arguments of factories
 # The op that runs in place of another: the result of a collective may have other strides than the captured tensor.
 INSTEAD = {
     **{f"aten.{name}.default": ("aten.reshape.default", {"self": "self", "size": "shape"}) for name in RESHAPING},
     # The tangent of a constant in forward mode has no storage: no kernel of another operator may read it.
-    "aten._efficientzerotensor.default": ("aten.zeros.default", {"size": "size", **MADE_WITH}),
+    "aten._efficientzerotensor.default": ("aten.zeros.default", {"size": "size", **FACTORY}),
     # Uninitialised tensors hold arbitrary values, and verify compares them: all ranks and the unsharded program hold zeros.
-    "aten.empty.memory_format": ("aten.zeros.default", {"size": "size", **MADE_WITH}),
-    "aten.new_empty.default": ("aten.new_zeros.default", {"self": "self", "size": "size", **MADE_WITH}),
+    "aten.empty.memory_format": ("aten.zeros.default", {"size": "size", **FACTORY}),
+    "aten.new_empty.default": ("aten.new_zeros.default", {"self": "self", "size": "size", **FACTORY}),
     "aten.empty_like.default": ("aten.zeros_like.default", {n: n for n in ("self", "dtype", "layout", "device", "memory_format")}),
 }
 

@@ -82,8 +82,8 @@ def along(op: Op, inputs: Inputs) -> list[Row]:
     keeps its shards."""
     position, default, is_linear = ALONG[op.target]
     rank, outputs = len(inputs[0].shape), len(op.outputs)
-    is_whole = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
-    dims = () if is_whole else named_dims(argument(op, position, "dim", default), rank)
+    keeps_all = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
+    dims = () if keeps_all else named_dims(argument(op, position, "dim", default), rank)
     pairs = other_dims(rank, dims, keep=len(op.output.shape) >= rank)
     rows = [Row((S(o),) * outputs, (S(i),) * len(inputs)) for i, o in pairs]
     return rows + (linear_rows(outputs, 1) if is_linear and "dtype" not in dict(op.literals[1]) else [])
