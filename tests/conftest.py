@@ -16,7 +16,7 @@ gc.set_threshold(100_000, 50, 100)  # most objects of a test process live as lon
 # tensors, and then no child can run backward; it starts none at a first one like this.
 torch.ones(1, requires_grad=True).sum().backward()
 
-CAPTURING = ("test_capture", "test_depth", "test_tile", "test_graph", "test_threads", "test_chunked_loss")
+CAPTURING = ("test_capture", "test_depth", "test_tile", "test_threads", "test_chunked_loss")
 
 # Of the cases of these tests the quick suite runs every third, the others are slow: together they took a fifth of its time.
 THINNED = """
