@@ -109,6 +109,7 @@ class Evidence:
             raise ValueError(f"the launch is illegal, so nothing can be compared with {observed.what}: {fitting.reasons[0]}")
         predicted = float(getattr(replace(fitting.memory, bias=1.0), observed.figure)[0])
         if not 0.1 < observed.bytes / predicted < 10:
-            raise ValueError(f"{observed.what} is {observed.bytes:.3g} bytes and {predicted:.3g} are predicted; expected a run of this launch")
+            off = f"{observed.bytes:.3g} bytes and {predicted:.3g} are predicted"
+            raise ValueError(f"{observed.what} is {off}; expected a run of this launch")
         row = {"figure": observed.figure, "measured_bytes": observed.bytes, "predicted_bytes": predicted, "what": observed.what}
         return replace(self, runs={**self.runs, fitting.launcher: [*self.runs.get(fitting.launcher, []), row]})

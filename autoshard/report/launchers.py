@@ -109,9 +109,9 @@ def launches_table(launches: list[Mapping[str, Any]], numbered: Sequence[tuple[i
     rows = []
     for row, texts, (place, alike) in zip(launches, cells, numbered, strict=True):
         rates = [f"{row['tokens_per_second_per_device']:.0f}", f"{row['mfu']:.1%}", size(row["memory_bytes"])]
-        rates.append(f"{row['chance_to_fit']:.0%}" + "!" * row["tight"])
+        rates.append(f"{100 * row['chance_to_fit']:.0f}" + "!" * row["tight"])
         rows.append([str(place + 1), *(texts[name] for name in names), *rates, str(alike)])
-    return ReportTable("", numbers("", *names, "tok/s\nGPU", "MFU", "memory", "fits", "same"), rows, "tight")
+    return ReportTable("", numbers("", *names, "tok/s\nGPU", "MFU", "memory", "fit\n%", "same"), rows, "tight")
 
 
 def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
