@@ -39,6 +39,11 @@ BEGINS = {
     "solve": [HERE],
     "tables": [HERE],
     "calibrate fit": [HERE],
+    "certify": [HERE],
+    "cache ls": ["plans.db"],
+    "cache show": ["plans.db", "3f"],
+    "cache prune": ["plans.db", "--most", "1GB"],
+    "cache export": ["plans.db", "3f", "--out", "plan.json"],
     "calibrate show": [],
     "calibrate measure": ["--mesh", "2x2"],
 }
@@ -81,6 +86,7 @@ OWN = {
     ("check", "within"): ["-1", "nan%", "five"],
     ("export", "within"): ["-1", "nan%", "five"],
     ("calibrate show", "name"): ["tpu"],
+    ("certify", "problem"): PATHS, ("certify", "numbers"): FILES, ("cache prune", "most"): SIZES,
 }
 
 # Runs what it reads from stdin without beginning any verb: [argv, ...] -> [[code or "began", stdout, stderr], ...] and what is imported.

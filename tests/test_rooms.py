@@ -62,8 +62,8 @@ TABLE = {
         "torch numpy",
     ),
     "cli": (
-        "api calibrate capture certify cost launch mesh options pipeline precision problem reading relayout report serving simulate solvers "
-        "tables units torch_private version writing",
+        "api calibrate capture certify cost launch mesh options pipeline precision problem reading relayout report serving simulate "
+        "solvers tables units torch_private version writing",
         "typer rich torch huggingface_hub distributed",
     ),
     "pytest_plugin": ("api", "pytest"),

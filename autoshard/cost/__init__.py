@@ -61,7 +61,6 @@ from .links import groups_on_link as groups_on_link
 from .links import host_bandwidth as host_bandwidth
 from .links import host_seconds as host_seconds
 from .links import least_joined_seconds as least_joined_seconds
-from .links import offload_seconds as offload_seconds
 from .links import ring_seconds as ring_seconds
 from .links import shared_links as shared_links
 from .links import slowest_seconds_per_byte as slowest_seconds_per_byte

@@ -1,6 +1,5 @@
 """Solvers: they choose one choice per node of a Problem, with a proof. They know numbers only, no tensors and no meshes."""
 
-from autoshard.solvers.certificate import Certificate as Certificate
 from autoshard.solvers.certificate import certificate as certificate
 from autoshard.solvers.certificate import to_record as to_record
 from autoshard.solvers.compiling import compiled as compiled
