@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard.certify import certify
+from autoshard.cli import main
 from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, contest_record, evaluate, read_contest
 from autoshard.solvers import certificate, solve, to_record, write_program
 from tests.helpers import TINY, fast_mesh
@@ -188,3 +189,18 @@ def test_any_object_that_solves_is_a_solver_and_is_judged():
     assert poor.status == "feasible" and poor.bound < poor.cost and poor.cost > plan.cost
     with pytest.raises(ValueError, match="there is no solver 7"):
         autoshard.plan(module, inputs, plan.mesh, solver=7)
+
+
+def test_the_verb_writes_numbers_and_checks_them(capsys, tmp_path):
+    module, inputs, plan = planned(*QUICK[0])
+    plan.save(tmp_path / "plan.json")
+    files = [str(tmp_path / name) for name in ("plan.json", "numbers.json", "problem.mps")]
+    model = str(Path(__file__).parent.parent / "models" / "mlp.py") + ":tiny"
+    assert main(["certify", files[0], model, "--out", files[1], "--problem", files[2], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] and told["cost_seconds"] == pytest.approx(plan.cost) and told["plan_bound_seconds"] == plan.bound
+    assert main(["certify", files[1]]) == 0 and optimum_by_highs(files[2]) == pytest.approx(plan.cost, rel=1e-6)
+    record = json.loads(Path(files[1]).read_text())
+    Path(files[1]).write_text(json.dumps({**record, "claims": {**record["claims"], "bound": record["claims"]["bound"] * (1 + 1e-6)}}))
+    assert main(["certify", files[1], "--json"]) == 1
+    assert main(["certify", files[0]]) == 2  # a plan without its model

@@ -37,6 +37,8 @@ UNSEEN = {
 }
 NOT_RUN = {  # verb: why
     "demo": "its one option is the plan's file",
+    "certify": "its options write files: test_certify",
+    **dict.fromkeys(("cache ls", "cache show", "cache prune", "cache export"), "a cache is the pass's: test_pass_cache"),
     "calibrate measure": "it needs processes that torchrun starts: test_calibrate",
 }
 QUICK = [("show", "plan"), ("export", "map"), ("simulate", "mlp")]

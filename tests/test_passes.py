@@ -130,7 +130,7 @@ def test_a_module_is_captured_and_its_graph_comes_back():
         assert any("autoshard" in node.meta for node in graph.graph.nodes)
         assert info["solution"].training == training
         certificate = {"status", "objective", "cost_seconds", "bound_seconds", "gap"}
-        assert {"autosharding_time", "tensor_sharding_map", "solution", *certificate} == set(info)
+        assert {"autosharding_time", "tensor_sharding_map", "solution", "ops_of", "nodes_of", *certificate} == set(info)
 
 
 def test_a_specs_placement_is_the_solutions():
