@@ -108,6 +108,7 @@ VALUES = {
     "data": "4", "tensor": "4", "pipeline": "2", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prefetch": "0",
     "constants": "distir_83d7fc3", "trace": "new.json", "picture": "new.svg", "random": "1", "seed": "5", "why_not": "S(0),R",
     "alternatives": "1", "within": "0.4", "launcher": "megatron", "microbatch": "2", "per_node": "2", "top": "1", "kind": "json",
+    "dp": "2", "shard": "2", "ep": "1", "zero": "1",
     "evidence": "memory.json", "observed": "3MB", "tp": "2", "pp": "2", "cp": "2", "target": "job.toml",
     "row": "2", "axis": "a", "frontier": "frontier.json", "switches": "9", "planner": "naive", "memory_limit": "1GB", "count": "buffers",
     "max_depth": "1", "top_k": "1", "draw": "new.svg", "max_tokens": "128", "prompt": "9", "hbm": "1GB", "host_memory": "1GB",
@@ -116,6 +117,7 @@ VALUES = {
 }  # fmt: skip
 OWN = {
     ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml",
+    ("degrees", "recompute"): "full", ("degrees", "schedule"): "none",
     ("fits", "recompute"): "full", ("fits", "precision"): "fp8", ("fits", "settings"): "layers=1", ("fits", "devices"): "16",
     ("explain", "name"): "layers.0.down.weight", ("pipeline", "recompute"): "always", ("tables", "devices"): "2",
     ("degrees", "precision"): "fp8", ("verify", "device"): "cuda", ("doctor", "device"): "cuda", ("doctor", "model"): MLP,

@@ -18,6 +18,7 @@ UNSEEN = {
     ("*", "time_limit"): "the search ends before",
     ("*", "model"): "the plan is for this model",
     ("show", "exit_code"): "it is 0 where nothing differs",
+    ("degrees", "ep"): "the model has no experts", ("degrees", "no_ep"): "the model has no experts",
     ("check", "any_graph"): "the graph is the planned one",
     ("simulate", "prefetch"): "nothing is gathered before it is used, where parameters are replicated",
     ("simulate", "no_join"): "one reduction has nothing to be joined with",

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from autoshard.cli.table import OWN, options_of_verb
+from autoshard.cli.table import ONLY, OWN, options_of_verb
 from tests.helpers_command import record_of
 from tests.helpers_options import MIXTRAL, MLP, ROOT, TITAN, prepare
 
@@ -87,6 +87,7 @@ WHATEVER = {  # option: why it has no direction
     "constants": "another simulator", "layers": "how stages are divided", "stages": "how many there are",
 }  # fmt: skip
 OWN_REASONS = {
+    **{("degrees", name): "which launches are listed" for name in ONLY},
     ("pipeline", "training"): "the default", ("pipeline", "microbatches"): "bubbles fall and latencies rise",
     ("pipeline", "optimizer"): "stages are planned one task after the other, and simulated with overlap: a percent either way",
     ("check", "microbatch"): "the configuration says it", ("check", "memory"): "it says whether a launch fits, and no launch changes",

@@ -44,15 +44,15 @@ def _toml(text: str, changes: Mapping[str, Any]) -> str:
         lines[-1] += "\n"
     for name, value in changes.items():
         section, _, key = name.rpartition(".")
-        found = last = None
+        place = last = None
         for at, start, end in _statements(lines):
             if at == section:
                 last = end
                 if start != end and key in tomllib.loads("".join(lines[start:end])):
-                    found = start, end
+                    place = start, end
         written = f"{toml_key(key)} = {toml_value(value)}"
-        if found:
-            start, end = found
+        if place:
+            start, end = place
             comment = _comment(lines[start]) if end == start + 1 else ""
             lines[start:end] = [] if value is None else [f"{_indent(lines[start])}{written}{comment}\n"]
         elif value is not None and last is not None:
@@ -154,13 +154,13 @@ def _argument(text: str, name: str, value: Any) -> str:
     option = rf"(?<![\w-])--{re.sub('[-_]', '[-_]', name)}(?![\w-])"
     words = r"(?:[ \t=]+(?![-#])(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')]+))*"
     lines = text.splitlines(keepends=True)
-    found = [i for i, line in enumerate(lines) if not line.lstrip().startswith("#") and re.search(option, line)]
+    rows = [i for i, line in enumerate(lines) if not line.lstrip().startswith("#") and re.search(option, line)]
     written = "" if value in (None, False) else f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}")
-    for i in found:
+    for i in rows:
         lines[i] = re.sub(option + words, lambda _: written, lines[i])
         if not written and not lines[i].strip(" \t\\\n\"'"):
             lines[i] = ""
-    if written and not found:
+    if written and not rows:
         at = next((i for i, line in enumerate(lines) if line.lstrip(" \t\"'").startswith("--")), None)
         if at is None:
             raise ValueError(f"no line begins with an option; --{name} has no place")

@@ -140,10 +140,10 @@ def layout_stages(layout: str) -> list[str]:
     """
     text = layout.replace(",", "").strip("\"' ")
 
-    def repeated(found: re.Match) -> str:
-        if len(found[1]) * integer(found[2], f"a factor of {layout[:40]}", 0) > MOST_LETTERS:
+    def repeated(part: re.Match) -> str:
+        if len(part[1]) * integer(part[2], f"a factor of {layout[:40]}", 0) > MOST_LETTERS:
             raise ValueError(f"--pipeline-model-parallel-layout {layout[:40]} has over {MOST_LETTERS} modules; expected those of the model")
-        return found[1] * int(found[2])
+        return part[1] * int(part[2])
 
     for group in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(group, repeated, text)

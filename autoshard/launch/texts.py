@@ -215,7 +215,7 @@ class Variables:
                 raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
             return meant
 
-        return PRODUCT.sub(lambda found: str(math.prod(map(int, found[1].split("*")))), VARIABLE.sub(value, text))
+        return PRODUCT.sub(lambda product: str(math.prod(map(int, product[1].split("*")))), VARIABLE.sub(value, text))
 
 
 def flat(data: Mapping[str, Any], section: str = "") -> dict[str, Any]:
