@@ -2,8 +2,8 @@
 
     edited(text, path, {"parallelism.tensor_parallel_degree": 4, "model.converters": None})
 
-Keys have dotted names; None takes a key away. TOML is cut into statements, YAML and JSON are changed where their parser saw a value,
-arguments where they stand in the script. What was written is read again by the caller.
+Keys have dotted names; None removes one. TOML is read statement by statement, YAML and JSON are changed where their parser saw a value,
+arguments where they stand in the script. The caller reads again what was written.
 """
 
 from __future__ import annotations
