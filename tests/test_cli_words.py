@@ -76,7 +76,7 @@ WRONG = {
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
-    "evidence": PATHS, "tp": COUNTS, "pp": COUNTS, "cp": COUNTS,
+    "evidence": PATHS, "tp": COUNTS, "pp": COUNTS, "cp": COUNTS, "dp": LISTS, "shard": LISTS, "ep": LISTS, "zero": LISTS[1:],
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
     "top": COUNTS, "row": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
 }  # fmt: skip
