@@ -57,14 +57,14 @@ class Ring:
         rounds = np.where(self.nodes > 1, self.size - 1, np.ceil(np.log2(self.size)))
         return (self.size - 1) / self.size * bytes / self.bandwidth + self.latency * rounds
 
-    def all_to_all(self, bytes: Numbers, copies: Numbers, inside: Numbers, adapter: Numbers, joined: Numbers = 1.0) -> Numbers:
+    def all_to_all(self, bytes: Numbers, copies: Numbers, inside: Numbers, adapter: Numbers, joined: Numbers) -> Numbers:
         """Each token of `bytes` in all to `copies` devices of the ring, chosen at random: between nodes over the device's own adapter
         (bytes/s), in them over the links inside (bytes/s). joined: one copy goes to a node that has some, as DeepEP and HybridEP do.
 
             between = (N - 1) (1 - (1 - 1/N)^copies)      of N nodes, those that a token is sent to
         """
         once = (self.nodes - 1) * (1 - (1 - 1 / self.nodes) ** copies)
-        others = np.where(np.asarray(joined) > 0, once, copies * (1 - 1 / self.nodes))
+        others = np.where(joined > 0, once, copies * (1 - 1 / self.nodes))
         within = copies * (1 - self.nodes / self.size)
         return np.maximum(bytes * others / adapter, bytes * within / inside) + self.latency * np.ceil(np.log2(self.size))
 
