@@ -59,6 +59,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
                             "sizes_of_config sizes_of_module",
         "autoshard.launch.ranking": "Ranking",
         "autoshard.launch.best_changes": "Change",
+        "autoshard.cost": "CachingAllocator replayed",
     }),
     "rules": ("Rules and prices of operators", "Which layouts an operator may have, and what it takes.", {
         "autoshard": "register_rule Row register_price CostModel DefaultCosts",
