@@ -137,28 +137,39 @@ class Block:
         """Of the forward and of the backward."""
         return sum(self.forward.values()), sum(self.backward.values())  # type: ignore[return-value]
 
-    def at(self, rows: np.ndarray) -> Block:
+    def __getitem__(self, rows: np.ndarray) -> Block:
         forward, backward = ({kind: seconds[rows] for kind, seconds in way.items()} for way in (self.forward, self.backward))
         return Block(forward, backward, self.launches[rows])
 
 
 def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
+    return of_each_kind(_block, runs, constants)
+
+
+def of_each_kind(function: Callable[..., tuple], runs: TrainingRuns, constants: RunConstants, more: Sequence[np.ndarray] = ()) -> Any:
+    """`function` of runs and constants, called with one run of each kind of block: launches of one model have few. more: columns beside
+    OF_BLOCK that the results depend on."""
     if any(np.size(value) > 1 for name in RECORDS for value in vars(getattr(constants, name)).values()):
-        return _block(runs, constants)
-    firsts, of = distinct(getattr(runs, name) for name in OF_BLOCK)  # launches of one model have few kinds of blocks
-    return tuple(one.at(of) for one in _block(runs[firsts], constants))  # type: ignore[return-value]
+        return function(runs, constants)
+    firsts, of = distinct([*(getattr(runs, name) for name in OF_BLOCK), *more])
+    return tuple(one[of] for one in function(runs[firsts], constants))
+
+
+def rows_of_kinds(*columns: np.ndarray) -> list[tuple[list[str], np.ndarray]]:
+    """Rows with the same words in all columns, and these words."""
+    firsts, of = distinct(columns)
+    return [([column[first].item() for column in columns], np.flatnonzero(of == i)) for i, first in enumerate(firsts.tolist())]
 
 
 def _block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
-    kinds = np.array([family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute]).T
-    known = sorted({*map(tuple, kinds.tolist())})
-    rows_of = [np.flatnonzero((kinds == kind).all(1)) for kind in known]
+    kinds = rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute)
+    rows_of = [rows for _, rows in kinds]
     blocks = [
         _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme), recompute)
-        for rows, (family, scheme, how, recompute) in zip(rows_of, known)
+        for (family, scheme, how, recompute), rows in kinds
     ]
     order = np.argsort(np.concatenate(rows_of))
 

@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.cost import beside, device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
 from autoshard.devices import DEVICES
 
-from .block_time import Parts, RunConstants, block
+from .block_time import Block, Parts, RunConstants, block
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
@@ -93,7 +93,7 @@ def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: s
     seconds = sum(parts.values())
     tokens = runs.global_batch * runs.seq / seconds / runs.devices
     bytes, flops = memory.device, sizes.flops_per_token(runs.seq)
-    chance = chance_to_fit(bytes, site.memory, np.full(len(runs), STACKS.get(launcher, launcher)))
+    chance = chance_to_fit(bytes, site.memory, [STACKS.get(launcher, launcher)])
     return LaunchPrices(seconds, bytes, tokens, flops * tokens / site.peak, chance, chance >= 0.5)  # type: ignore[arg-type]
 
 
@@ -134,7 +134,8 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
-    parts = step_parts(runs, constants, split)
+    blocks = block(runs, constants)
+    parts = step_parts(runs, constants, split, blocks)
     if "offload" in runs.values and runs.offload.any():  # gradients go to the host, whose processors update, and parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
@@ -142,13 +143,13 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
     of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
     memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
     if sizes.experts:
-        more, more_bytes = experts(runs, sizes, constants, split)
+        more, more_bytes = experts(runs, sizes, constants, split, blocks[0])
         parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}
         memory = memory.with_more(more_bytes)
     return parts, runs, memory
 
 
-def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages) -> tuple[Parts, Kinds]:
+def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block) -> tuple[Parts, Kinds]:
     """Seconds per step by kind, and bytes per device by kind, that a mixture needs beyond its dense model."""
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
@@ -171,7 +172,6 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), copies), 1.0)
     fsdp = constants.ring(runs, sharded, ranks)
     gathered = (runs.zero >= 2) * (fsdp.gather(2 * local) * (1 + (runs.zero >= 3)) + fsdp.gather(stack.gradient_bytes * local))
-    one, _ = block(runs, constants)
     hidden_by = one.seconds[0] + one.seconds[1]
     owned = blocks * local / sharded
     reduce = constants.ring(runs, copies, ranks)

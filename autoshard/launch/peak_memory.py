@@ -25,7 +25,7 @@ import numpy as np
 from autoshard.cost import StackConstants, memory_errors
 
 from .block_memory import input_bytes, kept_bytes, largest_live, result_bytes
-from .block_time import KEEPS, PART, Names, RunConstants
+from .block_time import KEEPS, PART, Names, RunConstants, of_each_kind, rows_of_kinds
 from .blocks_of_stages import Stages, stages
 from .captured_block import Sizes, tasks_of
 from .runs import V_SHAPED, TrainingRuns
@@ -103,13 +103,13 @@ def chance_to_fit(bytes: np.ndarray, limit: np.ndarray | float, stacks: Names) -
 
 
 def chance_within(bytes: np.ndarray, limit: np.ndarray | float, levels: np.ndarray, quantiles: np.ndarray) -> np.ndarray:
-    """levels, quantiles [runs, levels]: of log(measured / predicted). Beyond the outermost ones, errors as far again have no chance."""
+    """levels, quantiles [runs or 1, levels]: of log(measured / predicted). Beyond the outermost ones, errors as far again have no chance."""
     room = np.log(np.maximum(limit, 1.0) / np.maximum(bytes, 1.0))
     width = quantiles[:, -1:] - quantiles[:, :1] + 1e-6
     known = np.concatenate([quantiles[:, :1] - width, quantiles, quantiles[:, -1:] + width], axis=1)
     known, at = known + 1e-9 * np.arange(known.shape[1]), np.array([0.0, *levels, 1.0])
     above = np.clip((room[:, None] >= known).sum(axis=1), 1, known.shape[1] - 1)
-    rows = np.arange(len(room))
+    rows = np.arange(len(known))
     low, high = known[rows, above - 1], known[rows, above]
     return np.clip(at[above - 1] + (at[above] - at[above - 1]) * (room - low) / (high - low), 0.0, 1.0)
 
@@ -202,14 +202,16 @@ def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> n
 
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     """What a block keeps of one microbatch for its backward; and what one block holds besides while it is computed again and backward."""
+    return of_each_kind(_activation_bytes, runs, constants, [runs.pipeline > 1])
+
+
+def _activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     # Megatron fuses chains of ops and keeps what autograd asks for: it has no partitioner
     partitioned = (runs.compiled > 0) & (constants.stack.fused_accumulation == 0)
     grouped = np.where(partitioned, "compiled", np.where(constants.stack.libraries > 1, "library", ""))
-    kinds = np.array([family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute]).T
     kept, working = np.zeros(len(runs)), np.zeros(len(runs))
-    for kind in sorted({*map(tuple, kinds.tolist())}):
-        rows = np.flatnonzero((kinds == kind).all(1))
+    for kind, rows in rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute):
         kept[rows], working[rows] = _of_one_kind(runs[rows], constants.at(rows), *kind)
     return kept, working
 

@@ -120,7 +120,7 @@ def ranking(
         if not len(columns):
             asked = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in only.items())
             raise ValueError(f"no legal launch of {launcher} on {fixed.devices} devices has {asked}; expected other values, or fewer")
-    chunks = [columns[np.arange(start, min(start + CHUNK, len(columns)))] for start in range(0, len(columns), CHUNK)]
+    chunks = [columns[start : start + CHUNK] for start in range(0, len(columns), CHUNK)]
     price = partial(prices_of, sizes=sizes, site=site, launcher=launcher)
     parts = map(price, chunks) if executor is None else executor.map(price, chunks)
     priced = LaunchPrices(*(np.concatenate(columns) for columns in zip(*parts)))

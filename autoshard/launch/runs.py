@@ -24,6 +24,7 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)  # backward passes are of inp
 RECOMPUTE = ("none", "selective_op", "selective_layer", "attn", "full")
 PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # bytes per element of the blocks' matmuls' inputs
 MOST_DEVICES = 2**18  # as meshes
+MOST_VALUES = 2**20  # of a column of whole numbers, to be counted rather than sorted
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,27 @@ COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and
 
 def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Of columns of equal length: a row of each different combination, and for every row which of these it is."""
-    code: np.ndarray | int = 0
+    code, kinds = np.zeros(1, int), 1
     for column in columns:
-        _, inverse = np.unique(column, return_inverse=True)
-        _, code = np.unique(code * (inverse.max(initial=0) + 1) + inverse, return_inverse=True)
-    return np.unique(code, return_index=True)[1], np.asarray(code)
+        known, inverse = _numbered(column)
+        kinds, code = _numbered(code * known + inverse) if known > 1 else (kinds, code + inverse)
+    firsts = np.zeros(kinds if len(code) else 0, int)
+    firsts[code[::-1]] = np.arange(len(code))[::-1]
+    return firsts, code
+
+
+def _numbered(column: np.ndarray) -> tuple[int, np.ndarray]:
+    """How many values a column has, and for every row the place of its value among them, in order: columns of launches have few."""
+    if (column == column[:1]).all():
+        return 1, np.zeros(len(column), int)
+    if column.dtype.kind == "U":
+        values = sorted({*column.tolist()})
+        return len(values), sum((i * (column == value) for i, value in enumerate(values)), np.zeros(len(column), int))
+    if (column == (whole := column.astype(int))).all() and 0 <= whole.min() and whole.max() < MOST_VALUES:
+        there = np.bincount(whole) > 0
+        return int(there.sum()), (np.cumsum(there) - 1)[whole]
+    values, inverse = np.unique(column, return_inverse=True)
+    return len(values), inverse
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +142,7 @@ class TrainingRuns:
     def __len__(self) -> int:
         return len(self.values["devices"])
 
-    def __getitem__(self, rows: np.ndarray) -> TrainingRuns:
+    def __getitem__(self, rows: np.ndarray | slice) -> TrainingRuns:
         return TrainingRuns({name: column[rows] for name, column in self.values.items()})
 
     @staticmethod
@@ -188,7 +205,8 @@ class TrainingRuns:
 
     def itemsize(self) -> np.ndarray:
         """Bytes per element of the inputs of the blocks' matmuls."""
-        return np.array([PRECISIONS[name] for name in self.precision.tolist()])
+        firsts, of = distinct([self.precision])
+        return np.array([PRECISIONS[name] for name in self.precision[firsts].tolist()])[of]
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,14 @@ def step_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages | No
     return sum(step_parts(runs, constants, split).values())  # type: ignore[return-value]
 
 
-def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> Parts:
+def step_parts(
+    runs: TrainingRuns, constants: RunConstants, split: Stages | None = None, blocks: tuple[Block, Block] | None = None
+) -> Parts:  # fmt: skip
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
     launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split: as
-    for `step_seconds`."""
+    for `step_seconds`. blocks: `block(runs, constants)`."""
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
-    one, ends = block(runs, constants)
+    one, ends = blocks or block(runs, constants)
     (forward, backward), has = one.seconds, constants.has
     hidden, edges = _with_fsdp(one, runs, constants)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)
