@@ -51,7 +51,7 @@ TABLE = {
     "lower": ("capture cost graph layout mesh precision reading routes solution torch_private", "torch"),
     "runtime": ("capture cost graph layout lower mesh reading routes solution torch_private", "torch"),
     "calibrate": ("devices cost mesh lower reading", "numpy scipy torch"),
-    "launch": ("devices cost graph mesh planning reading simulate", "numpy yaml"),
+    "launch": ("devices cost graph mesh planning reading", "numpy yaml"),
     "exports": ("graph layout mesh solution torch_private units writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
     "tables": (PLANNER + " planning", "numpy torch torchrec"),
@@ -80,7 +80,8 @@ BUDGETS: dict[str, int] = {
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
 PAGES = ("report", "simulate", "solvers")  # rooms of which single modules are loaded when they are asked for
-LAZY_NAMES = ("api/__init__.py", "torch_private.py")  # they load the names that they list: test_api_door.py, test_torch_private.py
+# they load the names that they list: test_api_door.py, test_report.py, test_torch_private.py
+LAZY_NAMES = ("api/__init__.py", "report/__init__.py", "torch_private.py")
 # what comes from outside passes one door, which knows sizes, soundness and schemas; the shards of checkpoints are torch's own files
 READS_FILES = ("reading", "runtime/checkpoint_files", "certify")  # which runs as a script, alone
 OPENS_FILES = ("certify", "writing", "reading", "solution", "report", "cli", "runtime/checkpoint_files")

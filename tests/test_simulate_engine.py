@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.simulate.engine import last_end, run_tasks
+from autoshard.launch.captured_block import last_end
+from autoshard.simulate.engine import run_tasks
 
 
 class T(NamedTuple):

@@ -60,7 +60,7 @@ def _check_launch(output: Output, asked: Asked) -> int:
     room, path, launcher = load_launchers(), asked.solution, asked.launcher
     described, text, overrides = read_launch(path, asked, launcher)
     output.progress("pricing launches", 0.2)
-    checked = load_api().check_launch(described, launcher, site_of(asked, launcher))
+    checked = room.check_launch(described, launcher, site_of(asked, launcher))
     if asked.out is not None:
         better, rest = checked.better(), f"all else is as in {path}"
         try:

@@ -47,7 +47,7 @@ def fits(asked: Asked, output: Output) -> int:
     else:
         described = _described(room, asked, launcher)
     site = site_of(asked, launcher)
-    answer = load_api().will_fit(described, launcher, site)
+    answer = room.will_fit(described, launcher, site)
     record = answer.to_dict()
     if asked.observed is not None:
         record["observed"] = _observed(output, asked, answer)
@@ -100,7 +100,7 @@ def degrees(asked: Asked, output: Output) -> int:
     output.progress("pricing launches", 0.1)
     builder = None if asked.no_bound else model_builder(asked.model, asked.settings, asked.seq)
     options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, "only": _only(asked), **asked.links}
-    answer = load_api().degrees(sizes, launch, site_of(asked, launcher), launcher, **options)
+    answer = room.degrees(sizes, launch, site_of(asked, launcher), launcher, **options)
     if answer.why_not:
         output.note(f"no regret: {answer.why_not}")
     row = None if asked.row is None else asked.row - 1

@@ -15,7 +15,7 @@ from autoshard.reading import data_of, text_of
 
 
 def load_launchers() -> ModuleType:
-    from autoshard import launch  # here: torch takes seconds to import
+    from autoshard import launch  # here: numpy takes a moment to import
 
     return launch
 
@@ -23,7 +23,8 @@ def load_launchers() -> ModuleType:
 def site_of(asked: Asked, launcher: str) -> Any:
     """The site; a node's link to the others is shared by its devices."""
     memory = asked.memory or DEVICES[asked.device].memory
-    inside, bias = getattr(asked, "intra_node_bandwidth", None), load_api().read_evidence(asked.evidence).bias(launcher)
+    inside = getattr(asked, "intra_node_bandwidth", None)
+    bias = 1.0 if asked.evidence is None else load_api().read_evidence(asked.evidence).bias(launcher)
     return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside, bias)
 
 

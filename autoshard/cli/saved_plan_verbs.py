@@ -145,7 +145,7 @@ def explain(asked: Asked, output: Output) -> int:
     if asked.name is not None:
         options_of_name = {"why_not": asked.why_not, "most": asked.alternatives}
         record["explained"] = load_api().explain(module, example_inputs, loaded, asked.name, **options_of_name, **options).to_dict()
-        shown.append(lambda: load_report().explained(record["explained"]))
+        shown.append(lambda: load_report().explained.explained(record["explained"]))
     if asked.robust:
         record["robust"] = load_api().robustness(module, example_inputs, loaded, slack=asked.within, **options)
         shown.append(lambda: load_report().robustness_table(record["robust"]))

@@ -2,9 +2,12 @@
 how much memory they need, and how far the best is from the best plan.
 """
 
+from .best_degrees import degrees as degrees
+from .checked_launch import check_launch as check_launch
 from .configurations import configuration_text as configuration_text
 from .configurations import edited_text as edited_text
 from .configurations import read_configuration as read_configuration
+from .fitting import will_fit as will_fit
 from .launch_prices import Site as Site
 from .legality import why_illegal as why_illegal
 from .model_sizes import ModelSizes as ModelSizes

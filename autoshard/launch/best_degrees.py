@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autoshard.mesh import Mesh
-from autoshard.planning import Progress, Regret, regret
 
 from .launch_prices import Site
 from .model_sizes import ModelSizes
 from .ranking import Only, Ranking, ranking
 from .runs import Launch
+
+if TYPE_CHECKING:
+    from autoshard.planning import Progress, Regret
 
 ModelOf = Callable[[int], tuple[Any, Any]]  # batch -> (module, example inputs)
 GAP = 0.01  # relative: how well the bound is proven
@@ -115,6 +117,8 @@ def recompute_of(launch: Launch) -> int | str:
 
 
 def _regret(launch: Launch, site: Site, model_of: ModelOf, progress: Progress | None, time_limit: float, links: dict[str, float]) -> Regret:
+    from autoshard.planning import regret  # here: torch takes seconds to import, and prices of launches need none
+
     module, example_inputs = model_of(launch.data * launch.microbatch)
     mesh, limits = mesh_of(launch, site, **links), {"gap": GAP, "time_limit": time_limit}
     return regret(module, example_inputs, mesh, scheme_of(launch), recompute=recompute_of(launch), progress=progress, **limits)

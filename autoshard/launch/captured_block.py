@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from autoshard.cost import busy_seconds
 from autoshard.devices import SLOWED
 from autoshard.graph import Fused
 from autoshard.reading import text_of
-from autoshard.simulate import last_end
 
 from .runs import TrainingRuns
 
@@ -150,3 +149,17 @@ def end_of(tasks: tuple[BlockTask, ...], seconds: Seconds) -> tuple[np.ndarray, 
     line = [(int(task.kind == "collective"), task.after, s) for task, s in zip(tasks, each)]
     end = last_end(line)
     return end + SLOWED * (sum(by_kind.values()) - end), by_kind  # one of both runs at any time; what exceeds the end ran beside
+
+
+def last_end(tasks: Iterable[tuple[int, Sequence[int], Any]]) -> Any:
+    """When the last of tasks (stream, the tasks waited for, seconds) ends, without shared links; seconds may be arrays, with an entry for
+    each of many launches."""
+    ends: list[Any] = []
+    free: dict[int, Any] = {}
+    for stream, after, seconds in tasks:
+        begin = free.get(stream, 0.0)
+        for j in after:
+            begin = np.maximum(begin, ends[j])
+        ends.append(begin + seconds)
+        free[stream] = ends[-1]
+    return reduce(np.maximum, free.values(), 0.0)

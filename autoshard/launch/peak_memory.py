@@ -103,7 +103,7 @@ def chance_to_fit(bytes: np.ndarray, limit: np.ndarray | float, stacks: Names) -
 
 
 def chance_within(bytes: np.ndarray, limit: np.ndarray | float, levels: np.ndarray, quantiles: np.ndarray) -> np.ndarray:
-    """levels, quantiles [runs or 1, levels]: of log(measured / predicted). Beyond the outermost ones, errors as far again have no chance."""
+    """levels, quantiles [runs or 1, levels]: of log(measured / predicted). Beyond the outermost, errors as far again have no chance."""
     room = np.log(np.maximum(limit, 1.0) / np.maximum(bytes, 1.0))
     width = quantiles[:, -1:] - quantiles[:, :1] + 1e-6
     known = np.concatenate([quantiles[:, :1] - width, quantiles, quantiles[:, -1:] + width], axis=1)

@@ -1,26 +1,26 @@
-"""Reports: plain records for scripts; text, HTML and plots for people."""
+"""Reports: plain records for scripts; text, HTML and plots for people. Names are loaded when first used, as those of api."""
 
-from autoshard.report.changes import comparison as comparison
-from autoshard.report.changes import comparison_tables as comparison_tables
-from autoshard.report.explained import check_table as check_table
-from autoshard.report.explained import explained as explained
-from autoshard.report.explained import prices_report as prices_report
-from autoshard.report.explained import robustness_table as robustness_table
-from autoshard.report.frontier import svg as svg
-from autoshard.report.launchers import launch_table as launch_table
-from autoshard.report.plan_tables import axis_line as axis_line
-from autoshard.report.plan_tables import price_parts as price_parts
-from autoshard.report.programs import programs_record as programs_record
-from autoshard.report.programs import programs_report as programs_report
-from autoshard.report.serving import serving_report as serving_report
-from autoshard.report.timeline import trace_of as trace_of
-from autoshard.report.timeline import trace_of_run as trace_of_run
+from importlib import import_module
+from typing import Any
 
-from . import calibration, frontier, launchers, pipeline, redistribution, tables, timeline  # noqa: F401 (each of one verb)
-from .planned import plan_report as plan_report
-from .planned import planned_report as planned_report
-from .planned import summary as summary
-from .planned import verify_report as verify_report
-from .terminal import as_text as as_text
-from .terminal import exported as exported
-from .terminal import exported_text as exported_text
+_NAMES = {  # by the module that defines them
+    "changes": "comparison comparison_tables",
+    "explained": "check_table prices_report robustness_table",
+    "frontier": "svg",
+    "launchers": "launch_table",
+    "plan_tables": "axis_line price_parts",
+    "planned": "plan_report planned_report summary verify_report",
+    "programs": "programs_record programs_report",
+    "serving": "serving_report",
+    "terminal": "as_text exported exported_text",
+    "timeline": "trace_of trace_of_run",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_PAGES = ("calibration", "explained", "frontier", "launchers", "pipeline", "redistribution", "tables", "timeline")  # each of one verb
+
+
+def __getattr__(name: str) -> Any:
+    if name not in (*_HOMES, *_PAGES):
+        raise AttributeError(f"module 'autoshard.report' has no attribute {name!r}")
+    module = import_module(f"autoshard.report.{_HOMES.get(name, name)}")
+    return getattr(module, name) if name in _HOMES else module

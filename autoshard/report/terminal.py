@@ -9,9 +9,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.layout import text
-from autoshard.solution import json_text
-
 from .values import Code, Number, ReportTable, TableRow
 
 WIDTH = 100  # columns
@@ -63,6 +60,8 @@ def _cells(table: ReportTable, row: TableRow) -> list[str]:
 
 def exported(value: Any) -> Any:
     """Plain data; a DTensorSpec becomes the text of its layout."""
+    from autoshard.layout import text  # here, as below: torch takes seconds to import, which tables of launches shouldn't
+
     if isinstance(value, dict):
         return {key: exported(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -72,4 +71,6 @@ def exported(value: Any) -> Any:
 
 def exported_text(value: Any) -> Text:
     """JSON over several lines."""
+    from autoshard.solution import json_text
+
     return Text(json_text(exported(value)), no_wrap=True, overflow="ignore")

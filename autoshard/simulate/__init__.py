@@ -6,7 +6,6 @@ and the other modules of this package don't use it.
 from autoshard.simulate.chains import full_streams as full_streams
 from autoshard.simulate.chains import longest_chain as longest_chain
 from autoshard.simulate.degrees import Parallel as Parallel
-from autoshard.simulate.engine import last_end as last_end
 from autoshard.simulate.tasks import COMPUTE as COMPUTE
 from autoshard.simulate.tasks import PREFETCH as PREFETCH
 from autoshard.simulate.tasks import Task as Task

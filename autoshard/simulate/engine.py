@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Sequence
-from functools import reduce
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple, Protocol
 
 
 class Runnable(Protocol):
@@ -126,17 +123,3 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
         waiting = next(i for i, e in enumerate(end) if math.isnan(e))
         raise ValueError(f"task {waiting} waits for ever: the list holds it before a task that it waits for")
     return Times(begin, end, cause)
-
-
-def last_end(tasks: Iterable[tuple[int, Sequence[int], Any]]) -> Any:
-    """When the last of tasks (stream, the tasks waited for, seconds) ends, without shared links; seconds may be arrays, with an entry for
-    each of many launches."""
-    ends: list[Any] = []
-    free: dict[int, Any] = {}
-    for stream, after, seconds in tasks:
-        begin = free.get(stream, 0.0)
-        for j in after:
-            begin = np.maximum(begin, ends[j])
-        ends.append(begin + seconds)
-        free[stream] = ends[-1]
-    return reduce(np.maximum, free.values(), 0.0)
