@@ -135,7 +135,7 @@ class Sent(TorchDispatchMode):
 
 
 class Held(TorchDispatchMode):
-    """Bytes of the tensors that are allocated within, at most at one time."""
+    """Bytes of the tensors that are allocated within, at most at one time, without those in the host's memory."""
 
     def __init__(self):
         super().__init__()
@@ -143,6 +143,8 @@ class Held(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
+        if str(function) == "autoshard.offload.default":
+            return output
         given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in pytree.tree_leaves(output):
             if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in given | self.alive.keys():

@@ -92,6 +92,16 @@ class Flow:
         unhurried = {start for start in starts if ready[start] < 0 or start in returned}
         return Flow(anchors, at, ready, need, depth, starts, [n for n in nodes if n in lazy], unhurried)
 
+    def live(self, graph: fx.Graph) -> list[int]:
+        """The most live bytes from one anchor to the next, which is included: a number per anchor."""
+        *nodes, output = graph.nodes
+        most = [0]
+        for node, now in zip(nodes, live_bytes(nodes, output), strict=True):
+            most[-1] = max(most[-1], now)
+            if node in self.at:
+                most.append(0)
+        return most[:-1]
+
     def before(self) -> dict[fx.Node, int]:
         """For each start the starts that must come before it, as bits (bit k: starts[k]): those that it reads through lazy nodes, and
         those on which an anchor at or before its `ready` depends."""

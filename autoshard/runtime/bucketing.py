@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from autoshard.cost import bucket_limit
-from autoshard.lower import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
+from autoshard.lower import STARTS, WAIT, Flow, Pace, largest_buffer, owners, size
 
 aten = torch.ops.aten
 
@@ -58,8 +58,8 @@ def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
 
 
 def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[fx.Node]]:
-    *nodes, output = graph.nodes
-    live = [now for node, now in zip(nodes, live_bytes(nodes, output), strict=True) if node in flow.at]
+    *nodes, _ = graph.nodes
+    live = flow.live(graph)
     before, bit = flow.before(), {start: 1 << k for k, start in enumerate(flow.starts)}
     owner = owners(nodes)
     last: dict[tuple, Bucket] = {}

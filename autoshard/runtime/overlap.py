@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from torch import fx
 
@@ -103,8 +104,9 @@ class _Schedule:
         self.ends: dict[fx.Node, float] = {}
         self.waited: dict[fx.Node, float] = {}
         self.idle: dict[str, float] = {}  # when a process group becomes free
-        at = self.flow.at
-        self.live = [now for node, now in zip(self.nodes, live_bytes(self.nodes, self.output), strict=True) if node in at]
+        self.live = self.flow.live(self.graph)
+        anchors = accumulate(node in self.flow.at for node in self.nodes)
+        self.given = {node: i for node, i in zip(self.nodes, anchors) if node.target in STARTS}  # the anchor that a start stands before
         by_need = sorted(self.flow.starts, key=self.flow.need.__getitem__)
         self.fetches = deque(s for s in by_need if self.flow.ready[s] < 0)
         self.ready_after: dict[int, list[fx.Node]] = {}
@@ -112,7 +114,7 @@ class _Schedule:
             self.ready_after.setdefault(self.flow.ready[start], []).append(start)
         self.waiting: list[fx.Node] = []  # starts whose input only lacks a collective that has not ended
         self.running: dict[fx.Node, None] = {}  # collectives after the first anchor that began and were not waited for, oldest first
-        self.held = 0  # their bytes
+        self.held = 0  # bytes of their inputs
 
     def run(self) -> None:
         for node in self.nodes:
@@ -138,7 +140,8 @@ class _Schedule:
             return
         for start in sorted(ready, key=self.flow.need.__getitem__):
             before = self._unfinished(start)
-            if start not in self.placed and before is not None and before <= self.now and not self._is_kept_back(start):
+            can = start not in self.placed and before is not None and before <= self.now and not self._is_kept_back(start)
+            if can and self._fits(start, i, self.given[start]):
                 self._need(start)
             elif start not in self.placed:
                 still.append(start)
@@ -168,13 +171,19 @@ class _Schedule:
         while self.fetches:
             start = self.fetches[0]
             if start not in self.placed:
-                need, held = self.flow.need[start], size(start)
                 busy = self._is_busy(str(start.args[-1])) or self._is_kept_back(start) or (self._unfinished(start) or 0.0) > self.now
-                if busy or max(self.live[i:need], default=0) + held > self.limit:
+                if busy or not self._fits(start, i, self.flow.need[start]):
                     return  # those behind it are needed later
-                self.live[i:need] = [now + held for now in self.live[i:need]]
                 self._need(start)
             self.fetches.popleft()
+
+    def _fits(self, start: fx.Node, i: int, end: int) -> bool:
+        """Whether the bytes of a start before anchor i instead of anchor `end` fit; they count from now on if they do."""
+        held = size(start) + sum(size(source) for source in start.all_input_nodes if source not in self.placed and source.target not in VIEWS)
+        fits = max(self.live[i:end], default=0) + held <= self.limit
+        if fits:
+            self.live[i:end] = [now + held for now in self.live[i:end]]
+        return fits
 
     def _is_busy(self, group: str) -> bool:
         return self.idle.get(group, 0.0) > self.now
@@ -217,14 +226,14 @@ class _Schedule:
             self.ends[node] = self.idle[group] = self.began[node] + self.pace.collective(node)
             if self.flow.ready[node] >= 0:
                 self.running[node] = None
-                self.held += largest_buffer(node)
+                self.held += _given(node)
         elif node.target is WAIT and node.args[0] in self.ends:
             start = node.args[0]
             self.waited[start] = self.now  # type: ignore[index]
             self.now = max(self.now, self.ends[start])  # type: ignore[index]
             if start in self.running:
                 del self.running[start]  # type: ignore[arg-type]
-                self.held -= largest_buffer(start)  # type: ignore[arg-type]
+                self.held -= _given(start)  # type: ignore[arg-type]
         else:
             self.now += self.pace.compute(node)
 
@@ -236,6 +245,11 @@ class _Schedule:
             joined = len(start.meta.get("members", (0,)))
             rows.append(Overlapped(kind, axis, largest_buffer(start), joined, reader.name, began, end, self.waited.get(start, end)))
         return tuple(rows)
+
+
+def _given(start: fx.Node) -> int:
+    """Bytes of a collective's input, which is held until it has ended."""
+    return sum(map(size, start.all_input_nodes))
 
 
 def described(timelines: Mapping[str, Sequence[Overlapped]], mesh: Mesh) -> str:

@@ -304,9 +304,9 @@ def _check_shareable(returned: Returned) -> None:
 
 
 def spare_bytes(solution: Solution) -> float:
-    """By how much overlapping may raise the peak: by 5 %, so that the plan's figure stays true, or by half a megabyte, which matters
+    """By how much overlapping may raise the peak: by 2 %, so that the plan's figure stays true, or by half a megabyte, which matters
     in test models only; never beyond the plan's memory limit."""
     if not math.isfinite(solution.peak_bytes):
         return 0.0
     limit = solution.memory_limit
-    return min(max(0.05 * solution.peak_bytes, 5e5), max(limit - solution.peak_bytes, 0.0) if limit else math.inf)
+    return min(max(0.02 * solution.peak_bytes, 5e5), max(limit - solution.peak_bytes, 0.0) if limit else math.inf)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard import Mesh, api
+from autoshard import Cluster, Mesh, api
 from autoshard.capture import capture
 from autoshard.cli.model import load_model
 from autoshard.cost import optimizer_state_bytes
@@ -18,8 +21,14 @@ from autoshard.lower.collectives import Groups
 from autoshard.lower.kernels import offload  # noqa: F401  (defines the operators)
 from autoshard.lower.program import lower
 from autoshard.lower.run import run_rank
-from autoshard.solution import Solution
+from autoshard.lower.unsharded import materialized
+from autoshard.mesh import Device
+from autoshard.runtime.distribute import local
+from autoshard.simulate import timeline_of_solution
+from autoshard.solution import Pipeline, Solution, replay
 from benchmarks.studies import Row, Study
+from tests.helpers_models import Held
+from tests.helpers_ranks import results
 
 MODELS: dict[str, tuple[str, dict]] = {  # small enough to be quick, large enough for activations and parameters to matter
     "mlp": ("mlp.py:mlp", {"batch": 8192}),
@@ -85,7 +94,7 @@ def memory(case: tuple, given) -> list[Row]:
     """
     (file, settings), shape = case
     module, example_inputs = load_model(f"{given.data}/{file}", settings)
-    graph = capture(module, example_inputs, training=True)
+    captured = capture(module, example_inputs, training=True)
     rows: list[Row] = []
     for share in (None, TIGHT):
         began = time.process_time()
@@ -97,7 +106,7 @@ def memory(case: tuple, given) -> list[Row]:
             assert error.smallest_limit is not None
             limit = 1.02 * error.smallest_limit[1]
             solution = api.plan(module, example_inputs, Mesh.from_bandwidths(shape), memory_limit=limit, **options)
-        measured = measured_peak(graph, solution)
+        measured = measured_peak(replay(solution, captured).checked(), solution)
         ratio, fits = solution.peak_bytes / measured, limit is None or measured <= limit
         row: Row = {"limit_bytes": limit, "status": solution.status, "predicted_bytes": solution.peak_bytes, "measured_bytes": measured}
         row |= {"ratio": ratio, "fits": fits, "cpu_seconds": time.process_time() - began, "ok": abs(ratio - 1) <= TOLERANCE and fits}
@@ -105,8 +114,100 @@ def memory(case: tuple, given) -> list[Row]:
     return rows
 
 
+# -- on ranks ----------------------------------------------------------------------------------------------------------------------
+
+MLP = ("mlp.py:mlp", {"batch": 1024})
+GPT2 = ("gpt2.py:build", {
+    "layers": 4, "heads": 4, "width": 128, "positions": 128, "vocab": 2048, "batch": 32, "seq": 128, "loss": True, "dtype": "float32",
+})  # fmt: skip
+LLAMA = ("llama.py:build", {
+    "layers": 4, "heads": 4, "kv_heads": 2, "width": 128, "hidden": 384, "vocab": 2048, "batch": 32, "seq": 128, "loss": True,
+    "dtype": "float32",
+})  # fmt: skip
+FEWER = {model[0]: (model[0], {**model[1], "batch": model[1]["batch"] // 4}) for model in (MLP, GPT2, LLAMA)}  # of one microbatch
+FOUR, SQUARE = (4,), (2, 2)
+RANKS: dict[str, tuple] = {  # model, mesh, options; share: of the peak of the plan without a limit
+    "mlp 4": (MLP, FOUR, {}), "mlp 2x2": (MLP, SQUARE, {}), "mlp 2x2, limit": (MLP, SQUARE, {"share": 0.85}),
+    "mlp 4, recompute all": (MLP, FOUR, {"recompute": "all"}), "mlp 2x2, recompute auto": (MLP, SQUARE, {"recompute": "auto", "share": 0.7}),
+    "gpt2 4": (GPT2, FOUR, {}), "gpt2 2x2": (GPT2, SQUARE, {}), "gpt2 2x2, limit": (GPT2, SQUARE, {"share": 0.85}),
+    "gpt2 4, recompute all": (GPT2, FOUR, {"recompute": "all"}), "gpt2 2x2, recompute auto": (GPT2, SQUARE, {"recompute": "auto", "share": 0.6}),
+    "llama 4": (LLAMA, FOUR, {}), "llama 2x2, limit": (LLAMA, SQUARE, {"share": 0.85}),
+    "llama 4, recompute auto": (LLAMA, FOUR, {"recompute": "auto", "share": 0.6}),
+    **{f"{name} 2x2, 4 microbatches": (FEWER[model[0]], SQUARE, {"microbatches": 4}) for name, model in (("mlp", MLP), ("gpt2", GPT2), ("llama", LLAMA))},
+    **{f"gpt2 pipeline, {schedule}": (GPT2, schedule, {}) for schedule in ("gpipe", "1f1b", "zb_h1", "interleaved_1f1b")},
+}  # fmt: skip
+SMALL = Device("small", flops=1e12, flops32=1e12, memory_bandwidth=1e11, memory=8e9, host_bandwidth=5e9)
+ON_RANKS = 0.02
+
+
+def drawn(model: torch.nn.Module, inputs: tuple, times: int) -> tuple[torch.nn.Module, tuple]:
+    """The model with weights, and the inputs of so many microbatches."""
+    torch.manual_seed(0)
+    model = materialized(model, 0)
+    shapes = [(times * x.shape[0], *x.shape[1:]) for x in inputs]
+    return model, tuple(torch.randn(s) if x.is_floating_point() else torch.randint(0, 64, s) for s, x in zip(shapes, inputs))
+
+
+def held_on_rank(rank: int, model: torch.nn.Module, inputs: tuple, planned: Any, times: int) -> int:
+    """Bytes that this rank holds at most in forward and backward of a step: what is there throughout, and what is allocated on top."""
+    shape = (dist.get_world_size(),) if isinstance(planned, Pipeline) else planned.mesh.shape
+    examples = inputs if isinstance(planned, Pipeline) else None
+    module = api.parallelize(model, planned, init_device_mesh("cpu", shape), example_inputs=examples)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+
+    def passes() -> None:
+        if isinstance(planned, Pipeline):
+            module.step(*inputs)
+            return
+        for given in module.microbatches(inputs) if times > 1 else [held]:
+            loss = module(*given)
+            loss.backward()
+
+    held = module.shard_inputs(inputs) if times == 1 and not isinstance(planned, Pipeline) else ()
+    passes()
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    fixed = sum(local(x).nbytes for x in (*module.parameters(), *module.buffers(), *states, *held))
+    peaks = []
+    for _ in range(3):  # gloo's threads release some buffers late
+        optimizer.zero_grad()
+        with Held() as counted:
+            passes()
+        peaks.append(counted.peak)
+    return fixed + min(peaks)
+
+
+def on_ranks(case: tuple, given: Any) -> Row:
+    (file, settings), mesh, options = case
+    model, inputs = load_model(f"{given.data}/{file}", settings)
+    began, times = time.process_time(), options.get("microbatches", 1)
+    row: Row = {}
+    if isinstance(mesh, str):
+        cluster = Cluster.of(4, devices_per_node=2, device=SMALL, intra_node_bandwidth=5e9, inter_node_bandwidth=5e8)
+        planned = api.plan(model, inputs, cluster, microbatches=(4,), schedules=(mesh,), stages=2, grid=False)
+    else:
+        on = Mesh.from_bandwidths(mesh, device=SMALL, intra_node_bandwidth=5e9, inter_node_bandwidth=5e8)
+        options = {"training": True, "baselines": False, "gap": 0.01, "time_limit": 30, **options}
+        if (share := options.pop("share", None)) is not None:
+            options["memory_limit"] = share * api.plan(model, inputs, on, **{**options, "recompute": 0}).peak_bytes
+        planned = api.plan(model, inputs, on, **options)
+        graph = replay(planned, capture(model, inputs, training=True)).checked()
+        row = {"tracked_bytes": measured_peak_on_device(graph, planned), "limit_bytes": options.get("memory_limit")}
+        row |= {"timeline_bytes": timeline_of_solution(graph, planned).peak_bytes}
+        row |= {"recomputed": len(planned.chosen.recomputed), "offloaded": len(planned.chosen.offloaded)}
+    held = results(4, held_on_rank, *drawn(model, inputs, times), planned, times)
+    row = {"predicted_bytes": planned.peak_bytes, "held_bytes": max(held), "all": held, **row}
+    errors = {key: row[f"{key}_bytes"] / planned.peak_bytes - 1 for key in ("tracked", "held") if f"{key}_bytes" in row}
+    row |= {f"{key}_error": error for key, error in errors.items()}
+    return {**row, "cpu_seconds": time.process_time() - began, "ok": all(abs(error) <= ON_RANKS for error in errors.values())}
+
+
 MEMORY = Study(
-    cases=lambda given: {f"{name} {'x'.join(map(str, mesh))}": (model, mesh) for name, model in MODELS.items() for mesh in ((8,), (2, 4))},
-    measure=memory, totals=lambda rows: {"plans": len(rows), "wrong": sum(not row["ok"] for row in rows), "tolerance": TOLERANCE},
+    cases=lambda given: {
+        **{f"{name} {'x'.join(map(str, mesh))}": (model, mesh) for name, model in MODELS.items() for mesh in ((8,), (2, 4))},
+        **{f"ranks, {name}": case for name, case in RANKS.items()},
+    },
+    measure=lambda case, given: memory(case, given) if len(case) == 2 else on_ranks(case, given),
+    totals=lambda rows: {"plans": len(rows), "wrong": sum(not row["ok"] for row in rows), "tolerance": TOLERANCE},
     alone=False,
 )  # fmt: skip
