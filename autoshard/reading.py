@@ -77,7 +77,7 @@ FORMATS = {
     "model": Format("a model's file", "Python source with a function that returns (module, example_inputs)", 16 * MB),
     "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", 64_000),
     # an allocation has a stack of some 2 kB
-    "snapshot": Format("a memory snapshot", "what torch.cuda.memory._dump_snapshot wrote, or that as JSON", 1000 * MB),
+    "snapshot": Format("a memory snapshot", "what torch dumps of its CUDA memory, or that as JSON", 1000 * MB),
     "log": Format("a run's log", "text with a line that tells memory", 64 * MB),
     "evidence": Format("evidence", "what `autoshard fits --observed --evidence` wrote", 16 * MB),
     "checkpoint": Format("a checkpoint's manifest", "the manifest.json that save_checkpoint wrote", 256 * MB, "checkpoint.1"),

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import autoshard
 from autoshard.cli import main
-from autoshard.cost import curves
+from autoshard.cost import CachingAllocator, curves
 from autoshard.reading import FORMATS
 from autoshard.runtime.checkpoint_files import Writer, contents, why_broken
 from tests.helpers_mutations import bad_bytes, bad_csv, bad_json
@@ -45,6 +45,8 @@ ROUTES = {"problems": [
     {"problem": {"shape": [8, 4], "mesh": [2], "src": [[0], []], "dst": [[], []], "src_partial": [], "mem": None}},
 ]}  # fmt: skip
 
+FITS = f"fits {DATA}/launchers/torchtitan/llama3_8b.toml --devices 8"
+
 # a name of a good file: its ending, what it is, and how a fault is planted
 GOOD = {
     "plan": (".json", lambda: written("plan.2"), bad_json),
@@ -69,6 +71,10 @@ GOOD = {
     "nanotron.yaml": (".yaml", lambda: launch("nanotron/tiny_llama.yaml"), lambda good, rng: bad_words(good, rng)),
     "checkpoint": (".json", lambda: saved("manifest.json").decode(), bad_json),
     "index": (".metadata", lambda: saved(".metadata").decode("latin-1"), lambda good, rng: bad_bytes(good.encode("latin-1"), rng)),
+    "certificate": (".json", lambda: certificate(), bad_json),
+    "snapshot": (".json", lambda: snapshot(), bad_json),
+    "log": (".log", lambda: "step: 10  loss: 7.1  memory: 70.12GiB(88.5%)  tps: 5,000\n", lambda good, rng: bad_words(good, rng)),
+    "evidence": (".json", lambda: evidence(), bad_json),
     "config": (".json", lambda: (DATA / "hf" / "gpt2" / "config.json").read_text(), bad_json),
 }  # fmt: skip
 
@@ -96,6 +102,10 @@ QUICK = {
     "check accelerate": ("accelerate.yaml", f"check FILE hf:{DATA}/hf/llama --launcher accelerate --seq 64 --microbatch 1"),
     "check nanotron": ("nanotron.yaml", "check FILE --launcher nanotron"),
     "programs": ("programs", "show FILE"),
+    "certify": ("certificate", "certify FILE"),
+    "fits of a snapshot": ("snapshot", f"{FITS} --observed FILE"),
+    "fits of a log": ("log", f"{FITS} --observed FILE"),
+    "fits with evidence": ("evidence", f"{FITS} --evidence FILE"),
     "load curves": ("curves", ""),
     "load a cluster": ("cluster", ""),
     "load a pipeline": ("pipeline", ""),
@@ -123,7 +133,7 @@ WITH_MODEL = {
     "plan hf": ("config", "plan hf:FOLDER --mesh 2 --set layers=1 --set seq=8 --set batch=2"),
 }
 VERBS = {**QUICK, **SLOW, **WITH_MODEL}
-NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 6, 110, 20
+NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 5, 110, 20
 
 
 def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)
@@ -135,6 +145,28 @@ def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)
             data["curves"] = data["curves"][:3]
         known[kind] = json.dumps(data)
     return known[kind]
+
+
+@cache
+def certificate() -> str:
+    from models import mlp
+
+    module, inputs = mlp.tiny()
+    plan = autoshard.plan(module, inputs, autoshard.Mesh.from_bandwidths((2,)), objective="serial", baselines=False)
+    return json.dumps(autoshard.certificate_of(module, inputs, plan))
+
+
+def snapshot() -> str:
+    allocator = CachingAllocator()
+    allocator.run([("weights", 2**35), ("logits", 2**33), ("logits", 0), ("gradient", 2**33)])
+    return json.dumps(allocator.snapshot())
+
+
+@cache
+def evidence() -> str:
+    path = Path(_folder()) / "evidence.json"
+    main([*FITS.split(), "--observed", "71.2GB", "--evidence", str(path), "--quiet"])
+    return path.read_text()
 
 
 def saved(name: str) -> bytes:

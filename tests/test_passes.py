@@ -422,7 +422,9 @@ def test_a_malicious_file_is_refused_and_not_run():
     assert not os.path.exists("pwned")
 
 
-def test_a_plan_is_written_by_default_where_it_was_published(tmp_path):
+def test_a_plan_is_written_where_it_is_said_and_nowhere_else(tmp_path):
     graph, example_inputs, _ = given("mlp", "symbolic_trace")
     autosharding_pass(graph, mesh_shape=(2,), example_inputs=example_inputs, **FAST)
+    assert os.listdir(tmp_path) == []
+    autosharding_pass(graph, mesh_shape=(2,), example_inputs=example_inputs, **{**FAST, "ilp_solution_file": "ilp_solution.pkl"})
     assert os.listdir(tmp_path) == ["ilp_solution.pkl"]

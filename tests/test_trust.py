@@ -11,10 +11,12 @@ from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import linear_solution
 from tests.test_cli import check_refused, run
 
-NAMES_A_PLAN = {"solution", "target"}  # arguments of the verbs that take a plan
+NAMES_A_PLAN = {"solution", "target", "numbers"}  # arguments of the verbs that take a plan
 MORE = {"explain": ("w",), "show": ("--html", "r.html"), "verify": ("--quiet",)}  # words that make it work
 AS_OPTION = ("explain", "show")  # verbs whose model is --model
-VERBS = {name: verb for name, verb in get_command(app).commands.items() if NAMES_A_PLAN & {p.name for p in verb.params}}
+OF_LAUNCHES = ("fits",)  # whose target is a launcher's configuration or a model, never a plan
+COMMANDS = {name: verb for name, verb in get_command(app).commands.items() if name not in OF_LAUNCHES}
+VERBS = {name: verb for name, verb in COMMANDS.items() if NAMES_A_PLAN & {p.name for p in verb.params}}
 WITH_MODEL = sorted(name for name, verb in VERBS.items() if "trust" in {p.name for p in verb.params})
 
 
@@ -28,7 +30,7 @@ def ran(tmp_path, monkeypatch):
 
 
 def test_the_verbs_that_need_a_model_are_known():
-    assert WITH_MODEL == ["check", "explain", "show", "simulate", "verify"]
+    assert WITH_MODEL == ["certify", "check", "explain", "show", "simulate", "verify"]
     assert "export" in VERBS and "plan" not in VERBS
 
 

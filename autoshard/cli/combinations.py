@@ -127,7 +127,8 @@ RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
-    Ineffective(ON_MESHES, ("device", "devices_per_node", "prices", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(ON_MESHES, ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(("plan", "frontier"), ("prices",), beside("cluster"), "beside --cluster, where it was measured"),
     Ineffective(ON_MESHES, ("tf32",), beside("cluster"), "beside --cluster, which was measured with what torch was set to"),
     Ineffective(
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
@@ -136,7 +137,7 @@ RULES = (
     Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
     Ineffective(("simulate",), ("trust",), _is_model, "on a model, which is run anyway"),
     Ineffective(("simulate",), ("no_join",), _is_model, "on a model, whose reductions are not joined"),
-    Ineffective(("check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
+    Ineffective(("certify", "check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
     Ineffective(("export",), ("within",), where("kind", *UNPRICED), "on a format whose reader decides what a step takes"),
     Ineffective(("show",), ("exit_code",), without("other"), "without another plan to compare with", "name it"),
     Ineffective(("show",), ("html",), beside("other"), "beside another plan to compare with"),

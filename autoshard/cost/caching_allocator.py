@@ -142,7 +142,7 @@ class CachingAllocator:
         return self
 
     def snapshot(self) -> dict[str, Any]:
-        """As torch.cuda.memory._snapshot() has it, for pytorch.org/memory_viz: the segments as they are now, and the trace."""
+        """As torch records it, for pytorch.org/memory_viz: the segments as they are now, and the trace."""
         free = [block for blocks in self.free_blocks.values() for _, _, block in blocks]
         segments: list[dict[str, Any]] = []
         for block in sorted((block for block in (*self.used.values(), *free) if block.before is None), key=lambda block: block.address):
@@ -237,7 +237,7 @@ class CachingAllocator:
 
 
 def replayed(snapshot: Mapping[str, Any], device: int = 0, **how: Any) -> tuple[CachingAllocator, int]:
-    """A memory snapshot's trace (torch.cuda.memory._snapshot()["device_traces"][device]) run again from the segments that it began with;
+    """A memory snapshot's trace (the "device_traces" of torch's, of one device) run again from the segments that it began with;
     and the peak of bytes that were reserved then. how: fields of CachingAllocator, `expandable=True` to see what that would change."""
     segments, used, peak = _at_the_start(snapshot, device)
     allocator, kinds = CachingAllocator(**how), {s["address"]: s.get("segment_type") == "small" for s in snapshot["segments"]}

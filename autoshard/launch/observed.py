@@ -57,7 +57,7 @@ class Observed:
     def of_snapshot(snapshot: Any, path: str) -> Observed:
         """What a snapshot's first device with segments reserved at most. ValueError for other data."""
         if not isinstance(snapshot, Mapping) or not isinstance(snapshot.get("segments"), list) or not snapshot["segments"]:
-            raise ValueError(f"{path} is no memory snapshot; expected the segments that torch.cuda.memory._dump_snapshot writes")
+            raise ValueError(f"{path} is no memory snapshot; expected the segments of a snapshot that torch dumped")
         by_kind: dict[str, float] = {}
         try:
             reserved, alive = peak_of_snapshot(snapshot, min(segment.get("device", 0) for segment in snapshot["segments"]))
@@ -65,7 +65,7 @@ class Observed:
                 kind = kind_of(frames)
                 by_kind[kind] = by_kind.get(kind, 0.0) + size
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is no memory snapshot: {error!r}; expected what torch.cuda.memory._dump_snapshot writes") from None
+            raise ValueError(f"{path} is no memory snapshot: {error!r}; expected a snapshot that torch dumped") from None
         return Observed("reserved", float(reserved), f"the snapshot {path}", by_kind)
 
     def beside(self, fitting: Fitting) -> list[dict[str, Any]]:

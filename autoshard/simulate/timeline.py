@@ -50,7 +50,7 @@ class Timeline:
         axes = self.program.formulation.mesh.axes
         names = [f"link {axis.name}" for axis in axes]
         names = ["compute", *names, *(f"{name}, in the background" for name in names), "to the host", "from the host"]
-        return tuple(names[: max((task.stream for task in self.tasks), default=0) + 1])
+        return tuple(names[: 1 + max(len(axes), *(task.stream for task in self.tasks))])
 
     @cached_property
     def seconds(self) -> float:

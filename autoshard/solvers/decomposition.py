@@ -309,16 +309,20 @@ class Decomposition:
                 new, old = known[key].choice, choice[nodes]
                 if new is None or (old == new).all():
                     continue
-
-                def cost(x: Sequence[int], energy: float, costs: list[np.ndarray] = beside, at: np.ndarray = boundary) -> float:
-                    return energy + math.fsum(c[x[k]] for c, k in zip(costs, at.tolist(), strict=True))
-
-                if cost(new, known[key].energy) < cost(old, evaluate(solver.problem, old).cost) - 1e-9 * solver.scale:
-                    choice[nodes] = new
-                    changed = True
+                trial, moved = choice.copy(), nodes[boundary[(old != new)[boundary]]].tolist()
+                trial[nodes] = new
+                before = evaluate(solver.problem, old).cost + self._around(p, moved, choice)
+                if known[key].energy + self._around(p, moved, trial) < before - 1e-9 * solver.scale:
+                    choice, changed = trial, True
             if not changed:
                 break
         return choice
+
+    def _around(self, p: int, nodes: Sequence[int], choice: np.ndarray) -> float:
+        """What nodes of part p cost, and their edges outside it, of which one may join two of them."""
+        parts, problem = self.parts, self.parts.problem
+        edges = [problem.edges[k] for k in {k for v in nodes for k in parts.edges_of[v] if parts.part_of[k] != p}]
+        return math.fsum([*(problem.node_costs[v][choice[v]] for v in nodes), *(e.table[choice[e.a], choice[e.b]] for e in edges)])
 
     def _beside(self, p: int, v: int, choice: np.ndarray) -> np.ndarray:
         """What the choices of a node cost beside the choices of all nodes outside part p."""
