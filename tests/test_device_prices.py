@@ -17,7 +17,8 @@ from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
-from autoshard.report import as_text, plan_report
+from autoshard.report.planned import plan_report
+from autoshard.report.terminal import as_text
 from autoshard.solution import Solution, load
 from autoshard.strategies.candidates import Candidate
 from autoshard.strategies.ring import FORWARD

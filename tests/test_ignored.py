@@ -13,7 +13,8 @@ from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.cli.app import app
 from autoshard.mesh import Mesh
-from autoshard.report import as_text, plan_report
+from autoshard.report.planned import plan_report
+from autoshard.report.terminal import as_text
 from tests.helpers_models import Model
 
 ROOT = Path(__file__).parent.parent

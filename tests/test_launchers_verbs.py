@@ -18,9 +18,8 @@ from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.runs import PRECISIONS
 from autoshard.launch.torchtitan import FLAVORS
 from autoshard.planning.regret import regret
-from autoshard.report import as_text
 from autoshard.report.launchers import launches_table
-from autoshard.report.terminal import shown
+from autoshard.report.terminal import as_text, shown
 from models import llama
 from tests.helpers_command import record_of, refusal, run
 

@@ -20,8 +20,9 @@ from autoshard.planning.plan import plan_graph
 from autoshard.planning.question import ask
 from autoshard.planning.random_choice import random_choice
 from autoshard.problem import evaluate
-from autoshard.report import as_text, plan_report, summary
+from autoshard.report.planned import plan_report, summary
 from autoshard.report.proof import proof, verdict
+from autoshard.report.terminal import as_text
 from autoshard.simulate.chains import full_streams, longest_chain
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution

@@ -24,7 +24,8 @@ from autoshard.lower.program import Redistribute, lower
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report import as_text, plan_report
+from autoshard.report.planned import plan_report
+from autoshard.report.terminal import as_text
 from autoshard.solution import replay
 from autoshard.strategies import candidates
 from models import gpt2, llama, mlp

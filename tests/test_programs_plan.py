@@ -14,7 +14,9 @@ from autoshard import Mesh, Program
 from autoshard.cli import main
 from autoshard.layout import all_layouts, rank_bounds, text
 from autoshard.planning.programs import sub_mesh
-from autoshard.report import as_text, comparison, programs_record, programs_report
+from autoshard.report.changes import comparison
+from autoshard.report.programs import programs_record, programs_report
+from autoshard.report.terminal import as_text
 from autoshard.routes import DeviceSet, Transfers
 from models import mlp
 from tests.helpers_refusals import assert_refused

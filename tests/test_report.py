@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.report import as_text, exported, plan_report, summary, verify_report
 from autoshard.report.blocks import sections
+from autoshard.report.planned import plan_report, summary, verify_report
+from autoshard.report.terminal import as_text, exported
 from autoshard.solution import Placed
 from autoshard.units import percent, seconds, size
 from tests.helpers_solutions import linear_solution

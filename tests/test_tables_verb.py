@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.cli.verbs_without_model import limits_line, mesh_line
 from autoshard.mesh import Mesh
-from autoshard.report import axis_line
+from autoshard.report.plan_tables import axis_line
 from tests.helpers_command import record_of, refusal, run
 
 GOOD = "name,rows,columns,pooling\n" + "".join(f"t{i},{1000 * (i + 1)},64,{1 + i % 3}\n" for i in range(12))

@@ -21,7 +21,8 @@ from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report import as_text, plan_report
+from autoshard.report.planned import plan_report
+from autoshard.report.terminal import as_text
 from autoshard.routes import Routes
 from autoshard.strategies import Candidate, candidates, register_rule
 from autoshard.strategies.rows import EVEN_ONLY, RULES

@@ -21,9 +21,9 @@ def notebook(*args: Any) -> str:
 
 
 def frontier_svg(record: dict[str, Any]) -> str:
-    from autoshard.report import svg  # matplotlib takes a second to import
+    from autoshard.report import frontier  # matplotlib takes a second to import
 
-    return svg(record)
+    return frontier.svg(record)
 
 
 def provide_methods() -> None:

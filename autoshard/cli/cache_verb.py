@@ -51,7 +51,7 @@ def show(asked: Asked, output: Output) -> int:
     autoshard cache show plans.db 3f9a
     """
     plan = _plan(asked)
-    output.answer(load_report().summary(plan), lambda: load_report().planned_report(plan))
+    output.answer(load_report().planned.summary(plan), lambda: load_report().planned.planned_report(plan))
     return OK
 
 

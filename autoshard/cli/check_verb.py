@@ -44,7 +44,7 @@ def check(asked: Asked, output: Output) -> int:
         mesh=None if asked.cluster is None else load_cluster(asked.cluster), progress=output.progress,
     )  # fmt: skip
     record, sentence = checked.to_dict(), checked.sentence(asked.solution)
-    output.answer({**record, "message": sentence}, lambda: load_report().check_table(record, sentence))
+    output.answer({**record, "message": sentence}, lambda: load_report().explained.check_table(record, sentence))
     return OK if checked.ok else NO
 
 
@@ -70,5 +70,5 @@ def _check_launch(output: Output, asked: Asked) -> int:
         output.write(asked.out, lambda out: write_atomically(written, out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
     batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens; changes are compared at this batch"
-    output.answer(record, lambda: Group(load_report().launch_table(record, path), Text(batch)))
+    output.answer(record, lambda: Group(load_report().launchers.launch_table(record, path), Text(batch)))
     return OK if checked.ok else NO

@@ -25,7 +25,7 @@ def load_report() -> ModuleType:
 
 
 def load_cluster(path: str) -> Mesh:
-    from autoshard.cost import load_cluster as load  # here: torch again
+    from autoshard.cost import load_cluster as load  # here: it takes a moment to import
 
     return load(path)
 

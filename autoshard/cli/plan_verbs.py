@@ -74,8 +74,8 @@ def _plan(
         return say_no(output, error, error.to_dict())
     output.write(out, solution.save)
     report = load_report()
-    record = report.summary(solution) | ({} if compared is None else {"meshes": compared})
-    output.answer(record, lambda: report.planned_report(solution, compared))
+    record = report.planned.summary(solution) | ({} if compared is None else {"meshes": compared})
+    output.answer(record, lambda: report.planned.planned_report(solution, compared))
     return OK
 
 
@@ -92,7 +92,7 @@ def _plan_programs(programs: Mapping[str, Any], mesh: Mesh | None, asked: Asked,
     noted = {name: one.noting(set=asked.settings, model=f"{asked.model}#{name}") for name, one in plan.programs.items()}
     plan = replace(plan, programs=noted)
     output.write(asked.out, plan.save)
-    output.answer(report.programs_record(plan), lambda: report.programs_report(plan))
+    output.answer(report.programs.programs_record(plan), lambda: report.programs.programs_report(plan))
     return OK
 
 
@@ -110,7 +110,7 @@ def verify(asked: Asked, output: Output) -> int:
     options = {name: getattr(asked, name) for name in ("random", "seed", "plant_fault", "device")}
     mark = asked.solution if asked.mark else None
     record = load_api().verify(module, example_inputs, loaded, mark=mark, progress=output.progress, **options)
-    output.answer(record, lambda: load_report().verify_report(record))
+    output.answer(record, lambda: load_report().planned.verify_report(record))
     return OK if record["ok"] else NO
 
 

@@ -51,18 +51,18 @@ def show(asked: Asked, output: Output) -> int:
 def _print(output: Output, loaded: Any) -> None:
     report = load_report()
     if hasattr(loaded, "programs"):
-        output.answer(report.programs_record(loaded), lambda: report.programs_report(loaded))
+        output.answer(report.programs.programs_record(loaded), lambda: report.programs.programs_report(loaded))
     elif hasattr(loaded, "stages"):
         output.answer(loaded.to_dict(layouts=False), lambda: report.pipeline.pipeline_report(loaded))
     else:
-        output.answer(report.summary(loaded), lambda: report.planned_report(loaded))
+        output.answer(report.planned.summary(loaded), lambda: report.planned.planned_report(loaded))
 
 
 def _compare(output: Output, asked: Asked) -> bool:
     """Print the differences of two plans, and return whether they are the same."""
     report = load_report()
-    record = report.comparison(*(load_any_plan(path, asked.mesh) for path in (asked.solution, asked.other)))
-    output.answer(record, lambda: report.comparison_tables(record))
+    record = report.changes.comparison(*(load_any_plan(path, asked.mesh) for path in (asked.solution, asked.other)))
+    output.answer(record, lambda: report.changes.comparison_tables(record))
     return record["same"]
 
 
@@ -148,7 +148,7 @@ def explain(asked: Asked, output: Output) -> int:
         shown.append(lambda: load_report().explained.explained(record["explained"]))
     if asked.robust:
         record["robust"] = load_api().robustness(module, example_inputs, loaded, slack=asked.within, **options)
-        shown.append(lambda: load_report().robustness_table(record["robust"]))
+        shown.append(lambda: load_report().explained.robustness_table(record["robust"]))
     output.answer(record, lambda: Group(*(part() for part in shown)))
     return OK
 
@@ -159,11 +159,11 @@ def _programs(output: Output, plan: Any) -> int:
 
     report = load_report()
     prices: dict[str, dict] = {}
-    parts: list[Callable[[], RenderableType]] = [partial(report.programs_report, plan)]
+    parts: list[Callable[[], RenderableType]] = [partial(report.programs.programs_report, plan)]
     for name, one in plan.programs.items():
         parts.append(partial(Text, f"\nprogram {name}", style="bold"))
         _prices(one, prices.setdefault(name, {}), parts)
-    output.answer({**report.programs_record(plan), "prices": prices}, lambda: Group(*(part() for part in parts)))
+    output.answer({**report.programs.programs_record(plan), "prices": prices}, lambda: Group(*(part() for part in parts)))
     return OK
 
 
@@ -178,8 +178,8 @@ def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]
     """The parts of the cost, with the errors of their prices."""
     record["interval_seconds"] = None if loaded.interval is None else list(loaded.interval)
     record["fingerprint"] = loaded.fingerprint.get("prices")
-    record["prices"] = load_report().price_parts(loaded)
-    shown.append(lambda: load_report().prices_report(loaded))
+    record["prices"] = load_report().plan_tables.price_parts(loaded)
+    shown.append(lambda: load_report().explained.prices_report(loaded))
 
 
 @app.command()
@@ -207,5 +207,5 @@ def export(asked: Asked, output: Output) -> int:
     record = {"format": asked.kind, "export": plain, "left": [one._asdict() for one in value.left]}
     record |= {"cost_seconds": value.cost_seconds, "plan_cost_seconds": loaded.cost, "extra_seconds": value.extra_seconds}
     if asked.out is None or output.as_json:
-        output.answer(record, lambda: load_report().exported_text(plain))
+        output.answer(record, lambda: load_report().terminal.exported_text(plain))
     return OK

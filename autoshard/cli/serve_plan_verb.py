@@ -34,7 +34,7 @@ def serve_plan(asked: Asked, output: Output) -> int:
     options = {name: getattr(asked, name) for name in names}
     plan = planned(module, asked.devices, memory_limit=asked.memory, progress=output.progress, **options)
     record = plan.to_dict() | {"model": asked.model, "styles": _styles(plan.solution)}
-    output.answer(record, lambda: load_report().serving_report(record))
+    output.answer(record, lambda: load_report().serving.serving_report(record))
     return OK if plan.best is not None else NO
 
 

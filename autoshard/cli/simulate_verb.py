@@ -122,7 +122,7 @@ def _write(simulated: Simulated, asked: Asked, output: Output) -> None:
     output.progress("writing", 0.95)
 
     def save_trace(path: str) -> None:
-        report.timeline.save_trace(report.trace_of(timeline) if run is None else report.trace_of_run(run), path)
+        report.timeline.save_trace(report.timeline.trace_of(timeline) if run is None else report.timeline.trace_of_run(run), path)
 
     def draw(path: str) -> None:
         report.timeline.draw_timeline(timeline, path) if run is None else report.timeline.draw_run(run, path)

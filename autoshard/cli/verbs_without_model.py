@@ -125,9 +125,7 @@ def tables(asked: Asked, output: Output) -> int:
 
 def mesh_line(mesh: Mesh) -> str:
     """The device and the links that times are computed from, written as in the report of `autoshard plan`."""
-    from autoshard.report import axis_line
-
-    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(axis_line, mesh.axes)])
+    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(load_report().plan_tables.axis_line, mesh.axes)])
 
 
 def limits_line(hbm: float, host_memory: float | None, reserve: float) -> str:

@@ -142,11 +142,6 @@ class Block:
         return Block(forward, backward, self.launches[rows])
 
 
-def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
-    """Of a block, and of the ends: token table, last norm, head and loss."""
-    return of_each_kind(_block, runs, constants)
-
-
 def of_each_kind(function: Callable[..., tuple], runs: TrainingRuns, constants: RunConstants, more: Sequence[np.ndarray] = ()) -> Any:
     """`function` of runs and constants, called with one run of each kind of block: launches of one model have few. more: columns beside
     OF_BLOCK that the results depend on."""
@@ -162,7 +157,8 @@ def rows_of_kinds(*columns: np.ndarray) -> list[tuple[list[str], np.ndarray]]:
     return [([column[first].item() for column in columns], np.flatnonzero(of == i)) for i, first in enumerate(firsts.tolist())]
 
 
-def _block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
+def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
+    """Of a block, and of the ends: token table, last norm, head and loss."""
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
     kinds = rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute)

@@ -157,9 +157,6 @@ def last_end(tasks: Iterable[tuple[int, Sequence[int], Any]]) -> Any:
     ends: list[Any] = []
     free: dict[int, Any] = {}
     for stream, after, seconds in tasks:
-        begin = free.get(stream, 0.0)
-        for j in after:
-            begin = np.maximum(begin, ends[j])
-        ends.append(begin + seconds)
+        ends.append(reduce(np.maximum, (ends[j] for j in after), free.get(stream, 0.0)) + seconds)
         free[stream] = ends[-1]
     return reduce(np.maximum, free.values(), 0.0)

@@ -65,5 +65,5 @@ def check_launch(described: LaunchConfig, launcher: str, site: Site, *, executor
     launch, sizes = described.launch, described.sizes
     reasons = why_illegal(launch, sizes, launcher)
     prices = None if reasons else prices_of(TrainingRuns.of([launch]), sizes, site, launcher)
-    ranked = ranking(launch, sizes, site, launcher, executor)
+    ranked = ranking(launch, sizes, site, launcher, executor, fitting=True)
     return CheckedLaunch(described, launcher, site, reasons, prices, tuple(best_changes(launch, prices, ranked)))

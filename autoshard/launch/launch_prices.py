@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.cost import beside, device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
 from autoshard.devices import DEVICES
 
-from .block_time import Block, Parts, RunConstants, block
+from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
@@ -27,6 +27,7 @@ from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, st
 
 STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
+LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds
 KERNELS = ("matmul", "attention", "elementwise", "optimizer")
 OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated")
@@ -94,12 +95,18 @@ def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: s
     tokens = runs.global_batch * runs.seq / seconds / runs.devices
     bytes, flops = memory.device, sizes.flops_per_token(runs.seq)
     chance = chance_to_fit(bytes, site.memory, [STACKS.get(launcher, launcher)])
-    return LaunchPrices(seconds, bytes, tokens, flops * tokens / site.peak, chance, chance >= 0.5)  # type: ignore[arg-type]
+    return LaunchPrices(seconds, bytes, tokens, flops * tokens / site.peak, chance, chance >= LIKELY)  # type: ignore[arg-type]
+
+
+def likely_to_fit(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> np.ndarray:
+    """`fits` of `prices_of`, without the seconds."""
+    bytes = launch_memory(launches, sizes, site, launcher).device
+    return chance_to_fit(bytes, site.memory, [STACKS.get(launcher, launcher)]) >= LIKELY
 
 
 def launch_memory(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> Memory:
     """Bytes of launches by stage, moment and kind."""
-    return _priced(launches, sizes, site, launcher, True)[2]
+    return _priced(launches, sizes, site, launcher, True, timed=False)[2]
 
 
 def interval(launcher: str) -> tuple[float, float]:
@@ -123,8 +130,10 @@ def seconds_by_kind(launch: Launch, sizes: ModelSizes, site: Site, launcher: str
     return dict(sorted(((kind, float(seconds[0])) for kind, seconds in parts.items()), key=lambda part: (-part[1], part[0])))
 
 
-def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool) -> tuple[Parts, TrainingRuns, Memory]:
-    """Seconds by kind, all columns, memory."""
+def _priced(
+    launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool, *, timed: bool = True
+) -> tuple[Parts, TrainingRuns, Memory]:
+    """Seconds by kind, none if not timed; all columns; memory."""
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
@@ -134,28 +143,41 @@ def _priced(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
-    blocks = block(runs, constants)
-    parts = step_parts(runs, constants, split, blocks)
-    if "offload" in runs.values and runs.offload.any():  # gradients go to the host, whose processors update, and parameters come back
+    blocks = of_each_kind(block, runs, constants) if timed else ()
+    parts = step_parts(runs, constants, split, blocks) if blocks else {}
+    if parts and "offload" in runs.values and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
         parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
     of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
     memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
     if sizes.experts:
-        more, more_bytes = experts(runs, sizes, constants, split, blocks[0])
+        more, more_bytes = experts(runs, sizes, constants, split, *blocks[:1])
         parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}
         memory = memory.with_more(more_bytes)
     return parts, runs, memory
 
 
-def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block) -> tuple[Parts, Kinds]:
-    """Seconds per step by kind, and bytes per device by kind, that a mixture needs beyond its dense model."""
+def experts(
+    runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block | None = None
+) -> tuple[Parts, Kinds]:  # fmt: skip
+    """Seconds per step by kind, none without a block's, and bytes per device by kind, that a mixture needs beyond its dense model."""
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
-    ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     tokens = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1)  # that a device sends to experts
+    unused = sizes.expert_parameters * (1 - sizes.active / sizes.experts) / max(sizes.expert_layers, 1)  # of a block
+    local = unused / ranks
+    alike = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts
+    sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), alike), 1.0)
+    largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
+    # a token's copies, sent to the experts and back, in 16 bits; recomputation of whole blocks keeps none
+    sent_bytes = np.where(runs.recompute == "full", 0.0, 4 * tokens * sizes.active * sizes.width)
+    kinds = state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, constants)
+    kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
+    if one is None:
+        return {}, kinds
+    ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
     copies = np.minimum(sizes.active, runs.expert * (1 - (1 - 1 / runs.expert) ** sizes.active))
@@ -166,20 +188,15 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
     of, ffn = constants.in_program(constants.matmul), runs.ffn / runs.tensor
     dense = matmul_seconds(runs.tokens, runs.width, (1 + runs.gated) * ffn, of) + matmul_seconds(runs.tokens, ffn, runs.width, of)
     few = 3 * (device.training * routed - dense * sizes.active * sizes.expert_ffn / runs.ffn)
-    unused = sizes.expert_parameters * (1 - sizes.active / sizes.experts) / max(sizes.expert_layers, 1)  # of a block
-    local = unused / ranks
-    copies = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts
-    sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), copies), 1.0)
     fsdp = constants.ring(runs, sharded, ranks)
     gathered = (runs.zero >= 2) * (fsdp.gather(2 * local) * (1 + (runs.zero >= 3)) + fsdp.gather(stack.gradient_bytes * local))
     hidden_by = one.seconds[0] + one.seconds[1]
     owned = blocks * local / sharded
-    reduce = constants.ring(runs, copies, ranks)
+    reduce = constants.ring(runs, alike, ranks)
     exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
-    reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (copies > 1)
+    reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (alike > 1)
     once = np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0)  # as of other parameters
     sent = (beside(hidden_by, gathered) - hidden_by) * once
-    largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
     exchanged = np.where(runs.async_expert > 0, beside(hidden_by, exchanged) - hidden_by, exchanged)
     times = blocks * runs.microbatches
     waiting = blocks * bubbles(runs, one) * (runs.pipeline - largest) + times * (largest - 1)
@@ -187,7 +204,4 @@ def experts(runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, spli
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
         "data parallel": times * sent + reduced, "bubble": waiting * (exchanged + few + sent),
     }  # fmt: skip
-    # a token's copies, sent to the experts and back, in 16 bits; recomputation of whole blocks keeps none
-    sent_bytes = np.where(runs.recompute == "full", 0.0, 4 * tokens * sizes.active * sizes.width)
-    kinds = state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, constants)
-    return parts, {**kinds, "activations": in_flight(runs, 0) * blocks * largest * sent_bytes}
+    return parts, kinds

@@ -89,7 +89,7 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
         experts = [1]
     if len(kept) * len(experts) * len(sizes_of) * len(RECOMPUTED[launcher]) > MOST:
         kept = kept[(kept.shard == 1) | (kept.shard == kept.data)]
-    ways, parts = [], []
+    mixtures, parts = [], []
     for expert in experts:
         mixed = kept.with_columns(expert=np.full(len(kept), expert))
         of_experts = [mixed] if expert == 1 else [mixed.with_columns(expert_tensor=np.ones(len(kept), int))]
@@ -98,11 +98,10 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
             of_experts = [mixed, divided.with_columns(expert_tensor=np.ones(len(divided), int))]
             for switch in ("async_expert", "deepep") if expert > 1 else ():
                 of_experts += [one.with_columns(**{switch: np.ones(len(one), bool)}) for one in of_experts]
-        ways += of_experts
-    with_experts = TrainingRuns.joined(ways)
+        mixtures += of_experts
+    ways = TrainingRuns.joined(mixtures)
     for microbatch, kind in product(sizes_of, RECOMPUTED[launcher]):  # launches with the same blocks are neighbors
-        each = {"microbatch": microbatch, "recompute": kind}
-        part = with_experts.with_columns(**{name: np.full(len(with_experts), value) for name, value in each.items()})
+        part = ways.with_columns(microbatch=np.full(len(ways), microbatch), recompute=np.full(len(ways), kind))
         parts.append(part[legal(part, sizes, launcher)])
     return TrainingRuns.joined(parts)
 

@@ -118,7 +118,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     """Of every run. split: as in `step_seconds`."""
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
     p, one, none = runs.pipeline, runs.pipeline == 1, np.zeros(len(runs))
-    kept, working = activation_bytes(runs, constants)
+    kept, working = of_each_kind(activation_bytes, runs, constants, [p > 1])
     logits, table = logits_bytes(runs, constants), runs.table_parameters
     shard = 2 * runs.tokens * runs.width / np.where(runs.sequence_parallel > 0, runs.tensor, 1.0)  # of what goes from block to block
     ends = 2 * runs.tokens * runs.width + shard  # kept of the last norm and the head
@@ -202,10 +202,6 @@ def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> n
 
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     """What a block keeps of one microbatch for its backward; and what one block holds besides while it is computed again and backward."""
-    return of_each_kind(_activation_bytes, runs, constants, [runs.pipeline > 1])
-
-
-def _activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     # Megatron fuses chains of ops and keeps what autograd asks for: it has no partitioner
     partitioned = (runs.compiled > 0) & (constants.stack.fused_accumulation == 0)

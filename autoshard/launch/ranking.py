@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices, Site, interval, prices_of, seconds_by_kind
+from .launch_prices import LaunchPrices, Site, interval, likely_to_fit, prices_of, seconds_by_kind
 from .launch_space import illegal_by_rule, launches, structures
 from .model_sizes import ModelSizes
 from .runs import Launch, TrainingRuns, distinct
@@ -98,11 +98,12 @@ Only = Mapping[str, Iterable]  # values that columns of `TrainingRuns.degrees` m
 
 
 def ranking(
-    fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executor: Executor | None = None, only: Only | None = None
+    fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executor: Executor | None = None, only: Only | None = None,
+    fitting: bool = False,
 ) -> Ranking:  # fmt: skip
     """Every legal launch with the devices, sequence, global batch, precision and flags of `fixed`, best first.
 
-    only: {"tp": (1, 2)}.
+    only: {"tp": (1, 2)}. fitting: without those that don't fit, but for one where none does.
 
     executor: prices chunks of launches with its map (processes, or a Dask or Ray cluster); without one they are priced here. The order
     doesn't depend on it. ValueError where no launch is legal.
@@ -120,10 +121,15 @@ def ranking(
         if not len(columns):
             asked = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in only.items())
             raise ValueError(f"no legal launch of {launcher} on {fixed.devices} devices has {asked}; expected other values, or fewer")
-    chunks = [columns[start : start + CHUNK] for start in range(0, len(columns), CHUNK)]
-    price = partial(prices_of, sizes=sizes, site=site, launcher=launcher)
-    parts = map(price, chunks) if executor is None else executor.map(price, chunks)
-    priced = LaunchPrices(*(np.concatenate(columns) for columns in zip(*parts)))
+
+    def of_chunks(function: Callable) -> Iterable:
+        chunks = [columns[start : start + CHUNK] for start in range(0, len(columns), CHUNK)]
+        return (map if executor is None else executor.map)(partial(function, sizes=sizes, site=site, launcher=launcher), chunks)
+
+    if fitting:
+        fits = np.concatenate([*of_chunks(likely_to_fit)])
+        columns = columns[fits if fits.any() else slice(1)]
+    priced = LaunchPrices(*map(np.concatenate, zip(*of_chunks(prices_of))))
     order = np.lexsort((np.arange(len(columns)), -np.round(priced.tokens_per_second, 9), -np.round(priced.expected, 9), ~priced.fits))
     prices = LaunchPrices(*(column[order] for column in priced))
     return Ranking(launcher, sizes, site, columns[order], prices, illegal_by_rule(splits, sizes, launcher), len(splits))

@@ -92,13 +92,11 @@ COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and
 
 def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Of columns of equal length: a row of each different combination, and for every row which of these it is."""
-    code, kinds = np.zeros(1, int), 1
+    code = np.zeros(1, int)
     for column in columns:
         known, inverse = _numbered(column)
-        kinds, code = _numbered(code * known + inverse) if known > 1 else (kinds, code + inverse)
-    firsts = np.zeros(kinds if len(code) else 0, int)
-    firsts[code[::-1]] = np.arange(len(code))[::-1]
-    return firsts, code
+        code = _numbered(code * known + inverse)[1] if known > 1 else code + inverse
+    return np.unique(code, return_index=True)[1], code
 
 
 def _numbered(column: np.ndarray) -> tuple[int, np.ndarray]:
@@ -106,9 +104,9 @@ def _numbered(column: np.ndarray) -> tuple[int, np.ndarray]:
     if (column == column[:1]).all():
         return 1, np.zeros(len(column), int)
     if column.dtype.kind == "U":
-        values = sorted({*column.tolist()})
-        return len(values), sum((i * (column == value) for i, value in enumerate(values)), np.zeros(len(column), int))
-    if (column == (whole := column.astype(int))).all() and 0 <= whole.min() and whole.max() < MOST_VALUES:
+        words = sorted({*column.tolist()})
+        return len(words), sum((i * (column == word) for i, word in enumerate(words)), np.zeros(len(column), int))
+    if 0 <= column.min() and column.max() < MOST_VALUES and (column == (whole := column.astype(int))).all():
         there = np.bincount(whole) > 0
         return int(there.sum()), (np.cumsum(there) - 1)[whole]
     values, inverse = np.unique(column, return_inverse=True)
@@ -165,8 +163,7 @@ class TrainingRuns:
             "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "ep": self.expert,
             "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
             "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor, "vpp": self.virtual, "split": self.split,
-            "passes": self.passes, "async_expert": self.async_expert,
-            "deepep": self.deepep,
+            "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep,
         }  # fmt: skip
 
     @property

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.cost import beside
 
-from .block_time import Block, Parts, RunConstants, block
+from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
 from .runs import ZERO_BUBBLE, TrainingRuns
 
@@ -36,14 +36,12 @@ def step_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages | No
     return sum(step_parts(runs, constants, split).values())  # type: ignore[return-value]
 
 
-def step_parts(
-    runs: TrainingRuns, constants: RunConstants, split: Stages | None = None, blocks: tuple[Block, Block] | None = None
-) -> Parts:  # fmt: skip
+def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None, blocks: tuple[Block, ...] = ()) -> Parts:
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
     launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split: as
-    for `step_seconds`. blocks: `block(runs, constants)`."""
+    for `step_seconds`. blocks: as `block` has them."""
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
-    one, ends = blocks or block(runs, constants)
+    one, ends = blocks or of_each_kind(block, runs, constants)
     (forward, backward), has = one.seconds, constants.has
     hidden, edges = _with_fsdp(one, runs, constants)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)
