@@ -161,11 +161,10 @@ def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
-    kinds = rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute)
-    rows_of = [rows for _, rows in kinds]
+    kinds, rows_of = zip(*rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute))
     blocks = [
         _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme), recompute)
-        for (family, scheme, how, recompute), rows in kinds
+        for (family, scheme, how, recompute), rows in zip(kinds, rows_of)
     ]
     order = np.argsort(np.concatenate(rows_of))
 

@@ -137,7 +137,7 @@ def _priced(
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = priced_runs(launches, sizes, site)
-    precisions = launches.precision if len(set(launches.precision.tolist())) > 1 else launches.precision[:1]
+    precisions = launches.precision if (launches.precision != launches.precision[:1]).any() else launches.precision[:1]
     constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], precisions, fitted=fitted)
     if site.inside is not None:
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach

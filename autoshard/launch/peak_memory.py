@@ -140,9 +140,10 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         activations = held * blocks * kept
         # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
         buffers = shard * np.where(one, 0.0, held + np.where(runs.zero >= 2, runs.microbatches, 2.0))
+        states = state_bytes(runs, parameters, constants)
+        states["parameters"] = states["parameters"] + np.where(runs.itemsize() < 2, constants.memory.copies8, 0.0) * of_blocks
         for moment in MOMENTS:
-            kinds = state_bytes(runs, parameters, constants)
-            kinds["parameters"] = kinds["parameters"] + np.where(runs.itemsize() < 2, constants.memory.copies8, 0.0) * of_blocks
+            kinds = dict(states)
             if moment == "loss":
                 kinds["gradients"] = np.where(appear, 0.0, kinds["gradients"])
             kinds["gathered"] = _gathered(runs, constants.stack, tables / runs.tensor, moment)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class TrainingRuns:
             "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep,
         }  # fmt: skip
 
-    @property
+    @cached_property
     def microbatches(self) -> np.ndarray:
         """Per step and data parallel rank."""
         return np.maximum(self.global_batch // (self.data * self.microbatch), 1)
