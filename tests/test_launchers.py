@@ -22,7 +22,7 @@ from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.ranking import ranking
-from autoshard.launch.runs import SCHEDULES, TrainingRuns
+from autoshard.launch.runs import SCHEDULES, TrainingRuns, distinct
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
@@ -489,6 +489,30 @@ class OnlyMap(Executor):
 
     def map(self, function, *columns, timeout=None, chunksize=1):
         return iter([function(*row) for row in zip(*columns)])
+
+
+@pytest.mark.parametrize("launcher, flavor", [("torchtitan", "8B"), ("megatron", "mixtral"), ("nanotron", "8B")])
+@pytest.mark.parametrize("memory", [80e9, 24e9, 1e9])
+def test_the_launches_that_fit_are_ranked_as_among_all(launcher, flavor, memory):
+    fixed, site = Launch(16, 2048, 64), Site(memory=memory)
+    every, fitting = (ranking(fixed, MODELS[flavor], site, launcher, fitting=fitting) for fitting in (False, True))
+    count = int(every.prices.fits.sum())
+    assert count == 0 if memory == 1e9 else count < len(every)
+    assert len(fitting) == max(count, 1) and fitting.rows(count) == every.rows(count) and fitting.prices.fits.all() == (count > 0)
+
+
+COLUMNS = (
+    st.sampled_from([0, 1, 7, 2**20, -3]), st.sampled_from([1.0, 2.5, -1.0, 1e12, 3.0]), st.booleans(),
+    st.sampled_from(["a", "bb", ""]), st.just(4),
+)  # fmt: skip
+
+
+@given(rows=st.lists(st.tuples(*COLUMNS), max_size=30))
+def test_distinct_rows_are_counted(rows):
+    dtypes = (int, float, bool, str, int)
+    firsts, of = distinct([np.array([row[k] for row in rows], dtype) for k, dtype in enumerate(dtypes)])
+    assert len(firsts) == len(set(rows)) and len(of) == len(rows)
+    assert [rows[firsts[k]] for k in of] == rows and firsts.tolist() == [rows.index(rows[first]) for first in firsts]
 
 
 @pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor, OnlyMap])

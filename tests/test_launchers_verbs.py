@@ -1,6 +1,8 @@
 """`degrees` and `check --launcher` on the command line, and the regret of the best launch against what `plan` says."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -43,6 +45,20 @@ def test_degrees_prints_exactly_the_documented_keys(launcher):
     for row in record["configurations"]:
         assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8
         assert row["tp"] <= 4 or launcher == "megatron"  # the model has 4 key-value heads, which Megatron may replicate
+
+
+@pytest.mark.parametrize("words", [("check", "--launcher", "nanotron"), ("fits", "--launcher", "nanotron")])
+def test_a_configuration_is_judged_without_torch(words):
+    code = f"""
+import sys
+from autoshard.cli import main
+sys.argv = ["autoshard", "{words[0]}", "{DATA}/nanotron/llama3b.yaml", *{words[1:]}]
+main()
+print("loaded:", "torch" in sys.modules, "networkx" in sys.modules)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert printed.stdout.splitlines()[-1] == "loaded: False False", printed.stderr
+    assert "fits with a chance of" in printed.stdout
 
 
 @pytest.mark.parametrize("words", [("--launcher", "megatron"), ("--launcher", "torchtitan", "--compile", "--precision", "fp8")])

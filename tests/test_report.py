@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard import report
 from autoshard.report.blocks import sections
 from autoshard.report.planned import plan_report, summary, verify_report
 from autoshard.report.terminal import as_text, exported
@@ -20,6 +21,16 @@ def parameters(num_blocks: int, odd: tuple[int, ...] = ()) -> dict:
         }  # fmt: skip
         found[f"h.{k}.attn.bias"] = {"layout": "R,S(0)", "shape": [2304], "dtype": "float32", "local_bytes": 2304}
     return found
+
+
+@pytest.mark.parametrize("page", report._PAGES)
+def test_modules_are_loaded_when_they_are_used(page):
+    assert report.__getattr__(page) is getattr(report, page) and getattr(report, page).__name__ == f"autoshard.report.{page}"
+
+
+def test_a_module_that_is_not_there_is_an_error():
+    with pytest.raises(AttributeError, match="'autoshard.report' has no attribute 'launcher'"):
+        report.launcher  # noqa: B018
 
 
 @pytest.mark.parametrize(
