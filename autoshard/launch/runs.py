@@ -107,9 +107,9 @@ def _numbered(column: np.ndarray) -> tuple[int, np.ndarray]:
     if column.dtype.kind == "U":
         words = sorted({*column.tolist()})
         return len(words), sum((i * (column == word) for i, word in enumerate(words)), np.zeros(len(column), int))
-    if 0 <= column.min() and column.max() < MOST_VALUES and (column == (whole := column.astype(int))).all():
-        there = np.bincount(whole) > 0
-        return int(there.sum()), (np.cumsum(there) - 1)[whole]
+    if 0 <= column.min() and column.max() < MOST_VALUES and (column == (rounded := column.astype(int))).all():
+        there = np.bincount(rounded) > 0
+        return int(there.sum()), (np.cumsum(there) - 1)[rounded]
     values, inverse = np.unique(column, return_inverse=True)
     return len(values), inverse
 
