@@ -1,10 +1,12 @@
 """Predicted peaks against the bytes that one rank's program takes under torch's MemTracker, and what a plan says about its peak."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
 from autoshard.api import Infeasible, plan
+from autoshard.capture import capture
 from autoshard.cost import bytes_per_parameter, master_bytes, optimizer_step_seconds
 from autoshard.formulate import KINDS, Formulation, Training, formulate
 from autoshard.graph import Graph
@@ -15,7 +17,8 @@ from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
-from benchmarks.studies.peaks import TOLERANCE, measured_peak
+from benchmarks.studies.peaks import ON_RANKS, RANKS, TOLERANCE, measured_peak, on_ranks
+from models import mlp
 from tests.helpers import TINY, tiny_graph
 
 MODELS = ("mlp", "gpt2")
@@ -52,6 +55,22 @@ def test_the_peak_of_random_layouts_is_never_below_what_their_program_takes(case
     f = formulated(*case)
     found = ratio(f.graph, as_solution(f, random_choice(f, 0)))
     assert 1 - 0.02 <= found <= 1.6  # moves are counted as if all inputs of an op were fetched at once
+
+
+@pytest.mark.parametrize("batch", [256, 2048])
+@pytest.mark.parametrize("sizes", [(4,), (8,)])
+def test_a_gradient_that_ends_in_a_view_is_reduced_beside_nothing_of_the_next_op(sizes, batch):
+    graph, mesh = capture(*mlp.mlp(batch=batch, width=128, hidden=512), training=True), Mesh.from_bandwidths(sizes)
+    f = formulate(graph, candidates(graph, mesh), mesh, training=Training())
+    assert ratio(graph, as_solution(f, solve(f.problem).choice)) == pytest.approx(1, abs=ON_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_hold_what_is_predicted(name):
+    """Training on 4 gloo ranks: 20 plans with limits, recomputation, offloading, microbatches, and pipelines in four orders."""
+    row = on_ranks(RANKS[name], SimpleNamespace(data="models"))
+    assert row["ok"], row
 
 
 def test_a_forgotten_part_is_seen():

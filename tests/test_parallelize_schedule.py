@@ -114,6 +114,26 @@ def test_gathers_of_parameters_are_prefetched_in_order_where_there_is_room(pace)
     assert "forward: 3 collectives for 3 of the plan" in described({"forward": rows}, pace.mesh)
 
 
+@pytest.mark.parametrize("spare, early", [(0.0, False), (2e6, True)])
+def test_a_gather_of_activations_begins_early_only_where_its_bytes_fit(pace, spare, early):
+    """It is read behind the fullest moment; before, it would be one large tensor more there."""
+    group = pace.groups.names[0]
+
+    def forward(x):
+        part = x[:256] * 2
+        y = x @ x
+        for _ in range(2):
+            y = torch.sin(y) @ torch.cos(y)
+        return y @ gathered(part, group)
+
+    module = traced(forward, BIG)
+    limit = room([module.graph], spare)
+    overlap(module, pace, limit)
+    nodes = list(module.graph.nodes)
+    assert max(live_bytes(nodes[:-1], nodes[-1])) <= limit
+    assert (nodes.index(starts(module)[0]) < min(i for i, n in enumerate(nodes) if n.target is torch.ops.aten.sin.default)) is early
+
+
 def test_reductions_are_waited_for_at_the_end_or_where_their_bytes_do_not_fit(pace):
     group = pace.groups.names[0]
 

@@ -210,7 +210,7 @@ class Usages:
         elif producer in self.sums:
             time = self._reduced(producer)
             self._hold("temporaries", EdgeUsage(edge, time, time + 1, move.copy + move.buffers))
-        elif self.graph.ops[producer].alias is not None and result.value not in self.hubs:  # reduced when the view is made, which takes no bytes
+        elif self.graph.ops[producer].alias is not None and result.value not in self.hubs:  # reduced with its view, which takes no bytes
             self._hold("temporaries", EdgeUsage(edge, producer, producer + 1, move.copy + move.buffers))
         else:  # the unreduced gradient is there while it is reduced
             self._hold("temporaries", EdgeUsage(edge, producer + 1, producer + 2, move.leaving))

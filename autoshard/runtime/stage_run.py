@@ -120,7 +120,7 @@ class StageRun(PipelineStageBase):
         if not self.has_backward:
             return
         received = self._received(False, bwd_chunk_id)
-        self.held.pop((True, bwd_chunk_id))
+        self.held.pop((True, bwd_chunk_id), None)
         graphs, halves = self.graphs.of, self.graphs.halves
         arguments = self.saved.pop(bwd_chunk_id)
         arguments += [self._tangent(name, received, bwd_chunk_id) for name in graphs.tangents] + self.where.position
@@ -180,8 +180,7 @@ class StageRun(PipelineStageBase):
         return incoming.ops
 
     def _send(self, forward: bool, k: int) -> list[dist.P2POp]:
-        values = self.held[forward, k] if forward else self.held.pop((forward, k))
-        return outgoing(self.stage.leaves[forward], self.place.rank, values, self.place.sends)
+        return outgoing(self.stage.leaves[forward], self.place.rank, self.held.pop((forward, k)), self.place.sends)
 
     def _received(self, forward: bool, k: int) -> dict[str, Tensor]:
         incoming = self.incoming.pop((forward, k), None)
@@ -189,7 +188,7 @@ class StageRun(PipelineStageBase):
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Called on the stage behind one of the same devices, right after that one's forward pass."""
-        self._handed_over(True, mb_index, self.before.held[True, mb_index])
+        self._handed_over(True, mb_index, self.before.held.pop((True, mb_index)))
 
     def get_local_bwd_output(self, mb_index: int) -> dict[str, Tensor]:
         return self.held.pop((False, mb_index), {})
