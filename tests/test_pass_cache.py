@@ -32,7 +32,10 @@ def location(request, tmp_path):
     return request.param.format(n=tmp_path.name, here=tmp_path)
 
 
-@pytest.mark.parametrize("location", LOCATIONS, indirect=True)
+QUICKLY = [pytest.param(where, marks=[] if where == "plans.db" else pytest.mark.slow) for where in LOCATIONS]
+
+
+@pytest.mark.parametrize("location", QUICKLY, indirect=True)
 def test_the_second_call_is_served_and_nothing_is_solved(location, monkeypatch):
     first = run(kind="joint", cache=location)[1]
     assert first["cache"] == "cold"
