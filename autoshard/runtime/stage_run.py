@@ -126,8 +126,9 @@ class StageRun(PipelineStageBase):
         arguments += [self._tangent(name, received, bwd_chunk_id) for name in graphs.tangents] + self.where.position
         if full_backward:
             assert self.graphs.backward is not None
+            arguments += self._sums()  # no second list: it would hold what the pass frees
             with self._drawing():
-                values = dict(zip(graphs.gradients, self.graphs.backward(arguments + self._sums()), strict=True))
+                values = dict(zip(graphs.gradients, self.graphs.backward(arguments), strict=True))
             sent = {key: x for key, x in values.items() if key.startswith(f"gradient:{SENT}")}
         else:
             assert halves is not None
