@@ -104,7 +104,6 @@ def ranking(
     """Every legal launch with the devices, sequence, global batch, precision and flags of `fixed`, best first.
 
     only: {"tp": (1, 2)}. fitting: without those that don't fit, but for one where none does.
-
     executor: prices chunks of launches with its map (processes, or a Dask or Ray cluster); without one they are priced here. The order
     doesn't depend on it. ValueError where no launch is legal.
     """
