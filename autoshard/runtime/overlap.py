@@ -179,8 +179,8 @@ class _Schedule:
 
     def _fits(self, start: fx.Node, i: int, end: int) -> bool:
         """Whether the bytes of a start before anchor i instead of anchor `end` fit; they count from now on if they do."""
-        made = [node for node in start.all_input_nodes if node not in self.placed and node.target not in VIEWS]
-        held = sum(map(size, (start, *made)))
+        sources = [node for node in start.all_input_nodes if node not in self.placed and node.target not in VIEWS]
+        held = sum(map(size, (start, *sources)))
         fits = max(self.live[i:end], default=0) + held <= self.limit
         if fits:
             self.live[i:end] = [now + held for now in self.live[i:end]]
