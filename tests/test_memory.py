@@ -67,7 +67,6 @@ def test_a_gradient_that_ends_in_a_view_is_reduced_beside_nothing_of_the_next_op
 
 MORE = {  # what is held beyond the prediction
     "gpt2 pipeline, zb_h1": "what the first half of the backward pass leaves for the second is not counted",
-    "gpt2 2x2, recompute auto": "joined collectives keep more than `bucket` counts; without joining the run holds what is predicted",
 }
 
 

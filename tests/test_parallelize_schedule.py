@@ -14,6 +14,7 @@ from autoshard.lower import lower
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
+from autoshard.lower.kernels.offload import with_waits
 from autoshard.runtime.bucketing import bucket
 from autoshard.runtime.overlap import described, overlap, room, scheduled
 from models import gpt2
@@ -227,6 +228,26 @@ def test_a_pass_may_reach_what_another_pass_of_the_step_reaches(pace):
     (rows,) = scheduled([alone], pace, 0.0)
     better, _ = scheduled([first, second], pace, 0.0)
     assert len(better) < len(rows) == 3  # the second pass has more alive, so in the first there is room to join gathers
+
+
+def test_what_waits_in_the_hosts_memory_is_not_alive_on_the_device():
+    bytes, op = 4 * BIG[0] * BIG[1], torch.ops.autoshard
+
+    def forward(x):
+        return op.offload(x @ x, exposed=0.0), x.sum()
+
+    def backward(saved, x):
+        return (op.reload(saved, device=x.device, exposed=0.0) @ x).sum()
+
+    first, second = traced(forward, BIG), with_waits(traced(backward, BIG, BIG))
+    *nodes, output = first.graph.nodes
+    assert live_bytes(nodes, output)[-1] <= 8  # the product was alive while it was copied: only its sum is at the end
+    assert max(live_bytes(nodes, output)) == bytes
+    *nodes, output = second.graph.nodes
+    nodes[0].meta["kept"] = ("saved", bytes)
+    assert max(live_bytes(nodes, output)) == 2 * bytes  # what came back, once, and the product
+    nodes[1].meta["kept"] = ("x", bytes)  # a tensor that stayed on the device counts from the begin
+    assert live_bytes(nodes, output)[1] == bytes
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from torch import fx
 
 from autoshard.cost import ring_seconds
 from autoshard.lower.collectives import Groups
+from autoshard.lower.kernels.offload import AWAIT, OFFLOAD, RELOAD
 from autoshard.mesh import Mesh
 from autoshard.torch_private import c10d_functional
 
@@ -184,7 +185,7 @@ def owners(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     owner: dict[fx.Node, fx.Node] = {}
     kept: dict[str, fx.Node] = {}
     for node in nodes:
-        shares = node.target in VIEWS or node.target in (WAIT, getitem, ADD)
+        shares = node.target in VIEWS or node.target in (WAIT, AWAIT, getitem, ADD)
         owner[node] = owner.get(node.all_input_nodes[0], node) if shares and node.all_input_nodes else node
         if _is_kept(node):
             owner[node] = kept.setdefault(node.meta["kept"][0], node)
@@ -195,8 +196,12 @@ def _is_kept(node: fx.Node) -> bool:
     return node.op == "placeholder" and "kept" in node.meta
 
 
+def _is_on_host(node: fx.Node) -> bool:
+    return node.target is OFFLOAD or (node.op == "placeholder" and bool(node.users) and all(user.target is RELOAD for user in node.users))
+
+
 def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
-    """Live bytes while each node runs, without views. The graph's outputs are alive to its end.
+    """Live bytes while each node runs, without views and what waits in the host's memory. The graph's outputs are alive to its end.
 
     Only those placeholders count that an earlier pass has computed: node.meta["kept"] is (name of the memory, bytes), which is free
     after their last reader.
@@ -210,7 +215,7 @@ def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
         last[owner[source]] = len(nodes) - 1
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
-        if owner[node] is node and (node.op == "call_function" or _is_kept(node)):
+        if owner[node] is node and (node.op == "call_function" or _is_kept(node)) and not _is_on_host(node):
             held = node.meta["kept"][1] if _is_kept(node) else size(node)
             change[i] += held
             change[last[node] + 1] -= held

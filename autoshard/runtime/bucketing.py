@@ -8,7 +8,7 @@ Tensors with a first dim of n ranks (all_gather's output, reduce_scatter's input
 (n, m_0 + m_1 ...). Let r = max ready and d = min need (flow.py). A bucket adds these live bytes, and is made only where they stay within
 the limit:
 
-    x_i   from its own ready to r         y_i   from d to its own need         all x_i once more at r         all x_i and y_i once more at d
+    x_i   from its own ready to r + 1     y_i   from d to its own need         all x_i once more behind r     all x_i and y_i once more at d
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def _held(both: Bucket, flow: Flow, owner: dict[fx.Node, fx.Node]) -> list[tuple
     for start in both.members:
         source = start.all_input_nodes[0]
         if owner[source].op != "placeholder":
-            held.append((flow.ready[start] + 1, both.ready, size(source)))
+            held.append((flow.ready[start] + 1, both.ready + 2, size(source)))
         held.append((both.need, flow.need[start], size(start)))
         inputs, outputs = inputs + size(source), outputs + size(start)
-    held += [(max(both.ready, 0), max(both.ready, 0) + 1, inputs), (both.need, both.need + 1, inputs + outputs)]
+    held += [(both.ready + 1, both.ready + 2, inputs), (both.need, both.need + 1, inputs + outputs)]
     return _merged(held)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 torch.library.define("autoshard::offload", "(Tensor x, *, float exposed) -> Tensor")
 torch.library.define("autoshard::reload", "(Tensor x, *, Device device, float exposed) -> Tensor")
 torch.library.define("autoshard::await_reload", "(Tensor(a) x) -> Tensor(a)")
-RELOAD, AWAIT = torch.ops.autoshard.reload.default, torch.ops.autoshard.await_reload.default
+OFFLOAD, RELOAD = torch.ops.autoshard.offload.default, torch.ops.autoshard.reload.default
+AWAIT = torch.ops.autoshard.await_reload.default
 
 
 @torch.library.register_fake("autoshard::offload")
