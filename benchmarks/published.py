@@ -146,18 +146,6 @@ def _named(row: Mapping[str, str]) -> dict[str, str]:
     named = {**row, "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])}
     if row["src"] == "torchtitan":
         named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
-        named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
         named["compiled_loss"] = str(int("202506" in row.get("source", "")))  # earlier runs compiled blocks alone
         named["zero"] = "2" if int(row["pp"]) > 1 else row["zero"]  # nothing is resharded after the forward of a pipeline
         named["shard"] = str(int(row["shard"]) * int(row["cp"] or 1))

@@ -1,6 +1,6 @@
 """`fits`: will a launch fit, with odds; where and when it needs its bytes; its largest microbatch; what makes it fit, at which price.
 
-    yes     fits with a chance of 90 % or more, within 92 % of the device's memory        (LIKELY, peak_memory.USABLE)
+    yes     fits with a chance of 90 % or more, within 92 % of the device's memory        (SURE, peak_memory.USABLE)
     tight   more likely than not
     no      less likely, or illegal
 
@@ -23,7 +23,7 @@ from .legality import legal, why_illegal
 from .peak_memory import Memory
 from .runs import Launch, LaunchConfig, TrainingRuns
 
-LIKELY = 0.9
+SURE = 0.9
 MOST_SEQUENCES = 512  # of a microbatch that is looked at
 CHUNKS = 8  # torchtitan's ChunkedCELoss, Liger's fused linear cross entropy
 CHUNKED, OFFLOADED = f"the loss in {CHUNKS} chunks", "the optimizer's state in the host's memory"
@@ -119,7 +119,7 @@ def _at_its_peak(memory: Memory, stage: str) -> dict[str, Any]:
 
 
 def _surely(prices: LaunchPrices, site: Site) -> np.ndarray:
-    return (prices.chance >= LIKELY) & (prices.bytes <= site.usable)
+    return (prices.chance >= SURE) & (prices.bytes <= site.usable)
 
 
 def _largest_microbatch(described: LaunchConfig, launcher: str, site: Site) -> int | None:
