@@ -41,7 +41,6 @@ def pipeline(module: nn.Module, inputs: tuple) -> tuple[fx.GraphModule, dict]:
         inter_node_bandwidth=25e9,
         intra_node_bandwidth=300e9,
         example_inputs=inputs,
-        ilp_solution_file=None,
     )
     return graph, info
 

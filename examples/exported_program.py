@@ -42,7 +42,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         program = exported(Path(folder) / "gpt2.pt2")
     module = program.module()
-    program, info = autoshard.autosharding_pass(program, mesh_shape=(2, 2), ilp_solution_file=None)
+    program, info = autoshard.autosharding_pass(program, mesh_shape=(2, 2))
     print(f"{info['status']}: {info['cost_seconds']:.3g} s per call, proven at least {info['bound_seconds']:.3g} s")
     for name, shape in local_shapes(program).items():
         print(f"{name:>40} {shape}")
