@@ -51,6 +51,7 @@ class MatmulKernel:
     cache: Amount  # bytes of the last level
     memory_bandwidth: Amount  # bytes/s, of the data sheet
     itemsize: Amount  # bytes of an element of the matrices; the result has two
+    unaligned: Amount = 1.0  # how much longer matmuls take whose rows have an odd number of elements
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def kernel_form(form: type, sheet: Mapping[str, float], dtype: str, constants: M
     known: dict[str, Any] = {**sheet, "itemsize": ITEMSIZE[dtype], **constants}
     dims = tuple((float(name.split()[1]), value) for name, value in constants.items() if name.startswith("dim "))
     moved = {name: constants[name] * sheet["memory_bandwidth"] for name in ("bandwidth", "beyond") if name in constants}
-    known |= {"by_dims": dims, "rate": constants["rate"] * peak, **moved}
+    unaligned = sheet.get("unaligned", 1.0) if ITEMSIZE[dtype] == 2 else 1.0
+    known |= {"by_dims": dims, "rate": constants["rate"] * peak, **moved, "unaligned": unaligned}
     return form(**{field.name: known[field.name] for field in fields(form)})
 
 

@@ -71,7 +71,7 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
     """The Graph of a trace on the device."""
     mode, module, example_inputs = on(device, module, example_inputs, real)
     args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
-    with torch.set_grad_enabled(training), replaced_operators():
+    with torch.set_grad_enabled(training), replaced_operators(), replaced_operators(device.upper()):
         with mode:
             program = torch.export.export(module, args, kwargs, strict=False)
         experts_as_one_op(program.graph_module)
@@ -103,12 +103,13 @@ def compared(name: str, training: bool, device: str, real: bool = False) -> dict
     more.subtract(Counter(op.target for op in expected.ops))
     differing = {target: count for target, count in more.items() if count}
     same = rows_of(given) == rows_of(expected)
+    first = next((" / ".join(pair) for pair in zip(rows_of(given), rows_of(expected)) if pair[0] != pair[1]), "")
     return {
         **row,
         "equal": same,
         "ops": len(given.ops),
         "more_on_device": differing,
-        "why": "" if same or differing else "other literals or shapes",
+        "why": "" if same or differing else f"other literals or shapes: {first}"[:500],
     }
 
 

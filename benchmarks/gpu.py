@@ -1,21 +1,28 @@
-"""What one GPU says about autoshard's graphs, numbers, prices and memory: seven parts, the most valuable first; 45 minutes at most.
+"""What one GPU says about autoshard's graphs, numbers, prices and memory: eleven parts, the most valuable first; 45 minutes at most.
 
     python benchmarks/gpu.py [--stand-in] [--only PART ...] [--again] [--out build/gpu]
+    python benchmarks/gpu.py --plans h100 h200 [--out build/gpu]
 
-captures    is the graph that is captured from CUDA tensors the one that is captured here?                 fake_cuda.py --real
-verify      plans of these models on one GPU against the unsharded module, forward, backward, bfloat16     autoshard.verify
-kernels     matmul, attention, pointwise, normalisation and optimizer: measured over priced seconds
-steps       a training step: seconds and peak, eager and compiled, over the predicted ones
-allocator   bytes that the allocator reserves over those predicted and those allocated; and its simulation over what is recorded
+verify      plans of these models, all ranks on one GPU, against the unsharded module: forward, backward, bfloat16   autoshard.verify
+captures    is the graph that is captured from CUDA tensors the one that is captured here?                           fake_cuda.py --real
 ranks       ranks of gloo that share the GPU train as one process does: CUDA tensors, streams
+fits        training as torchtitan does it on one GPU: the three figures of memory and the seconds beside those of autoshard.fits
+profiles    kernels of such steps by class, by plan and by torch alone, and what the host takes to launch them
+steps       a training step by plan and by torch alone, eager and compiled: seconds and peak beside the predicted ones
+allocator   the simulation of the caching allocator beside what is recorded, under four settings
+kernels     matmul, attention, pointwise, normalisation, optimizer beside their prices; OUT/kernels/*.csv are for benchmarks/kernels.py
+links       copies between host and GPU, alone and beside matmuls; bytes of contexts, workspaces and communicators
 launch      seconds in which the host launches a kernel, eager and from a compiled graph
 
-Each part is a process of its own, ends after 9 minutes at most, and writes OUT/PART.json; one that is there is not run again. OUT/gpu.json
-has all of them, OUT/gpu.md is a page for docs/gpu.md. --stand-in: the CPU and small sizes in place of the GPU, to try every part.
+Each part is a process of its own, ends after 9 minutes at most, and writes OUT/PART.json; one that is there is not run again. The first
+three run at the same time, since they measure no seconds. OUT/gpu.json has all of them, OUT/gpu.md is a page. --stand-in: the CPU and
+small sizes in place of the GPU, to try every part. --plans: makes the plans and the predictions for devices of these kinds and ends; then
+the machine with the GPU, whose torch may be older than what autoshard plans with, only runs them.
 """
 
-# ruff: noqa: E402  (this folder must not hide packages)
+# ruff: noqa: B023, E402, E501  (this folder must not hide packages; lambdas run at once; rows of cases are long)
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -34,14 +41,20 @@ PART_SECONDS, ALL_SECONDS = 540, 45 * 60
 # links so fast that tiny models are sharded
 FAST = {"intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14, "intra_node_latency": 1e-9, "inter_node_latency": 1e-9}
 MODELS = ("gpt2", "llama", "bert", "mlp", "moe", "resnet", "unet")
+ONLY_32 = ("detr", "fnet", "resnet")  # the others compute in bfloat16, too
 HF = ("beit", "convnext", "deberta_v2", "detr", "fnet", "gemma3", "mamba", "swin", "vit", "wav2vec2", "whisper", "xlnet")
 
 
 class Device:
-    """The GPU, or the CPU in its place."""
+    """The GPU, or the CPU in its place. out: where the parts write."""
 
-    def __init__(self, stand_in: bool):
-        self.stand_in, self.name = stand_in, "cpu" if stand_in else "cuda"
+    def __init__(self, stand_in: bool, out: Path, kind: str = ""):
+        from autoshard.mesh import DEVICES
+
+        self.stand_in, self.name, self.out = stand_in, "cpu" if stand_in else "cuda", out
+        named = kind or ("cpu" if stand_in else torch.cuda.get_device_name().lower())
+        self.kind = max((name for name in DEVICES if name in named), key=len, default="h100")
+        self.plans = out / "plans" / self.kind
 
     def wait(self) -> None:
         if not self.stand_in:
@@ -53,13 +66,19 @@ class Device:
             return {"allocated": 0, "reserved": 0}
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
+    def used(self) -> int:
+        """Bytes of the device that are not free: of this process, where no other uses it."""
+        free, all_of_it = (0, 0) if self.stand_in else torch.cuda.mem_get_info()
+        return all_of_it - free
+
     def forget(self) -> None:
+        gc.collect()
         if not self.stand_in:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def seconds(self, run, repeats: int = 10) -> float:
-        """Median seconds of a call, after two that are not counted."""
+        """Median seconds of a call that is waited for, after two that are not counted."""
         times = []
         for k in range(repeats + 2):
             self.wait()
@@ -69,96 +88,89 @@ class Device:
             times += [time.perf_counter() - begin] if k > 1 else []
         return statistics.median(times)
 
-    def mesh(self):
-        """One device at its own prices, where there are some."""
-        import autoshard
-        from autoshard.mesh import DEVICES
+    def each(self, run, calls: int = 10, repeats: int = 5, warm: int = 2) -> float:
+        """Seconds of a call among several that are started one after the other: the device's, unless the host takes longer."""
+        for _ in range(warm):
+            run()
+        times = []
+        for _ in range(repeats):
+            self.wait()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                run()
+            self.wait()
+            times.append((time.perf_counter() - begin) / calls)
+        return statistics.median(times)
 
-        named = "cpu" if self.stand_in else torch.cuda.get_device_name().lower()
-        kind = next((name for name in DEVICES if name in named), "h100")
-        return autoshard.Mesh.from_bandwidths((1,), device=kind)
+    def mesh(self):
+        """One device at its own prices."""
+        import autoshard
+
+        return autoshard.Mesh.from_bandwidths((1,), device=self.kind)
+
+
+def said(error: Exception) -> str:
+    """Its first line, or the last where another process's is in it."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[-1 if lines[0].startswith("--") else 0][:300]
+
+
+RUNNING: list[dict] = []
+WRITE: list = []
 
 
 def attempted(row: dict, run, *args) -> dict:
-    """The row with what `run` adds, or with what went wrong: a part goes on after a row that fails."""
+    """The row with what `run` adds, or with what went wrong: a part goes on after a row that fails. So far a part that is stopped is kept."""
+    begin = time.perf_counter()
     try:
-        return row | {"ok": True} | run(*args)
+        row = row | {"ok": True} | run(*args)
     except Exception as error:
-        return row | {"ok": False, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
+        row = row | {"ok": False, "error": f"{type(error).__name__}: {said(error)}"}
+    RUNNING.append(row)
+    if WRITE:
+        WRITE[0](RUNNING)
+    print(f"{time.perf_counter() - begin:6.1f} s  {row}", file=sys.stderr, flush=True)
+    return row
 
 
-def captures(device: Device) -> list[dict]:
-    from benchmarks import coverage, fake_cuda
+# -- plans --------------------------------------------------------------------------------------------------------------------------
 
-    rows = []
-    for name in MODELS[:2] + MODELS[4:5] if device.stand_in else (*MODELS, *HF):
-        for training in coverage.modes(name):
-            rows.append(fake_cuda.compared(name, training, device.name, real=True))
-            rows[-1]["ok"] = rows[-1]["equal"] is not False
-    return rows
-
-
-def verify(device: Device) -> list[dict]:
-    import autoshard
-    from benchmarks import fake_cuda
-
-    def run(name: str, precision: str | None) -> dict:
-        module, inputs = fake_cuda.built(name, True)
-        mesh = autoshard.Mesh.from_bandwidths((2, 2), **FAST)
-        solution = autoshard.plan(module, inputs, mesh, training=True, baselines=False, precision=precision)
-        found = autoshard.verify(module, inputs, solution, device=device.name, random=1)
-        worst = max(max(p["max_relative_error_outputs"], p["max_relative_error_gradients"]) for p in found["plans"])
-        return {"ok": found["ok"], "worst_error": worst}
-
-    names = MODELS[:1] if device.stand_in else (*MODELS, *HF)
-    return [
-        attempted({"model": name, "precision": precision or "float32"}, run, name, precision)
-        for name in names for precision in (None, "bf16")
-    ]  # fmt: skip
-
-
-def kernels(device: Device) -> list[dict]:
-    from autoshard.cost.compute import op_seconds
-
-    where, price = device.name, device.mesh().device
-
-    def measured(target: str, run, inputs, outputs) -> dict:
-        described = [[(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in ts] for ts in (inputs, outputs)]
-        priced, eager = op_seconds(target, *described, None, price), device.seconds(run)
-        return {"eager_seconds": eager, "priced_seconds": priced, "ratio": eager / priced if priced else None}
-
-    def group(a, b) -> dict:
-        def pointwise():
-            return torch.tanh(torch.nn.functional.gelu(a * b + a)) * b
-
-        return {"eager_seconds": device.seconds(pointwise), "compiled_seconds": device.seconds(torch.compile(pointwise))}
-
-    size, rows = (256,) if device.stand_in else (1024, 4096, 8192), []
-    for n in size:
-        for dtype in (torch.float32, torch.bfloat16):
-            a, b = torch.randn(n, n, device=where, dtype=dtype), torch.randn(n, n, device=where, dtype=dtype)
-            q = torch.randn(2, 16, n // 4, 128, device=where, dtype=dtype)
-            cases = {
-                "aten.mm.default": (lambda a=a, b=b: a @ b, [a, b], [a]),
-                "aten.gelu.default": (lambda a=a: torch.nn.functional.gelu(a), [a], [a]),
-                "aten.add.Tensor": (lambda a=a, b=b: a + b, [a, b], [a]),
-                "aten._softmax.default": (lambda a=a: torch.softmax(a, -1), [a], [a]),
-                "aten._scaled_dot_product_flash_attention.default": (
-                    lambda q=q: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True), [q, q, q], [q],
-                ),
-            }  # fmt: skip
-            for target, case in cases.items():
-                rows.append(attempted({"op": target, "dtype": str(dtype), "n": n}, measured, target, *case))
-            rows.append(attempted({"op": "a group of pointwise ops", "dtype": str(dtype), "n": n}, group, a, b))
-    weight = torch.nn.Parameter(torch.randn(size[-1], size[-1], device=where))
-    weight.grad = torch.randn_like(weight)
-    for options in ({"foreach": True}, {"fused": True}):
-        step = torch.optim.AdamW([weight], **options).step
-        rows.append(attempted({"op": f"AdamW {options}", "n": weight.numel()}, lambda run: {"eager_seconds": device.seconds(run)}, step))
-    return rows
+LLAMA = "models/llama.py:llama3_8b"
+SMALL = ("models/llama.py:tiny", {"batch": 1, "layers": 4})
+STEPS = {  # a model, its settings, options of its plan (AdamW has moments of the parameters' dtype); a small one for the stand-in
+    "GPT-2 small": ("models/gpt2.py:small", {"batch": 16, "seq": 1024, "dtype": "bfloat16"}, {"optimizer": 4}, ("models/gpt2.py:tiny", {})),
+    "Llama-3 8B, 4 layers": (LLAMA, {"layers": 4, "batch": 1, "seq": 4096, "vocab": 32000}, {"optimizer": 4}, SMALL),
+    "Llama-3 8B, 4 layers, recomputed": (LLAMA, {"layers": 4, "batch": 1, "seq": 4096, "vocab": 32000}, {"recompute": "all", "optimizer": 4}, SMALL),
+    "GPT-2 small, recompute auto within 9 GB": (
+        "models/gpt2.py:small", {"batch": 16, "seq": 1024, "dtype": "bfloat16"}, {"recompute": "auto", "memory_limit": 9e9, "optimizer": 4},
+        ("models/gpt2.py:tiny", {}),
+    ),
+    "GPT-2 small, float32, precision bf16": (
+        "models/gpt2.py:small", {"batch": 16, "seq": 1024}, {"precision": "bf16"}, ("models/gpt2.py:tiny", {}),
+    ),
+    "ViT-Base": ("vit", {}, {"optimizer": 4}, ("vit", {"layers": 1, "batch": 2, "width": 32})),
+    "a mixture of experts": ("models/moe.py:moe", {"dtype": "bfloat16", "batch": 16}, {"optimizer": 4}, ("models/moe.py:tiny", {})),
+}  # fmt: skip
+FITS = {  # as torchtitan trains on one GPU: float32, autocast to bf16, checkpoints of blocks, fused AdamW
+    f"{path.partition(':')[2]}, {layers} layers, {batch} x {seq}, {recompute}{', compiled' * compiled}": (
+        path, {"layers": layers, "batch": batch, "seq": seq, "dtype": "float32"}, recompute, compiled,
+    )
+    for path, layers, batch, seq, recompute, compiled in (
+        (LLAMA, 4, 1, 8192, "none", False),
+        (LLAMA, 4, 1, 8192, "full", False),
+        (LLAMA, 4, 1, 8192, "selective_op", False),
+        (LLAMA, 4, 2, 4096, "none", False),
+        (LLAMA, 2, 2, 8192, "full", False),
+        ("models/gpt2.py:large", 36, 8, 1024, "none", False),
+        ("models/gpt2.py:large", 36, 16, 1024, "full", False),
+        (LLAMA, 4, 1, 8192, "none", True),
+        (LLAMA, 4, 1, 8192, "full", True),
+    )
+}  # fmt: skip
+SCHEMES = (None, "fsdp", "megatron")
 
 
-def vit(*, batch: int = 32, layers: int = 12, width: int = 768, loss: bool = True):
+def vit(*, batch: int = 64, layers: int = 12, width: int = 768):
     """A vision transformer of transformers, with its loss."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -167,94 +179,559 @@ def vit(*, batch: int = 32, layers: int = 12, width: int = 768, loss: bool = Tru
     )
     with torch.device("meta"):
         pixels, labels = torch.empty(batch, 3, 224, 224), torch.empty(batch, dtype=torch.long)
-        return ViTForImageClassification(config), {"pixel_values": pixels, "labels": labels}
+        module = ViTForImageClassification(config)
+    return (module if width < 64 else module.bfloat16()), {"pixel_values": pixels if width < 64 else pixels.bfloat16(), "labels": labels}
 
 
-STEPS = {  # file:function and settings; small ones for the stand-in
-    "GPT-2 small": ("models/gpt2.py:small", {"batch": 8, "seq": 512}, ("models/gpt2.py:tiny", {})),
-    "Llama-3 8B, 4 layers": (
-        "models/llama.py:llama3_8b", {"layers": 4, "batch": 1, "seq": 2048, "loss": True}, ("models/llama.py:tiny", {"loss": True}),
-    ),
-    "ViT-Base": ("vit", {}, ("vit", {"layers": 1, "batch": 2, "width": 32})),
-    "a mixture of experts": ("models/moe.py:moe", {}, ("models/moe.py:tiny", {})),
-}  # fmt: skip
-
-
-def step_of(device: Device, name: str):
-    """The parallel module of a one-device plan, its inputs, its optimizer, and the plan."""
-    import torch.distributed as dist
-
-    import autoshard
+def model_of(device: Device, large: str, settings: dict, small: tuple[str, dict]):
     from autoshard.cli.model import load_model
-    from autoshard.lower.unsharded import materialized
 
-    large, settings, small = STEPS[name]
-    path, options = small if device.stand_in else (large, settings)
-    module, inputs = vit(**options) if path == "vit" else load_model(f"{ROOT}/{path}", options)
-    solution = autoshard.plan(module, inputs, device.mesh(), training=True, baselines=False)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    values = materialized(module, 0)
-    model = autoshard.parallelize(values, solution, torch.distributed.device_mesh.init_device_mesh(device.name, (1,)))
-    del values
+    path, settings = small if device.stand_in else (large, settings)
+    return vit(**settings) if path == "vit" else load_model(f"{ROOT}/{path}", settings)
+
+
+def plan_of(device: Device, name: str):
+    """The plan of that name: from its file, or made and written there."""
+    import autoshard
+    from benchmarks import fake_cuda
+
+    part, model, *others = name.split("; ")
+    path = (device.plans if part == "step" else device.out / "plans") / f"{name}.json"
+    if path.exists():
+        return autoshard.load(str(path))
+    options: dict = {"training": True, "baselines": False}
+    if part == "verify":
+        precision, scheme = others
+        module, inputs = fake_cuda.built(model, True)
+        mesh = autoshard.Mesh.from_bandwidths((2, 2), **FAST)
+        options["precision"] = None if precision == "float32" else precision
+        if scheme != "None":
+            del options["baselines"]
+            options |= {"algo": scheme, "mesh_shape": (2, 2), "intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14}
+    elif part == "ranks":
+        module, inputs = model_of(device, "models/gpt2.py:tiny", {}, ("models/gpt2.py:tiny", {}))
+        mesh = autoshard.Mesh.from_bandwidths((int(others[0]),), **FAST)
+    else:
+        path_of_model, settings, more, small = STEPS[model]
+        module, inputs = model_of(device, path_of_model, settings, small)
+        mesh, options = device.mesh(), options | more | {"compiled": others[0] == "compiled"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if "algo" in options:
+        solution = autoshard.autosharding_pass(module, example_inputs=inputs, **options)[1]["solution"]
+    else:
+        solution = autoshard.plan(module, inputs, mesh, **options)
+    solution.save(str(path))
+    return solution
+
+
+def predicted_fit(device: Device, cell: str) -> dict:
+    """What `autoshard fits` says of the launch, from its file or asked now."""
+    path = device.plans / f"fits; {cell.replace('/', ' ')}.json"
+    if not path.exists():
+        model, settings, recompute, compiled = FITS[cell]
+        if device.stand_in:
+            model, settings = SMALL[0], SMALL[1] | {"seq": 64}
+        given = {key: value for key, value in settings.items() if key not in ("batch", "seq", "dtype")}
+        command = [sys.executable, "-m", "autoshard", "fits", f"{ROOT}/{model}", "--devices", "1", "--json", "--quiet"]
+        command += ["--microbatch", str(settings["batch"]), "--seq", str(settings["seq"]), "--recompute", recompute]
+        command += [
+            "--device",
+            "h100" if device.stand_in else device.kind,
+            *(["--compile"] if compiled else []),
+            *sum((["--set", f"{k}={v}"] for k, v in given.items()), []),
+        ]
+        made = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+        if made.returncode > 1:
+            raise ValueError(made.stderr.strip()[-300:])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(made.stdout)
+    return json.loads(path.read_text())
+
+
+def make_plans(kinds: list[str], out: Path) -> None:
+    for kind in kinds:
+        device = Device(False, out, kind)
+        names = [f"step; {name}; {how}" for name in STEPS for how in ("eager", "compiled")]
+        names += [f"verify; {name}; {how}; {scheme}" for name, how, scheme in verified_cases(device)] + ["ranks; gpt2; 1", "ranks; gpt2; 2"]
+        for name in names:
+            print(kind, attempted({"plan": name}, lambda name=name: {"cost": plan_of(device, name).cost}), file=sys.stderr, flush=True)
+        for cell in FITS:
+            print(
+                kind,
+                attempted({"fits": cell}, lambda cell=cell: {"verdict": predicted_fit(device, cell)["verdict"]}),
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+# -- parts --------------------------------------------------------------------------------------------------------------------------
+
+
+def captures(device: Device) -> list[dict]:
+    from benchmarks import coverage, fake_cuda
+
+    def run(name: str, training: bool) -> dict:
+        row = fake_cuda.compared(name, training, device.name, real=True)
+        return row | {"ok": row["equal"] is not False}
+
+    names = MODELS[:2] + MODELS[4:5] if device.stand_in else (*MODELS, *HF)
+    return [
+        attempted({"name": name, "training": t}, run, name, t)
+        for name in names
+        for t in (coverage.modes(name) if name in MODELS else (True,))
+    ]
+
+
+def verified_cases(device: Device) -> list[tuple[str, str, str]]:
+    names = MODELS[:1] if device.stand_in else (*MODELS, *HF)
+    schemes = {name: SCHEMES if name in MODELS[:3] else SCHEMES[:1] for name in names}
+    return [
+        (name, precision, str(scheme))
+        for name in names
+        for scheme in schemes[name]
+        for precision in (("float32",) if name in ONLY_32 else ("float32", "bf16"))
+    ]
+
+
+def verify(device: Device) -> list[dict]:
+    import autoshard
+    from benchmarks import fake_cuda
+
+    def run(name: str, precision: str, scheme: str) -> dict:
+        module, inputs = fake_cuda.built(name, True)
+        found = autoshard.verify(module, inputs, plan_of(device, f"verify; {name}; {precision}; {scheme}"), device=device.name)
+        worst = max(max(p["max_relative_error_outputs"], p["max_relative_error_gradients"]) for p in found["plans"])
+        return {"ok": found["ok"], "worst_error": worst}
+
+    return [
+        attempted({"model": name, "precision": precision, "plan": "ours" if scheme == "None" else scheme}, run, name, precision, scheme)
+        for name, precision, scheme in verified_cases(device)
+    ]
+
+
+def kernels(device: Device) -> list[dict]:
+    from autoshard.cost.compute import op_seconds
+
+    aten, functional = torch.ops.aten, torch.nn.functional
+    where, price, rows = device.name, device.mesh().device, []
+    b16 = torch.bfloat16
+
+    def drawn(*shape: int, dtype: torch.dtype = b16) -> torch.Tensor:
+        return torch.randn(*shape, device=where, dtype=torch.float32).to(dtype)
+
+    def matmul(m: int, n: int, k: int, dtype: torch.dtype) -> dict:
+        if dtype is b16:
+            a, b = drawn(m, k), drawn(n, k).t()
+            return {"seconds": device.each(lambda: a @ b)}
+        a, b, one = drawn(m, k, dtype=dtype), drawn(n, k, dtype=dtype).t(), torch.ones((), device=where)
+        return {"seconds": device.each(lambda: torch._scaled_mm(a, b, one, one, out_dtype=b16))}
+
+    def oriented(m: int, n: int, k: int) -> dict:
+        """All operands in rows, as those of a linear layer's backward."""
+        if device.stand_in:
+            m, n, k = 64, 64, 64
+        a, b = drawn(m, k), drawn(k, n)
+        return {"seconds": device.each(lambda: a @ b)}
+
+    def attention(batch: int, seq: int, heads: int, kv: int, width: int) -> dict:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        q, k, v = (drawn(batch, h, seq, width).requires_grad_() for h in (heads, kv, kv))
+        given = torch.randn_like(q)
+
+        def forward() -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv)
+
+        found = {}
+        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            if device.stand_in and name == "cudnn":
+                continue
+            with sdpa_kernel(backend):
+                with torch.no_grad():
+                    found[f"{name}_forward"] = device.each(forward)
+                both = device.each(lambda: torch.autograd.grad(forward(), (q, k, v), given))
+            found |= {f"{name}_backward": both - found[f"{name}_forward"]}
+        return found | {"seconds": min(value for key, value in found.items() if "forward" in key)}
+
+    tables: dict[str, list[tuple]] = {"gemm": [], "attention": []}
+    weights = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (2304, 768), (3072, 768))
+    for m in (128,) if device.stand_in else (512, 2048, 8192, 16384):
+        for n, k in weights[-1:] if device.stand_in else weights:
+            for dtype in (b16,) if device.stand_in else (b16, torch.float8_e4m3fn):
+                rows.append(attempted({"op": "matmul", "dtype": short(dtype), "shape": (m, n, k)}, matmul, m, n, k, dtype))
+                tables["gemm"] += [(m, n, k)] if rows[-1]["ok"] else [None]
+    cases = ((1, 2048, 32, 8, 128), (1, 8192, 32, 8, 128), (4, 4096, 32, 8, 128), (1, 32768, 32, 8, 128), (8, 1024, 12, 12, 64),
+             (2, 8192, 32, 32, 128), (4, 4096, 16, 16, 64))  # fmt: skip
+    for case in ((2, 64, 4, 4, 16),) if device.stand_in else cases:
+        rows.append(attempted({"op": "attention", "dtype": "bfloat16", "shape": case}, attention, *case))
+    write_tables(device, rows)
+
+    def other(target: str, run, inputs: list, outputs: list) -> dict:
+        described = [[(tuple(t.shape), short(t.dtype)) for t in ts] for ts in (inputs, outputs)]
+        priced, seconds = op_seconds(target, *described, None, price), device.each(run)
+        moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        return {"seconds": seconds, "priced_seconds": priced, "ratio": seconds / priced, "bytes_per_second": moved / seconds}
+
+    n = 256 if device.stand_in else 8192
+    for dtype in (torch.float32, b16):
+        a, b, weight = drawn(n, n, dtype=dtype), drawn(n, n, dtype=dtype), drawn(n, dtype=dtype)
+        statistics_ = [torch.empty(n, 1, device=where, dtype=torch.float32)] * 2
+        for target, run, ins, outs in (
+            ("aten.gelu.default", lambda a=a: functional.gelu(a), [a], [a]),
+            ("aten.add.Tensor", lambda a=a, b=b: a + b, [a, b], [a]),
+            ("aten._softmax.default", lambda a=a: torch.softmax(a, -1), [a], [a]),
+            ("aten.native_layer_norm.default", lambda a=a, w=weight: functional.layer_norm(a, (n,), w, w), [a, weight, weight], [a, *statistics_]),
+            ("aten._to_copy.default", lambda a=a: a.to(torch.float64 if a.dtype is b16 else b16), [a], [a.to(torch.float64 if a.dtype is b16 else b16)]),
+            ("aten.embedding.default", lambda a=a: functional.embedding(torch.arange(n, device=where), a), [a], [a]),
+        ):  # fmt: skip
+            rows.append(attempted({"op": target, "dtype": short(dtype), "shape": (n, n)}, other, target, run, ins, outs))
+    for width in (64,) if device.stand_in else (768, 4096, 32000, 50257, 128256):
+        tokens = max(n * n // width // 4, 1)
+        x32, x16, targets = (
+            drawn(tokens, width, dtype=torch.float32),
+            drawn(tokens, width),
+            torch.zeros(tokens, dtype=torch.long, device=where),
+        )
+        y32 = torch.log_softmax(x32, -1)
+        rms, half = drawn(width), x16[:, : width // 2 * 2].unflatten(1, (2, -1))
+        for target, run, ins, outs in (
+            ("aten._log_softmax.default", lambda x=x32: torch.log_softmax(x, -1), [x32], [x32]),
+            ("aten._log_softmax_backward_data.default", lambda x=x32, y=y32: aten._log_softmax_backward_data(x, y, -1, torch.float32), [x32, x32], [x32]),
+            ("aten._softmax.default", lambda x=x16: torch.softmax(x, -1), [x16], [x16]),
+            ("aten.nll_loss_backward.default", lambda x=y32, t=targets: aten.nll_loss_backward(x[0, 0], x, t, None, 1, -100, x[0, 0]), [], [x32]),
+            ("aten.native_layer_norm.default", lambda x=x16, w=rms, k=width: functional.layer_norm(x, (k,), w, w), [x16], [x16]),
+            ("aten.mean.dim", lambda x=x32: x.mean(-1, keepdim=True), [x32], []),
+            ("aten.sum.dim_IntList", lambda x=x16: x.sum(0), [x16], []),
+            ("aten.silu.default", lambda x=x16: functional.silu(x), [x16], [x16]),
+            ("aten.gelu.default", lambda x=x16: functional.gelu(x), [x16], [x16]),
+            ("aten.mul.Tensor", lambda x=x16, w=rms: x * w, [x16], [x16]),
+            ("aten.clone.default", lambda x=half: x.transpose(0, 1).contiguous(), [half], [half]),
+            ("aten.cat.default", lambda x=half: torch.cat((x[:, 1], x[:, 0]), 1), [half], [half]),
+            ("aten._to_copy.default", lambda x=x16: x.float(), [x16], [x32]),
+        ):  # fmt: skip
+            rows.append(
+                attempted(
+                    {"op": target, "dtype": short(ins[0].dtype) if ins else "float32", "shape": (tokens, width)},
+                    other,
+                    target,
+                    run,
+                    ins,
+                    outs,
+                )
+            )
+    for m, out, k in (
+        (16384, 50257, 768),
+        (16384, 50304, 768),
+        (8192, 4096, 4096),
+        (8192, 4095, 4096),
+        (8192, 4100, 4096),
+        (8192, 4104, 4096),
+    ):
+        for name, dims in (("forward", (m, out, k)), ("input's gradient", (m, k, out)), ("weight's gradient", (out, k, m))):
+            rows.append(
+                attempted({"op": f"matmul of {out}, {name}", "dtype": "bfloat16", "shape": dims}, lambda dims=dims: oriented(*dims))
+            )
+    weight = torch.nn.Parameter(torch.randn(n, n, device=where))
+    weight.grad = torch.randn_like(weight)
+    for options in ({"foreach": True}, {"fused": True}):
+        step = torch.optim.AdamW([weight], **options).step
+        row = attempted({"op": f"AdamW {options}", "dtype": "float32", "shape": (n, n)}, lambda run: {"seconds": device.each(run)}, step)
+        rows.append(row | ({"bytes_per_second": 28 * n * n / row["seconds"]} if row["ok"] else {}))
+
+    def steady() -> dict:
+        """A matmul alone, after a pause, and as the last of some seconds of them."""
+        a, b = drawn(n, n), drawn(n, n)
+        time.sleep(0 if device.stand_in else 1)
+        alone = device.each(lambda: a @ b, calls=3, repeats=1)
+        end = time.perf_counter() + (0.1 if device.stand_in else 4)
+        while time.perf_counter() < end:
+            last = device.each(lambda: a @ b, calls=50, repeats=1, warm=0)
+        return {"seconds": alone, "steady_seconds": last, "ratio": last / alone}
+
+    rows.append(attempted({"op": "matmul, alone and for 4 seconds", "dtype": "bfloat16", "shape": (n, n, n)}, steady))
+    return rows
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def write_tables(device: Device, rows: list[dict]) -> None:
+    """OUT/kernels/gemm.csv and attention.csv, of the form that benchmarks/kernels.py reads."""
+    folder = device.out / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"bfloat16": "bfloat16", "float8_e4m3fn": "fp8"}
+    for op, file, columns in (("matmul", "gemm", "m,n,k"), ("attention", "attention", "batch,seq,heads,kv_heads,head_dim")):
+        found = [row for row in rows if row["op"] == op and row["ok"]]
+        lines = [f"gpu,framework,dtype,{columns},ms"]
+        lines += [f"{device.kind}_sxm,torch,{names[r['dtype']]},{','.join(map(str, r['shape']))},{r['seconds'] * 1e3:.6g}" for r in found]
+        (folder / f"{file}.csv").write_text("\n".join(lines) + "\n")
+
+
+def filled(module: torch.nn.Module, device: Device) -> torch.nn.Module:
+    """The module of the meta device with memory, and values of no meaning: matrices of spread .02, ones."""
+    module = module.to_empty(device=device.name)
+    with torch.no_grad():
+        for p in [*module.parameters(), *module.buffers()]:
+            if p.is_floating_point():
+                p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
+            else:
+                p.zero_()
+    return module
+
+
+def drawn_inputs(inputs, device: Device):
     generator = torch.Generator().manual_seed(0)
 
     def drawn(x: torch.Tensor) -> torch.Tensor:
-        value = torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.zeros(x.shape)
+        value = torch.randn(x.shape, generator=generator) if x.is_floating_point() else torch.randint(0, 100, x.shape, generator=generator)
         return value.to(device.name, x.dtype)
 
-    drawn_inputs = {name: drawn(x) for name, x in inputs.items()} if isinstance(inputs, dict) else tuple(map(drawn, inputs))
-    return model, drawn_inputs, torch.optim.AdamW(model.parameters(), fused=True), solution
+    return {name: drawn(x) for name, x in inputs.items()} if isinstance(inputs, dict) else tuple(map(drawn, inputs))
 
 
 def one_step(model, inputs, optimizer) -> None:
     out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
+    out = out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out[0]
+    out.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def steps(device: Device) -> list[dict]:
-    def run(name: str, compiled: bool) -> dict:
-        device.forget()
-        model, inputs, optimizer, solution = step_of(device, name)
-        if compiled:
-            model.compile()
-        seconds = device.seconds(lambda: one_step(model, inputs, optimizer), 5)
-        predicted = {"predicted_seconds": solution.cost, "predicted_bytes": solution.peak_bytes}
-        return {"seconds": seconds, **device.peak(), **predicted, "ratio": seconds / solution.cost if solution.cost else None}
+def step_of(device: Device, name: str, how: str):
+    """The parallel module of a one-device plan, its inputs, its optimizer, and the plan."""
+    import torch.distributed as dist
 
-    return [attempted({"model": name, "compiled": c}, run, name, c) for name in STEPS for c in (False, True)]
+    import autoshard
+
+    path, settings, _, small = STEPS[name]
+    module, inputs = model_of(device, path, settings, small)
+    solution = plan_of(device, f"step; {name}; {how}")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = torch.distributed.device_mesh.init_device_mesh(device.name, (1,), backend_override={0: "gloo"})
+    model = autoshard.parallelize(filled(module, device), solution, mesh)
+    return model, drawn_inputs(inputs, device), torch.optim.AdamW(model.parameters(), fused=True), solution
+
+
+def steps(device: Device) -> list[dict]:
+    def measured(run) -> dict:
+        return {"seconds": device.seconds(run, 5), **device.peak()}
+
+    def ours(name: str, how: str) -> dict:
+        device.forget()
+        model, inputs, optimizer, solution = step_of(device, name, how)
+        if how == "compiled":
+            model.compile()
+        found = measured(lambda: one_step(model, inputs, optimizer))
+        return found | {
+            "predicted_seconds": solution.cost, "predicted_bytes": solution.peak_bytes, "ratio": found["seconds"] / solution.cost,
+            "bytes_ratio": found["allocated"] / solution.peak_bytes,
+        }  # fmt: skip
+
+    def alone(name: str, how: str) -> dict:
+        device.forget()
+        path, settings, options, small = STEPS[name]
+        module, inputs = model_of(device, path, settings, small)
+        module, inputs = filled(module, device), drawn_inputs(inputs, device)
+        if how == "compiled":
+            module.compile()
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        return measured(lambda: one_step(module, inputs, optimizer))
+
+    rows = []
+    for how in ("eager", "compiled"):
+        for name in list(STEPS) if how == "eager" else list(STEPS)[:2]:
+            rows.append(attempted({"model": name, "how": how, "by": "plan"}, ours, name, how))
+            if not {"recompute", "precision"} & set(STEPS[name][2]):
+                rows.append(attempted({"model": name, "how": how, "by": "torch"}, alone, name, how))
+    return rows
+
+
+CLASSES = {  # of kernels, by what their names hold; the first that fits
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa"),
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitK"),
+    "optimizer": ("multi_tensor", "FusedAdam", "adam"),
+    "softmax and loss": ("softmax", "SoftMax", "nll"),
+    "norm": ("layer_norm", "LayerNorm", "GammaBeta", "batch_norm"),
+    "embedding": ("embedding", "index", "gather", "scatter"),
+    "reduction": ("reduce",),
+    "copy": ("Memcpy", "copy", "Cat", "Memset", "fill"),
+    "pointwise": ("elementwise", "triton_poi", "vectorized"),
+}
+
+
+def kernel_class(name: str) -> str:
+    return next((kind for kind, parts in CLASSES.items() if any(part in name for part in parts)), "other")
+
+
+def profiles(device: Device) -> list[dict]:
+    """What kernels of a step take, by class, by plan and by torch alone; and what the host takes to launch them."""
+
+    def run(make) -> dict:
+        step = make()
+        for _ in range(3):
+            step()
+        device.wait()
+        begin = time.perf_counter()
+        step()
+        launched = time.perf_counter() - begin
+        device.wait()
+        kinds = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[kinds.CPU] if device.stand_in else [kinds.CUDA]) as profile:
+            step()
+            device.wait()
+        events = [e for e in profile.key_averages() if device.stand_in or e.self_device_time_total]
+        seconds: dict[str, float] = {}
+        for e in events:
+            kind = kernel_class(e.key)
+            seconds[kind] = seconds.get(kind, 0) + e.self_device_time_total / 1e6
+        longest = sorted(events, key=lambda e: -e.self_device_time_total)[:14]
+        return {
+            "host_seconds": launched, "kernels": sum(e.count for e in events), "kernel_seconds": sum(seconds.values()), **seconds,
+            "longest": [(e.key[:90], e.count, round(e.self_device_time_total)) for e in longest],
+        }  # fmt: skip
+
+    def planned(name: str):
+        model, inputs, optimizer, _ = step_of(device, name, "eager")
+        return lambda: one_step(model, inputs, optimizer)
+
+    def alone(name: str):
+        path, settings, _, small = STEPS[name]
+        module, inputs = model_of(device, path, settings, small)
+        module, inputs = filled(module, device), drawn_inputs(inputs, device)
+        optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        return lambda: one_step(module, inputs, optimizer)
+
+    rows = []
+    for name in ("GPT-2 small", "Llama-3 8B, 4 layers", "ViT-Base", "a mixture of experts"):
+        for by, make in (("plan", planned), ("torch", alone)):
+            rows.append(attempted({"model": name, "by": by}, run, lambda make=make, name=name: make(name)))
+            device.forget()
+    for cell in list(FITS)[:2]:
+        rows.append(attempted({"model": cell, "by": "torch"}, run, lambda cell=cell: torchtitan_step(device, cell)))
+        device.forget()
+    return rows
+
+
+def torchtitan_step(device: Device, cell: str):
+    """A step as torchtitan takes it on one GPU: blocks are wrapped and compiled one by one, the loss is a function of its own."""
+    path, settings, recompute, compiled = FITS[cell]
+    module, inputs = model_of(device, path, settings, (SMALL[0], SMALL[1] | {"seq": 64}))
+    module, (tokens, targets) = filled(module, device), drawn_inputs(inputs, device)
+    blocks = module.layers if hasattr(module, "layers") else module.h
+    for k, block in enumerate(blocks):
+        blocks[k] = checkpointed(block, recompute)
+        if compiled:
+            blocks[k].compile()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True, lr=1e-5)
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1))
+
+    if compiled:
+        loss_of = torch.compile(loss_of)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.name, torch.bfloat16):
+            loss = loss_of(module(tokens), targets)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def fits(device: Device) -> list[dict]:
+    def run(cell: str) -> dict:
+        device.forget()
+        step = torchtitan_step(device, cell)
+        found = {"seconds": device.seconds(step, 5), **device.peak(), "device_bytes": device.used()}
+        said = predicted_fit(device, cell)
+        figures = {name: said["fullest"][f"{name}_bytes"] for name in ("allocated", "reserved", "device")}
+        return found | {
+            "predicted_seconds": said["seconds"], **{f"predicted_{name}": value for name, value in figures.items()},
+            "ratio": found["seconds"] / said["seconds"], "allocated_ratio": figures["allocated"] / max(found["allocated"], 1),
+            "reserved_ratio": figures["reserved"] / max(found["reserved"], 1), "device_ratio": figures["device"] / max(found["device_bytes"], 1),
+        }  # fmt: skip
+
+    return [attempted({"cell": cell}, run, cell) for cell in (list(FITS)[:3] if device.stand_in else FITS)]
+
+
+# What torchtitan's selective recomputation of ops keeps beside every second matmul (torchtitan 0.2, distributed/activation_checkpoint.py).
+KEPT = ("mm.default", "_scaled_dot_product_efficient_attention.default", "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_cudnn_attention.default", "_flash_attention_forward.default", "max.default", "_scaled_mm.default")  # fmt: skip
+
+
+def checkpointed(block: torch.nn.Module, recompute: str) -> torch.nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    if recompute == "none":
+        return block
+    if recompute == "full":
+        return checkpoint_wrapper(block, preserve_rng_state=False, early_stop=True)
+
+    def contexts():
+        seen = {False: 0, True: 0}
+
+        def policy(context, function, *args, **kwargs):
+            matmul = str(function) == "aten.mm.default"
+            seen[context.is_recompute] += matmul
+            keep = str(function).removeprefix("aten.") in KEPT and not (matmul and seen[context.is_recompute] % 2 == 0)
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False, early_stop=True)
+
+
+SETTINGS = ("expandable_segments:False", "expandable_segments:True", "garbage_collection_threshold:0.6", "max_split_size_mb:64")
 
 
 def allocator(device: Device) -> list[dict]:
-    def run(name: str) -> dict:
+    """What the simulation reserves beside what was recorded. The traces are kept in OUT/traces, as snapshots without their stacks."""
+    import gzip
+
+    def train(batches: list[int]) -> None:
+        from models import gpt2
+
+        for batch in batches:
+            module, inputs = (gpt2.tiny if device.stand_in else gpt2.small)(batch=batch, seq=16 if device.stand_in else 512)
+            module, inputs = filled(module, device), drawn_inputs(inputs, device)
+            optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
+            for _ in range(2):
+                one_step(module, inputs, optimizer)
+
+    def run(setting: str, batches: list[int]) -> dict:
         device.forget()
-        if not device.stand_in:
-            torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python")
-        model, inputs, optimizer, solution = step_of(device, name)
-        for _ in range(3):
-            one_step(model, inputs, optimizer)
-        peak, predicted = device.peak(), solution.peak_bytes
-        ratios = {"reserved_over_allocated": peak["reserved"] / max(peak["allocated"], 1)}
+        if device.stand_in:
+            train(batches)
+            return device.peak()
+        from autoshard.cost import replayed
+
+        torch.cuda.memory._set_allocator_settings(setting if "expand" in setting else f"expandable_segments:False,{setting}")
+        torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python", context=None)
+        train(batches)
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        peak, index = device.peak(), torch.cuda.current_device()
+        kept = {
+            "segments": [{k: s[k] for k in ("address", "total_size", "stream", "segment_type", "is_expandable", "device") if k in s}
+                         | {"blocks": [{k: b[k] for k in ("size", "state", "address") if k in b} for b in s["blocks"]]} for s in snapshot["segments"]],
+            "device_traces": [[{k: e[k] for k in ("action", "addr", "size", "stream") if k in e} for e in t] for t in snapshot["device_traces"]],
+            "setting": setting, "peak": peak,
+        }  # fmt: skip
+        folder = device.out / "traces"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{setting.replace(':', '_')}.json.gz").write_bytes(gzip.compress(json.dumps(kept).encode()))
+        ours, recorded = replayed(snapshot, index, expandable=setting.endswith("True"))
         return {
-            **peak, "predicted_bytes": predicted, **ratios, "allocated_over_predicted": peak["allocated"] / predicted,
-            **({} if device.stand_in else simulated(peak["reserved"])),
+            **peak, "events": len(snapshot["device_traces"][index]), "recorded": recorded, "simulated": ours.peak_reserved,
+            "ok": abs(ours.peak_reserved / max(recorded, 1) - 1) < 0.01, "simulated_over_recorded": ours.peak_reserved / max(recorded, 1),
         }  # fmt: skip
 
-    return [attempted({"model": name}, run, name) for name in list(STEPS)[:2]]
-
-
-def simulated(reserved: int) -> dict:
-    """The recorded allocations, given to the simulation: its peak over the one that was measured. It holds where it is within 1 %."""
-    from autoshard.cost import replayed
-
-    snapshot = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    ours, recorded = replayed(snapshot, torch.cuda.current_device())
-    ratio = ours.peak_reserved / max(recorded, 1)
-    ratios = {"simulated_over_recorded": ratio, "recorded_over_reserved": recorded / reserved}
-    return {"ok": abs(ratio - 1) < 0.01, "recorded": recorded, **ratios}
+    return [attempted({"settings": setting}, run, setting, [4, 7, 3, 8]) for setting in SETTINGS]
 
 
 def ranks(device: Device) -> list[dict]:
@@ -264,9 +741,9 @@ def ranks(device: Device) -> list[dict]:
 
     def run() -> dict:
         with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(_rank, args=(folder, device.name), nprocs=2, start_method="spawn")
+            mp.start_processes(_rank, args=(folder, device), nprocs=2, start_method="spawn")
             losses = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
-            mp.start_processes(_rank, args=(folder, device.name, 1), nprocs=1, start_method="spawn")
+            mp.start_processes(_rank, args=(folder, device, 1), nprocs=1, start_method="spawn")
             alone = torch.load(Path(folder) / "0.pt")
         error = max(abs(x - y) / abs(y) for one in losses for x, y in zip(one, alone, strict=True))
         return {"ok": error < 1e-4, "worst_error": error, "losses": alone}
@@ -274,7 +751,7 @@ def ranks(device: Device) -> list[dict]:
     return [attempted({"model": "gpt2 tiny", "ranks": 2, "backend": "gloo"}, run)]
 
 
-def _rank(rank: int, folder: str, device: str, world: int = 2) -> None:
+def _rank(rank: int, folder: str, device: Device, world: int = 2) -> None:
     import torch.distributed as dist
 
     import autoshard
@@ -283,13 +760,11 @@ def _rank(rank: int, folder: str, device: str, world: int = 2) -> None:
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{world}", world), rank=rank, world_size=world)
     module, inputs = gpt2.tiny()
-    mesh = autoshard.Mesh.from_bandwidths((world,), **FAST)
-    solution = autoshard.plan(module, inputs, mesh, training=True, baselines=False)
-    device_mesh = torch.distributed.device_mesh.init_device_mesh(device, (world,), backend_override={0: "gloo"})
-    model = autoshard.parallelize(materialized(module, 0), solution, device_mesh)
+    device_mesh = torch.distributed.device_mesh.init_device_mesh(device.name, (world,), backend_override={0: "gloo"})
+    model = autoshard.parallelize(materialized(module, 0), plan_of(device, f"ranks; gpt2; {world}"), device_mesh)
     optimizer, generator, losses = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1), []
     for _ in range(3):
-        given = [torch.randint(0, 100, x.shape, generator=generator).to(device) for x in inputs]
+        given = [torch.randint(0, 100, x.shape, generator=generator).to(device.name) for x in inputs]
         loss = model(*given)
         loss.backward()
         optimizer.step()
@@ -297,6 +772,109 @@ def _rank(rank: int, folder: str, device: str, world: int = 2) -> None:
         losses.append(float((loss.full_tensor() if hasattr(loss, "full_tensor") else loss).detach()))
     torch.save(losses, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def links(device: Device) -> list[dict]:
+    size = 2**20 if device.stand_in else 2**30
+    pinned = not device.stand_in
+    on_host, back = (torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    pageable = torch.empty(size, dtype=torch.uint8)
+    here, there = (torch.zeros(size, dtype=torch.uint8, device=device.name) for _ in range(2))
+    rows = []
+
+    def rate(name: str, run, moved: int = size) -> None:
+        rows.append(attempted({"what": name}, lambda: {"bytes_per_second": moved / device.each(run, calls=3)}))
+
+    rate("host to device, pinned", lambda: here.copy_(on_host, non_blocking=True))
+    rate("device to host, pinned", lambda: back.copy_(there, non_blocking=True))
+    rate("host to device, pageable", lambda: here.copy_(pageable))
+    rate("device to device, read and written", lambda: here.copy_(there), 2 * size)
+    if device.stand_in:
+        return rows
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def both() -> None:
+        for stream, into, source in ((side, here, on_host), (other, back, there)):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                into.copy_(source, non_blocking=True)
+        for stream in (side, other):
+            torch.cuda.current_stream().wait_stream(stream)
+
+    rate("both ways at once, sum", both, 2 * size)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    large = torch.empty(2**28, device="cuda", dtype=torch.float32)
+
+    def beside(work, copy) -> dict:
+        """Seconds of 30 calls of work alone, and while copies run on another stream all the time; rate of the copies alone and beside."""
+
+        def timed(stream: torch.cuda.Stream, run, times: int):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(stream):
+                begin.record()
+                for _ in range(times):
+                    run()
+                end.record()
+            return lambda: begin.elapsed_time(end) / 1e3
+
+        def measured(works: int, copies: int) -> tuple[float, float]:
+            torch.cuda.synchronize()
+            of_copies, of_work = timed(side, copy, copies), timed(other, work, works)
+            torch.cuda.synchronize()
+            return of_work(), of_copies()
+
+        measured(5, 5)
+        alone, copies = measured(30, 0)[0], measured(0, 10)[1]
+        many = int(2 * alone / (copies / 10)) + 2
+        together = measured(30, many)[0]
+        return {"alone_seconds": alone, "copies_seconds": copies / 10, "beside_seconds": together, "slowed": together / alone}
+
+    def from_host() -> None:
+        here.copy_(on_host, non_blocking=True)
+
+    for name, work, copy in (
+        ("matmuls beside copies from the host", lambda: torch.mm(a, b), from_host),
+        ("matmuls beside copies on the device", lambda: torch.mm(a, b), lambda: here.copy_(there)),
+        ("pointwise beside copies from the host", lambda: large.add_(1), from_host),
+    ):
+        rows.append(attempted({"what": name}, beside, work, copy))
+    return rows
+
+
+def contexts(device: Device) -> list[dict]:
+    """Bytes of the device that torch's allocator doesn't know, as libraries are first used, and bytes that it does."""
+    if device.stand_in:
+        return [{"what": "none on the CPU", "ok": True}]
+    import torch.distributed as dist
+
+    rows, before = [], [0, 0]
+
+    def after(name: str, run) -> None:
+        row = attempted({"what": name}, lambda: {"kept": run()} and {})
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        outside, inside = device.used() - torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        rows.append(row | {"outside_bytes": outside - before[0], "allocated_bytes": inside - before[1]})
+        before[:] = outside, inside
+
+    x = {}
+    after("the CUDA context and an add", lambda: x.update(one=torch.zeros(1, device="cuda").add_(1)))
+    half = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    before[1] = torch.cuda.memory_allocated()
+    after("a matmul of bf16 (cuBLAS and its workspace)", lambda: half @ half)
+    after("a linear layer with a bias (cuBLASLt)", lambda: torch.nn.functional.linear(half, half, half[0]))
+    q = half.view(1, 32, 4096, 128)
+    after("attention, forward", lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    after(
+        "a convolution (cuDNN)",
+        lambda: torch.nn.functional.conv2d(half.view(1, 256, 256, 256), half[:9].reshape(-1)[: 9 * 256 * 8].view(8, 256, 3, 3)),
+    )
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"})
+    after("an NCCL communicator of one rank", lambda: (dist.init_process_group("nccl", rank=0, world_size=1), dist.all_reduce(half)))
+    after("a second one", lambda: dist.all_reduce(half, group=dist.new_group([0])))
+    after("a compiled kernel", lambda: torch.compile(lambda y: torch.softmax(y.float(), -1) * 2)(half))
+    dist.destroy_process_group()
+    return rows
 
 
 def launch(device: Device) -> list[dict]:
@@ -313,19 +891,31 @@ def launch(device: Device) -> list[dict]:
     ]
 
 
-PARTS = {part.__name__: part for part in (captures, verify, kernels, steps, allocator, ranks, launch)}
+PARTS = {part.__name__: part for part in (verify, captures, ranks, fits, profiles, steps, allocator, contexts, kernels, links, launch)}
+AT_ONCE = ("verify", "captures", "ranks")  # these measure no seconds
 
 
 def run_part(name: str, stand_in: bool, path: Path) -> None:
     """In this process: the part's rows, into a file."""
-    device = Device(stand_in)
+    if torch.__version__ < "2.12":  # which takes builtins that transformers' code names for globals that are missing
+        import builtins
+
+        from torch._dynamo.convert_frame import GraphRuntimeEnv
+
+        checked = GraphRuntimeEnv._check_external_refs
+        GraphRuntimeEnv._check_external_refs = lambda self, given: checked(self, vars(builtins) | given)
+    device = Device(stand_in, path.parent)
     begin = time.perf_counter()
-    rows = PARTS[name](device)
     title = "CPU, in place of a GPU" if stand_in else torch.cuda.get_device_name()
-    record = {"part": name, "device": title, "torch": torch.__version__, "seconds": time.perf_counter() - begin, "rows": rows}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1, default=str))
-    temporary.rename(path)
+
+    def write(rows: list[dict], final: bool = False) -> None:
+        record = {"part": name, "device": title, "torch": torch.__version__, "seconds": time.perf_counter() - begin, "rows": rows}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=1, default=str))
+        temporary.rename(path if final else path.with_suffix(".part"))
+
+    WRITE.append(write)
+    write(PARTS[name](device), final=True)
 
 
 def page(records: list[dict]) -> str:
@@ -349,31 +939,40 @@ def shown(value) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stand-in", action="store_true")
+    parser.add_argument("--plans", nargs="+", metavar="KIND", help="make plans and predictions for such devices, and end")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--again", action="store_true", help="run parts that are there")
+    parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="that a part has")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--here", choices=PARTS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    if given.plans:
+        make_plans(given.plans, given.out)
+        return 0
     if not given.stand_in and not torch.cuda.is_available():
         sys.exit("no GPU is visible to this torch; --stand-in tries every part on the CPU")
     if given.here:
         run_part(given.here, given.stand_in, given.out / f"{given.here}.json")
         return 0
-    begin = time.monotonic()
-    for name in given.only:
-        left = ALL_SECONDS - (time.monotonic() - begin)
-        if left < 60 or ((given.out / f"{name}.json").exists() and not given.again):
-            print(f"{name}: {'no time is left; start again for it' if left < 60 else 'is there'}", file=sys.stderr)
-            continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        command = [sys.executable, __file__, "--here", name, "--out", str(given.out), *(["--stand-in"] if given.stand_in else [])]
-        try:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            subprocess.run(command, check=False, timeout=min(PART_SECONDS, left), env=environment)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {min(PART_SECONDS, left):.0f} s", file=sys.stderr)
-    records = [json.loads(path.read_text()) for name in PARTS if (path := given.out / f"{name}.json").exists()]
+    end = time.monotonic() + ALL_SECONDS
+    asked = [name for name in PARTS if name in given.only and (given.again or not (given.out / f"{name}.json").exists())]
+    for names in ([name for name in asked if name in AT_ONCE], *([name] for name in asked if name not in AT_ONCE)):
+        left = min(end - time.monotonic(), given.seconds)
+        running = {}
+        for name in names if left > 20 else ():
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            command = [sys.executable, __file__, "--here", name, "--out", str(given.out), *(["--stand-in"] if given.stand_in else [])]
+            running[name] = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
+        until = time.monotonic() + left
+        for name, process in running.items():
+            try:
+                process.wait(max(until - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                print(f"{name}: stopped after {left:.0f} s", file=sys.stderr)
+    files = [(given.out / f"{name}.json", given.out / f"{name}.part") for name in PARTS]
+    records = [json.loads(next(file for file in two if file.exists()).read_text()) for two in files if any(file.exists() for file in two)]
     (given.out / "gpu.json").write_text(json.dumps(records, indent=1))
     (given.out / "gpu.md").write_text(page(records) + "\n")
     failed = [(record["part"], row) for record in records for row in record["rows"] if not row.get("ok")]

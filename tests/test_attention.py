@@ -1,5 +1,6 @@
 """Attention is one op: its kernels, its rows, and that captures hold it whichever kernel torch chose."""
 
+import warnings
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -90,6 +91,30 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros(monkeypatch):
     assert all(torch.isfinite(g).all() for g in grads) and grads[0][:, :, 3].abs().max() == 0
 
 
+@pytest.mark.parametrize("off", [None, "forward", "backward", "error"])
+def test_cudnns_kernel_is_taken_only_where_it_agrees_with_flash(off, monkeypatch):
+    """The two kernels of the CPU stand for those of CUDA; one that is off, or fails, is not taken."""
+
+    def forward(call):
+        if off == "error":
+            raise RuntimeError("no engine")
+        out, logsumexp = attention.math_attention(call)
+        return (out * 1.1 if off == "forward" else out), logsumexp
+
+    def backward(call, *given):
+        grad_q, *grads = attention.math_attention_backward(call, *given)
+        return (-grad_q if off == "backward" else grad_q), *grads
+
+    math = (attention.math_attention, attention.math_attention_backward)
+    monkeypatch.setattr(attention, "KERNELS_OF", {"flash": math, "cuDNN": (forward, backward)})
+    attention.cudnn_agrees.cache_clear()
+    with warnings.catch_warnings(record=True) as said, FakeTensorMode():  # as in a trace, in which it is asked
+        warnings.simplefilter("always")
+        assert attention.cudnn_agrees("cpu", torch.float32) == (off is None)
+    attention.cudnn_agrees.cache_clear()
+    assert [str(w.message).startswith("attention runs by flash") for w in said if w.category is UserWarning] == [True] * (off is not None)
+
+
 HALF, FULL = torch.bfloat16, torch.float32
 TABLE = [  # device, dtype, D, E, queries, keys, mask, causal -> kernel
     ("cpu", FULL, 64, 64, 16, 16, None, True, "flash for CPU"),
@@ -110,14 +135,15 @@ TABLE = [  # device, dtype, D, E, queries, keys, mask, causal -> kernel
 
 @pytest.mark.parametrize(("device", "dtype", "width", "of_values", "queries", "keys", "mask", "is_causal", "kernel"), TABLE)
 def test_the_kernel_is_chosen_by_device_dtype_mask_and_width_and_its_shapes_fit(
-    device, dtype, width, of_values, queries, keys, mask, is_causal, kernel
+    device, dtype, width, of_values, queries, keys, mask, is_causal, kernel, monkeypatch
 ):
     with FakeTensorMode(), torch.no_grad():
         make = lambda *shape: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
         q, k, v = make(2, 4, queries, width), make(2, 2, keys, width), make(2, 2, keys, of_values)
         call = attention.Call(q, k, v, mask and make(*mask), is_causal, None)
         assert attention.kernel_of(call) == kernel
-        if kernel != "efficient":  # slices need CUDA's own functions outside of a dry run, which test_dry_run makes
+        for run in [kernel] * (kernel != "efficient") + ["cuDNN"] * (kernel == "flash"):  # the slices of efficient are of test_dry_run
+            monkeypatch.setattr(attention, "kernel_of", lambda call, run=run: run)
             out, logsumexp = attention.attention(q, k, v, call.attn_mask, is_causal)
             assert tuple(out.shape) == (2, 4, queries, of_values) and tuple(logsumexp.shape) == (2, 4, queries)
             grads = attention.attention_backward(out, q, k, v, out, logsumexp, call.attn_mask, is_causal)

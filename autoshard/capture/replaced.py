@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def replaced_operators() -> Iterator[None]:
-    """All of it. Kernels are replaced for CPU tensors: those of a capture are fake ones."""
+def replaced_operators(device: str = "CPU") -> Iterator[None]:
+    """All of it. Kernels are replaced for CPU tensors: those of a capture are fake ones. device: "CUDA" for what is traced elsewhere."""
     checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
     one_op: dict[str, Callable] = {
         "scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss,
     }  # fmt: skip
-    with _kernels(one_op, "AutogradCPU"), flex_as_attention(), fake_grouped_mm():
+    with _kernels(one_op, f"Autograd{device}"), flex_as_attention(), fake_grouped_mm():
         register_effectful_op(checks, None)
         try:
             yield

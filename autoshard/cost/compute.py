@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import Any
 
@@ -95,6 +95,7 @@ def busy_seconds(
     kernels, kind, i = device.kernels, _kind(name), [shape for shape, _ in inputs]
     if kernels is not None and kind in MATMULS and itemsize <= 2:
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
+        form = form if fused is None else replace(form, unaligned=1.0)
         return _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
     if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]

@@ -6,6 +6,7 @@ split in s parts, which more multiprocessors can share. M bytes of both matrices
     counted   ( waves(A, s) * multiprocessors * A / s )^w  ( b m n )^(1 - w)      w = waves: how much of an unfilled wave counts
     c         min over (A, s) of  2 counted (1 + small log2(128 * 256 / A)) (k + s deep) / rate  + split where s > 1
     c'        c (1 + heat c / (c + 1 ms)): a long kernel meets the device's power limit
+    u         1 + .4, .7 or 1 times (unaligned - 1): rows of multiples of 4, 2 or 1 elements, not of 8, of 16 bits; c' is u times as long
     moving    max( M / bandwidth, (M - cache) / memory_bandwidth )
     t         sqrt( c'^2 + moving^2 ) + cast m k / bandwidth + launch                                               (`matmul_seconds`)
 
@@ -49,12 +50,26 @@ def matmul_seconds(m: Amount, k: Amount, n: Amount, of: MatmulKernel, batch: Amo
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
     computed = np.ceil(tiles * parts / of.multiprocessors) * of.multiprocessors * area / parts
     counted = computed**of.waves * (batch * m * n) ** (1 - of.waves)
-    seconds = 2 / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep) + of.split * (parts > 1)
+    seconds = 2 * _unaligned(m, k, n, of) / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep) + of.split * (parts > 1)
     least = seconds.min(0)
     computing = least * (1 + of.heat * least / (least + SOON))
     moved = batch * (of.itemsize * (m * k + k * n) + 2 * m * n)
     moving = np.maximum(moved / of.bandwidth, (moved - of.cache) / of.memory_bandwidth)
     return np.sqrt(computing**2 + moving**2) + of.cast * batch * m * k / of.bandwidth + of.launch
+
+
+OF_ROWS = np.array([np.nan, 1.0, 0.7, np.nan, 0.4, np.nan, np.nan, np.nan, 0.0])  # by the greatest common divisor with 8
+MANY_ROWS = 2**14
+
+
+def _unaligned(m: Amount, k: Amount, n: Amount, of: MatmulKernel) -> Amount:
+    """Matrices lie in rows of k and n elements; those of a weight's gradient of m as well, which many rows, a vocabulary, are taken for.
+    On an H200 rows of 50257 elements take 5.2 times as long as those of 50304, of 4100 2.6 times as long as of 4104 (docs/gpu.md)."""
+    if not np.any(np.asarray(of.unaligned) > 1):
+        return 1.0
+    rows = np.stack(np.broadcast_arrays(k, n, np.where(np.asarray(m) >= MANY_ROWS, m, 8.0), 8.0)).astype(float)
+    whole = np.where(rows == np.floor(rows), rows, 8.0).astype(np.int64)  # rows of a group may be a mean
+    return 1 + (of.unaligned - 1) * OF_ROWS[np.gcd.reduce(whole, axis=0)]
 
 
 def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:

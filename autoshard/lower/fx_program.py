@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class RankGraphs:
     parameters: frozenset[str] = frozenset()  # among the loads
     sums: tuple[str, ...] = ()  # parameters whose gradients the backward graph adds to its last inputs (runtime.microbatches)
 
-    @property
+    @cached_property  # asked at every step
     def is_random(self) -> bool:
         return any(graph is not None and is_random(graph.graph) for graph in (self.forward, self.backward))
 

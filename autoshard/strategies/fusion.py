@@ -47,6 +47,10 @@ class KernelGroup:
     first: int = 0
 
 
+# Kernels of their own in a compiled program as well, but of rows that inductor pads (its shape_padding).
+MATMULS = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "linear")}
+
+
 def fused(graph: Graph, *, within_modules: bool = False) -> Graph:
     """The same graph, whose ops know what they read and write in their groups (Op.fused). within_modules: of ops of one module only, as
     libraries of fused norms, rotary positions and activations have them."""
@@ -64,6 +68,9 @@ def fused(graph: Graph, *, within_modules: bool = False) -> Graph:
         for i in group.ops:
             reads = tuple(_share_read(graph, value, number, group_of, cheap, seen) if i in live else 0.0 for value in ops[i].inputs)
             ops[i] = replace(ops[i], fused=Fused(reads, tuple(map(float, writes[i])), i == min(live, default=-1)))
+    for i, op in enumerate(ops) if not within_modules else ():
+        if op.target in MATMULS:
+            ops[i] = replace(op, fused=Fused((1.0,) * len(op.inputs), (1.0,) * len(op.outputs), True))
     return replace(graph, ops=tuple(ops))
 
 

@@ -1,21 +1,23 @@
 """Kernels of attention: the device, dtype, mask and head dim of a call decide which one runs it, forward and backward alike.
 
     flash for CPU   CPU     D = E                                                    any mask
+    cuDNN           CUDA    as flash, D <= 128, on Hopper and B200                   no mask; causal only where T = S
     flash           CUDA    float16, bfloat16; D = E <= 256, a multiple of 8         no mask; causal only where T = S
     efficient       CUDA    rows of q, k, v of a multiple of 16 bytes                any mask; keys and values are repeated while it runs
     math            any     any: matmuls and softmax, with all scores in memory      any mask
 
-q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], and so on as in `capture.attention`. cuDNN's kernel runs the calls that the other two
-CUDA kernels run as well, so it is left out. Where ranks have some query heads of a group and all key-value heads, each reads the
-key-value heads that its own queries need (`shared_heads`).
+q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], and so on as in `capture.attention`. cuDNN's kernel is taken where torch takes it, since
+it is twice as fast there (docs/gpu.md), and only once it was seen to agree with flash on this device. Where ranks have some query heads of
+a group and all key-value heads, each reads the key-value heads that its own queries need (`shared_heads`).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from autoshard.capture import ATTENTION, BACKWARD
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, wide
+from autoshard.torch_private import disable_current_modes
 
 aten = torch.ops.aten
 HEADS = 1
@@ -91,7 +94,12 @@ def kernel_of(call: Call) -> str:
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_square = q.shape[2] == call.key.shape[2]
     if is_half and call.attn_mask is None and width == of_values <= 256 and width % 8 == 0 and (is_square or not call.is_causal):
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability(q.device) >= (8, 0):  # not available: a dry run
+        if not torch.cuda.is_available():  # a dry run
+            return "flash"
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability in CUDNN_FIRST and width <= 128 and q.shape[2] > 1 and cudnn_is_wanted() and cudnn_agrees(str(q.device), q.dtype):
+            return "cuDNN"
+        if capability >= (8, 0):
             return "flash"
     rows_fit = all(n * q.element_size() % 16 == 0 for n in (width, of_values))
     return "efficient" if rows_fit and (is_half or q.dtype == torch.float32) else "math"
@@ -122,6 +130,49 @@ def _flash_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -
     return aten._scaled_dot_product_flash_attention_backward(
         grad_out, c.query, c.key, c.value, out, logsumexp, None, None, c.query.shape[2], c.key.shape[2], 0.0, c.is_causal, state, offset,
         scale=c.scale,
+    )  # fmt: skip
+
+
+CUDNN_FIRST = ((9, 0), (10, 0))  # compute capabilities where torch prefers cuDNN (sdp_utils.cpp, check_prefer_cudnn_attention)
+
+
+def cudnn_is_wanted() -> bool:
+    """By torch's own switches, and a version from which torch prefers it."""
+    is_new = (torch.backends.cudnn.version() or 0) >= 90900
+    return is_new and torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
+@cache
+def cudnn_agrees(device: str, dtype: torch.dtype) -> bool:
+    """Whether cuDNN's kernel gives what flash gives on this device, forward and backward, of four heads that share two: else flash runs,
+    and a warning says so once."""
+    with disable_current_modes(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, grad = (torch.randn(2, h, 128, 64, generator=generator).to(device, dtype) for h in (4, 2, 2, 4))
+        call = Call(q, k, v, None, True, None)
+        try:
+            two = [KERNELS_OF[name] for name in ("flash", "cuDNN")]
+            results = [(*(made := forward(call)), *backward(call, grad, *made)) for forward, backward in two]
+            worst = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in zip(*results, strict=True))
+        except RuntimeError as error:
+            warnings.warn(f"attention runs by flash: cuDNN's kernel fails here ({str(error).splitlines()[0]})", stacklevel=2)
+            return False
+    if not worst < 0.03:
+        warnings.warn(f"attention runs by flash: cuDNN's kernel is {worst:.0%} off here", stacklevel=2)
+    return worst < 0.03
+
+
+def _cudnn(c: Call) -> tuple[Tensor, Tensor]:
+    made = aten._scaled_dot_product_cudnn_attention(c.query, c.key, c.value, None, True, 0.0, c.is_causal, False, scale=c.scale)
+    out, logsumexp = made[:2]
+    return out, logsumexp.reshape(out.shape[:3])
+
+
+def _cudnn_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+    state, offset = (c.query.new_zeros((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is none of
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, c.query, c.key, c.value, out, logsumexp.unsqueeze(-1), state, offset, None, None, None, c.query.shape[2], c.key.shape[2],
+        0.0, c.is_causal, scale=c.scale,
     )  # fmt: skip
 
 
@@ -212,6 +263,7 @@ def _probabilities(scores: Tensor, logsumexp: Tensor) -> Tensor:
 KERNELS_OF: dict[str, tuple[Callable[[Call], tuple[Tensor, Tensor]], Backward]] = {
     "flash for CPU": (_cpu, _cpu_backward),
     "flash": (_flash, _flash_backward),
+    "cuDNN": (_cudnn, _cudnn_backward),
     "efficient": (_efficient, _efficient_backward),
     "math": (math_attention, math_attention_backward),
 }
