@@ -31,6 +31,7 @@ from autoshard.planning.question import ModelGraphs, Question
 from autoshard.simulate.tasks import program_of
 from autoshard.solvers import solve
 from autoshard.strategies import fused, share_of_flops
+from autoshard.strategies.fusion import MATMULS
 from models import gpt2, llama
 
 T = 7  # devices
@@ -105,7 +106,7 @@ def tasks(graph: Graph, instance: Any, scheme: str, mesh: Mesh) -> list[dict[str
                 "share": share_of_flops(op, tensors, candidate.inputs, mesh), "kept": is_kept(graph, task.op),
             }  # fmt: skip
             for kind, ops in kinds.items():
-                if (group := ops[task.op].fused) is not None:
+                if (group := ops[task.op].fused) is not None and op.target not in MATMULS:
                     row[kind] = [list(group.reads), list(group.writes), group.launches]
         elif task.bytes:
             size = Fraction(task.bytes).limit_denominator(10**6) * T / (T - 1) / (2 if task.kind == "all_reduce" else 1)

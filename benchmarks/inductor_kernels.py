@@ -113,6 +113,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture import capture_module
 from autoshard.strategies import fused
+from autoshard.strategies.fusion import MATMULS
 
 _fold = ConstantFolder.run
 
@@ -312,7 +313,7 @@ def grouped(module: torch.nn.Module, inputs: tuple) -> dict[str, tuple[int, int]
     graph = fused(capture_module(module, inputs, training=True).graph)
     answer = {}
     for backward, side in enumerate(("forward", "backward")):
-        ops = [op for op in graph.ops if op.fused is not None and op.backward == bool(backward)]
+        ops = [op for op in graph.ops if op.fused is not None and op.target not in MATMULS and op.backward == bool(backward)]
         read = sum(share * graph.tensor(value).bytes for op in ops for share, value in zip(op.fused.reads, op.inputs))
         written = sum(share * t.bytes for op in ops for share, t in zip(op.fused.writes, op.outputs) if t is not None)
         answer[side] = (sum(op.fused.launches for op in ops), int(read + written))

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import autoshard
 from autoshard.cost import attention_seconds, experts_seconds, kernel_columns, latent_attention_seconds, matmul_seconds
+from autoshard.cost.compute import busy_seconds
 from autoshard.devices import (
     DTYPES,
     AttentionKernel,
@@ -23,6 +25,7 @@ from autoshard.devices import (
     kernel_form,
     known_devices,
 )
+from autoshard.graph import Fused
 from tests.helpers_refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent
@@ -67,10 +70,26 @@ FORMS = [(name, dtype) for name in known_devices() for dtype in DTYPES]
 
 @given(st.sampled_from(FORMS), st.tuples(SIZE, SIZE, SIZE, st.integers(1, 64)), st.integers(0, 3), st.integers(1, 300))
 def test_a_larger_matmul_takes_no_less(which, sizes, dim, more):
-    form = kernel_columns(MatmulKernel, [which[0]], which[1])
+    form = replace(kernel_columns(MatmulKernel, [which[0]], which[1]), unaligned=1.0)  # longer rows may be aligned
     m, k, n, batch = sizes
     larger = [size + more * (i == dim) for i, size in enumerate(sizes)]
     assert matmul_seconds(m, k, n, form, batch) <= matmul_seconds(*larger[:3], form, larger[3]) * (1 + 1e-12)
+
+
+def test_rows_of_an_odd_number_of_elements_take_longer_on_hopper_unless_they_are_padded():
+    """Microseconds of torch on an H200, docs/gpu.md: rows of k and n, and of many m. A compiled program pads them."""
+    measured = {(16384, 768, 50257): 10048, (16384, 50257, 768): 8937, (50257, 16384, 768): 8270, (16384, 768, 50304): 2107,
+                (16384, 50304, 768): 1724, (8192, 4096, 4100): 1030, (8192, 4096, 4095): 2085, (8192, 4096, 4104): 370}  # fmt: skip
+    device = autoshard.Mesh.from_bandwidths((1,), device="h200").device
+
+    def seconds(m, k, n, fused=None):
+        return busy_seconds("aten.mm.default", [((m, k), "bfloat16"), ((k, n), "bfloat16")], [((m, n), "bfloat16")], device, fused=fused)
+
+    for dims, expected in measured.items():  # in a program clocks are lower
+        assert 1.0 < seconds(*dims) / (expected / 1e6) < 1.3, dims
+    assert seconds(8191, 4096, 4096) == pytest.approx(seconds(8192, 4096, 4096), rel=0.01)  # an odd number of tokens costs nothing
+    alone = Fused((1.0, 1.0), (1.0,), True)
+    assert seconds(16384, 768, 50257, alone) == pytest.approx(seconds(16384, 768, 50304, alone), rel=0.01)
 
 
 @given(st.sampled_from(known_devices()), st.integers(1, 10**12), SIZE, st.integers(16, 512), st.integers(0, 2), st.floats(1.0, 4.0))
