@@ -116,7 +116,8 @@ def described(best: Configuration, table: StageTable) -> tuple[PipelineStage, ..
     stages = []
     for v, (part, option, combination) in enumerate(zip(best.parts, best.options, best.combinations)):
         d = v % best.groups
-        program = stage_program(table.layers, part.first, part.last, recompute=combination.recompute)
+        how = {"recompute": combination.recompute, "halved": best.order.splits_backward}
+        program = stage_program(table.layers, part.first, part.last, **how)
         layouts = dict(zip((op.name for op in program.graph.ops), option.layouts, strict=True))
         parameters = {name: layouts[name].outputs[0] or "" for name in program.graph.parameters}
         kind = table.cluster.kinds[table.cluster.submeshes[part.submesh].kind]

@@ -30,7 +30,8 @@ class StageOption:
     once: float  # per step: the optimizer, reductions of gradients
     static_bytes: float
     saved_bytes: float  # of a microbatch, from its forward to its backward pass
-    transient_bytes: float  # beyond static and saved, at the peak
+    transient_bytes: float  # beyond static and saved, or kept, at the peak
+    kept_bytes: float | None = None  # of a microbatch, between the halves of its backward pass; None: what is saved
     communication: float = 0.0  # of forward and backward, not hidden by kernels
     reduction: float = 0.0  # of gradients, hidden or not
     update: float = 0.0  # by the optimizer
@@ -99,6 +100,7 @@ class Configuration:
             transfer_back=[transfers * x for x in self.transfer_back],
             finish=[math.fsum(o.once for o in of[d::P]) for d in range(P)],
             activation_bytes=[o.saved_bytes for o in of],
+            kept_bytes=[o.saved_bytes if o.kept_bytes is None else o.kept_bytes for o in of],
             fixed_bytes=[o.static_bytes + o.transient_bytes for o in of],
             in_turn=False,  # as `parallelize` runs them
             backend=backend_of(c.mesh for c in self.combinations),

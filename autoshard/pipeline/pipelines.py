@@ -141,7 +141,8 @@ class _Search:
     def _planned(self, estimate: Configuration) -> Configuration:
         """The configuration with every stage planned as one program; where a stage does not fit, with a higher price on memory."""
         planner, held = self.planners[estimate.microbatches], in_flight(estimate.order)
-        jobs = [planner.stage_job(*of) for of in zip(estimate.parts, estimate.combinations, held)]
+        halved = estimate.order.splits_backward
+        jobs = [planner.stage_job(*of, halved) for of in zip(estimate.parts, estimate.combinations, held)]
         chosen = []
         for v, (job, answers) in enumerate(zip(jobs, self.jobs.run(jobs))):
             limit = estimate.memory[v % estimate.groups] / estimate.order.chunks

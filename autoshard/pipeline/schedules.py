@@ -7,7 +7,7 @@
     W(v, i)   comes after B(v, i) in the list of its device
 
 A device runs its list in order, one unit at a time; transfers overlap with the units (schedule_times.py).
-An activation is held from the start of its F to the end of the last unit of its microbatch and chunk.
+An activation is held from the start of its F to the end of the last unit of its microbatch and chunk; between B and W what W reads is.
 With equal parts, t_F + t_B per device (t_W is included in t_B), and transfers of 0 seconds:
 
     schedule            seconds                                                     most activations of chunks that device d holds
@@ -72,19 +72,18 @@ class Schedule:
         """Per device the most activations (of one microbatch and chunk) held at the same time."""
         return tuple(int(peak) for peak in self.peak_bytes(1.0))
 
-    def peak_bytes(self, activation_bytes: PerPart, fixed_bytes: PerPart = 0.0) -> tuple[float, ...]:
-        """Per device the most bytes held. activation_bytes, fixed_bytes: per part, of one microbatch; fixed is held all the time."""
+    def peak_bytes(self, activation_bytes: PerPart, fixed_bytes: PerPart = 0.0, kept_bytes: PerPart | None = None) -> tuple[float, ...]:
+        """Per device the most bytes held. Per part, of one microbatch: activation_bytes from F to B, kept_bytes from B to W (default the
+        same); fixed_bytes are held all the time."""
         held, fixed = per_part(activation_bytes, self.parts, "activation_bytes"), per_part(fixed_bytes, self.parts, "fixed_bytes")
-        last = "W" if self.splits_backward else "B"
+        kept = held if kept_bytes is None else per_part(kept_bytes, self.parts, "kept_bytes")
         peaks = []
         for d, units in enumerate(self.order):
             now = peak = math.fsum(fixed[d :: self.devices])
             for unit in units:
-                if unit.kind == "F":
-                    now += held[unit.chunk * self.devices + d]
-                    peak = max(peak, now)
-                elif unit.kind == last:
-                    now -= held[unit.chunk * self.devices + d]
+                v = unit.chunk * self.devices + d
+                now += {"F": held[v], "B": kept[v] * self.splits_backward - held[v], "W": -kept[v]}[unit.kind]
+                peak = max(peak, now)
             peaks.append(peak)
         return tuple(peaks)
 

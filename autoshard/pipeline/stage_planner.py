@@ -97,10 +97,10 @@ class StagePlanner:
         for sums in self._planned([(u, way, (0.0,)) for u, way in wanted]):
             self.table.pinned |= {one.combination: one for one in sums}
 
-    def stage_job(self, part: Stage, way: Combination, in_flight: int) -> Job:
+    def stage_job(self, part: Stage, way: Combination, in_flight: int, halved: bool) -> Job:
         """The job of planning a stage as one program, with its layouts."""
-        program = stage_program(self.table.layers, part.first, part.last, recompute=way.recompute)
-        return replace(self._job(program, way, (way.price,), in_flight), layouts=True)
+        program = stage_program(self.table.layers, part.first, part.last, recompute=way.recompute, halved=halved)
+        return replace(self._job(program, way, (way.price,), in_flight), layouts=True, halved=halved)
 
     def _add(self, wanted: Sequence[Request]) -> None:
         """Plans what is not known yet."""

@@ -5,6 +5,8 @@ A stage runs K microbatches per step with q of them in flight. The planner's pro
     t = f + b + o / K       forward, backward, and once per step: the optimizer, reductions of gradients
     bytes(q) = peak + (q - 1) saved                 saved: bytes that the forward pass of a microbatch saves for its backward pass
 
+Where the schedule splits the backward pass, a microbatch holds `kept` from the first half to the second.
+
 A reduction that scatters (the gradient has more shards than its producer's output) counts for every microbatch. Values
 from other stages arrive sharded over all devices; if a layout holds more, the seconds of gathering it are added. Parameters and their
 gradients are held throughout. The reported seconds of the layouts are simulated with collectives overlapping kernels
@@ -33,8 +35,9 @@ from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import StageOption
 from autoshard.pipeline.stage_costs import kernel_seconds, stage_costs_of
+from autoshard.pipeline.stage_programs import second_half
 from autoshard.planning import layouts_of
-from autoshard.problem import Edge, Problem, evaluate
+from autoshard.problem import Edge, Problem, usage_profile
 from autoshard.simulate import program_of
 from autoshard.solution import RECEIVED
 from autoshard.solvers import converged, solve
@@ -59,11 +62,12 @@ class Job:
     recompute: bool = False
     time_limit: float = 60.0  # seconds per lambda
     layouts: bool = False  # keep the layouts; among equal costs choose those that the planner prefers
+    halved: bool = False  # the graph is that of a `StageProgram.halved`
 
     @property
     def problem_key(self) -> tuple:
         """Equal for the same problem; the prices may differ."""
-        how = (self.microbatches, self.in_flight, self.optimizer, self.pins, self.recompute, self.layouts)
+        how = (self.microbatches, self.in_flight, self.optimizer, self.pins, self.recompute, self.layouts, self.halved)
         return (self.signature, self.mesh, *how)
 
     @property
@@ -137,7 +141,9 @@ class StageProblem:
         options, keep = _pinned(graph, options, job) if job.pins else (options, {})
         self.formulated = formulate(graph, options, job.mesh, training=training, tables=shared.tables)
         self.unit = slowest_seconds_per_byte(job.mesh)
-        self.static, self.saved = _static_and_saved(self.formulated)
+        self.second = len(graph.ops) - len(second_half(graph)) if job.halved else math.inf  # time at which the second half begins
+        self.static = frozenset(k for k, kind in enumerate(self.formulated.held) if kind in STATIC)
+        self.saved, self.kept = (_of_microbatches(self.formulated, turn) for turn in (turn_of(graph), self.second))
         self.most_arrivals = math.fsum(max(_arrivals(self.formulated, i)) for i in _received(graph))
         self.problem = _as_stage(self.formulated, with_pins(self.formulated, keep), job.microbatches)
 
@@ -169,11 +175,8 @@ class StageProblem:
     def option(self, choice: Sequence[int]) -> StageOption:
         """The seconds and bytes of a choice."""
         problem, formulated = self.problem, self.formulated
-        held = {True: 0.0, False: 0.0}
-        for k, usage in enumerate(problem.usages):
-            if k in self.static or k in self.saved:
-                held[k in self.static] += usage.held(choice)
-        peak = evaluate(problem, choice).peak
+        static, saved, kept = (math.fsum(problem.usages[k].held(choice) for k in of) for of in (self.static, self.saved, self.kept))
+        times, total = usage_profile(problem, choice)
         program = program_of(formulated, choice)
         everything = [0] * len(formulated.graph.ops)
         (part,) = stage_costs_of(program, everything, 1)
@@ -187,9 +190,10 @@ class StageProblem:
             backward=part.backward + arrivals[True],
             weight=part.weight,
             once=part.finish,
-            static_bytes=held[True],
-            saved_bytes=held[False],
-            transient_bytes=max(peak - held[True] - held[False], 0.0),
+            static_bytes=static,
+            saved_bytes=saved,
+            transient_bytes=float(np.max(total - static - np.where(times < self.second, saved, kept), initial=0.0)),
+            kept_bytes=kept if self.job.halved else None,
             communication=part.forward + part.backward - forward - backward + sum(arrivals.values()),
             reduction=math.fsum(task.seconds for task in updates if task.kind != "optimizer"),
             update=math.fsum(task.seconds for task in updates if task.kind == "optimizer"),
@@ -219,26 +223,22 @@ def turn_of(graph: Graph) -> int:
     return next((i for i, op in enumerate(graph.ops) if op.backward), len(graph.ops) + 1)
 
 
-def _static_and_saved(formulated: Formulation) -> tuple[frozenset[int], frozenset[int]]:
-    """Usages that are held throughout, and those of which every microbatch in flight has one."""
-    graph, turn = formulated.graph, turn_of(formulated.graph)
+def _of_microbatches(formulated: Formulation, turn: float) -> frozenset[int]:
+    """Usages of which every microbatch has one that has run the ops before `turn`, and not those from there on."""
+    graph, held = formulated.graph, set()
     varies: list[bool] = []  # with the microbatch
     for op in graph.ops:
-        varies.append(op.kind == "input" or any(varies[a] for a, _ in op.inputs))
+        varies.append(op.kind in ("input", "tangent") or any(varies[a] for a, _ in op.inputs))
     hubs = {node: value for value, node in formulated.hubs.items()}
-    static, saved = set(), set()
     for k, (usage, kind) in enumerate(zip(formulated.problem.usages, formulated.held, strict=True)):
-        if kind in STATIC:
-            static.add(k)
-            continue
         node = usage.ends[0]
         i = formulated.tensor_edges[usage.edge].value[0] if usage.edge is not None else hubs[node][0] if node in hubs else node
-        if i >= len(graph.ops) or not varies[i] or turn > len(graph.ops):
+        if kind in STATIC or not usage.start < turn < usage.end or i >= len(graph.ops) or not varies[i] or turn > len(graph.ops):
             continue
-        kept = usage.start < turn < usage.end and not (kind == "inputs" and graph.last_use.get((i, 0), 0) < turn)
-        if kept and graph.ops[i].kind != "tangent":
-            saved.add(k)
-    return frozenset(static), frozenset(saved)
+        there = graph.ops[i].kind != "tangent" or turn > turn_of(graph)  # a tangent arrives when the backward pass begins
+        if there and not (kind == "inputs" and graph.last_use.get((i, 0), 0) < turn):
+            held.add(k)
+    return frozenset(held)
 
 
 def _as_stage(formulated: Formulation, problem: Problem, microbatches: int) -> Problem:

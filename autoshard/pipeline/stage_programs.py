@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.graph import Graph, Op, Result, Value, recompute
+from autoshard.graph import Graph, Op, Result, Rewriting, Value, recompute
 from autoshard.pipeline.layers import Layers
 from autoshard.solution import RECEIVED, SENT
 
@@ -47,13 +47,30 @@ class StageProgram:
         blocks = [ops for ops in self.forward if not any((i, 0) in at_end for i in ops)]
         return replace(self, graph=recompute(self.graph, blocks))
 
+    def halved(self) -> StageProgram:
+        """The stage in the order of a schedule that splits the backward pass: the `second_half` comes last."""
+        new, late = Rewriting(self.graph), set(second_half(self.graph))
+        for i in sorted(range(len(self.graph.ops)), key=lambda i: (i in late, i)):
+            new.keep(i)
+        return replace(self, graph=new.graph())
 
-def stage_program(layers: Layers, first: int, last: int, *, recompute: bool = False) -> StageProgram:
-    """The program of layers first ... last - 1, `recomputed` or not. ValueError if there are no such layers."""
+
+def second_half(graph: Graph) -> list[int]:
+    """The backward ops of a stage on which nothing depends that is sent on."""
+    first = {result.value[0] for result in graph.results if result.name.startswith(SENT) and result.value is not None}
+    for i in reversed(range(len(graph.ops))):
+        if i in first:
+            first |= {a for a, _ in graph.ops[i].inputs}
+    return [i for i, op in enumerate(graph.ops) if op.backward and i not in first]
+
+
+def stage_program(layers: Layers, first: int, last: int, *, recompute: bool = False, halved: bool = False) -> StageProgram:
+    """The program of layers first ... last - 1, `recomputed` or not, `halved` or not. ValueError if there are no such layers."""
     if not 0 <= first < last <= layers.count:
         raise ValueError(f"layers {first} to {last} of {layers.count}; expected 0 <= first < last <= {layers.count}")
     program = _Extraction(layers, first, last).program()
-    return program.recomputed() if recompute else program
+    program = program.recomputed() if recompute else program
+    return program.halved() if halved else program
 
 
 def crossing_bytes(layers: Layers) -> tuple[list[float], list[float]]:

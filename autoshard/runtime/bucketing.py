@@ -13,7 +13,6 @@ the limit:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -142,11 +141,11 @@ def _closed(before: int, buckets: Sequence[Bucket]) -> int:
 
 
 def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """One collective in place of several; its nodes stand at the end of the graph until `_sort`."""
+    """One collective in place of several, where the last of them stood; what reads it earlier is moved behind it by `_sort`."""
     first, group = members[0], members[0].args[1:]
     kind, inputs = STARTS[first.target], [start.args[0] for start in members]  # type: ignore[index]
     n = 1 if kind in ("all_reduce", "all_gather") else inputs[0].meta["val"].shape[0]  # type: ignore[union-attr]
-    with graph.inserting_before(next(iter(reversed(graph.nodes)))):
+    with graph.inserting_before(members[-1]):
         flat = [_node(graph, aten.reshape.default, (x, [n, -1]), start) for x, start in zip(inputs, members, strict=True)]
         joined = _node(graph, first.target, (_node(graph, aten.cat.default, (flat, 1), first), *group), first)
         joined.meta["members"] = [start.meta.get("record") for start in members]
@@ -189,20 +188,23 @@ def _describe(node: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Sorts the nodes so that each stands behind its inputs, and otherwise in their present order."""
+    """Keeps the nodes in their order, but that a node waits for what it reads."""
     order: dict[fx.Node, None] = {}
-    limit = sum(len(node.all_input_nodes) + 1 for node in graph.nodes)
-    for node in list(graph.nodes):
-        for missing in with_inputs(node, order, limit):
-            order[missing] = None
+    waiting: dict[fx.Node, list[fx.Node]] = {}
+    pending = list(reversed(graph.nodes))
+    while pending:
+        node = pending.pop()
+        if missing := [source for source in node.all_input_nodes if source not in order]:
+            waiting.setdefault(missing[0], []).append(node)
+        else:
+            order[node] = None
+            pending += reversed(waiting.pop(node, []))
+    assert not waiting, "joined collectives wait for each other"
     reorder(graph, list(order))
 
 
-def with_inputs(node: fx.Node, placed: Container[fx.Node], limit: float = math.inf) -> Iterator[fx.Node]:
-    """The node and all that it reads which is not placed yet, inputs first; the caller places each of them at once.
-
-    limit: the longest path; a longer one is a cycle, AssertionError.
-    """
+def with_inputs(node: fx.Node, placed: Container[fx.Node]) -> Iterator[fx.Node]:
+    """The node and all that it reads which is not placed yet, inputs first; the caller places each of them at once."""
     stack = [node]
     while stack:
         top = stack[-1]
@@ -213,7 +215,6 @@ def with_inputs(node: fx.Node, placed: Container[fx.Node], limit: float = math.i
                 yield top
         else:
             stack.extend(reversed(waiting))
-            assert len(stack) <= limit, "joined collectives wait for each other"
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:

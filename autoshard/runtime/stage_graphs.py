@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import getitem
 
 from torch import fx
 
@@ -72,6 +73,7 @@ def _halves(graphs: RankGraphs) -> Halves:
     rest = tuple(k for k in range(len(results)) if k not in sent)
     first = _ancestors([results[k] for k in sent])
     inner = [node for node in nodes if node.op != "placeholder"]
+    first |= {node for node in inner if node.target is getitem and node.args[0] in first}  # else all outputs of that op would be kept
     early, late = [n for n in inner if n in first], [n for n in inner if n not in first]
     there = {*given, *early}
     read = {source for node in late for source in node.all_input_nodes} | {results[k] for k in rest}
