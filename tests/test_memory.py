@@ -65,17 +65,12 @@ def test_a_gradient_that_ends_in_a_view_is_reduced_beside_nothing_of_the_next_op
     assert ratio(graph, as_solution(f, solve(f.problem).choice)) == pytest.approx(1, abs=ON_RANKS)
 
 
-MORE = {  # what is held beyond the prediction
-    "gpt2 pipeline, zb_h1": "what the first half of the backward pass leaves for the second is not counted",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks_hold_what_is_predicted(name):
     """Training on 4 gloo ranks: 20 plans with limits, recomputation, offloading, microbatches, and pipelines in four orders."""
     row = on_ranks(RANKS[name], SimpleNamespace(data="models"))
-    assert row["ok"] is (name not in MORE), row
+    assert row["ok"], row
 
 
 def test_a_forgotten_part_is_seen():

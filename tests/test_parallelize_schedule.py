@@ -64,6 +64,28 @@ def test_independent_reductions_of_a_group_are_joined_and_give_the_same(pace):
     assert all(torch.equal(x, y) for x, y in zip(module(*given), expected))
 
 
+def test_joining_moves_no_kernel(pace):
+    """The first reduction is read at once, and the other is of the last kernel: the reader waits, and no kernel runs early for it."""
+    a, _ = pace.groups.names
+
+    def backward(x, total):
+        y, first = x, x.cos()
+        total = torch.ops.aten.add_.Tensor(total, reduced(first * 2, a))
+        for _ in range(3):
+            y, unread = y.sin(), y.exp()
+            first = first + unread
+        return total, first, reduced(y * 2, a)
+
+    def kernels(module):
+        return [node.name for node in Flow.of(module.graph).anchors]
+
+    module, given = traced(backward, SMALL, SMALL), [torch.randn(SMALL) for _ in range(2)]
+    before, expected = kernels(module), backward(given[0], given[1].clone())
+    assert bucket(module, pace, room([module.graph], 1e9)) == 1
+    assert kernels(module) == before
+    assert all(torch.equal(x, y) for x, y in zip(module(*given), expected))
+
+
 def test_a_reduction_that_stands_on_another_is_not_joined_to_it(pace):
     a, _ = pace.groups.names
     module = traced(lambda x: reduced(reduced(x * 2, a).sin() * 3, a), SMALL)

@@ -11,7 +11,7 @@ from autoshard.capture import capture
 from autoshard.graph import Graph, Op, check, replace_refs
 from autoshard.lower.literals import overload, torch_constants
 from autoshard.pipeline.layers import clustered, layers_of
-from autoshard.pipeline.stage_programs import crossing_bytes, stage_program
+from autoshard.pipeline.stage_programs import crossing_bytes, second_half, stage_program
 from autoshard.solution import RECEIVED, SENT
 from models import gpt2, llama, mlp, unet
 from tests.helpers_refusals import assert_refused
@@ -91,6 +91,20 @@ def test_stages_run_one_after_the_other_are_the_whole_step(name, recomputed):
         assert found.keys() == expected.keys()
         for key, x in expected.items():
             assert far(found[key], x) < 1e-5
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_halved_stage_computes_the_same_and_sends_before_it_computes_gradients_of_parameters(recomputed):
+    layers = layers_of(graph_of("mlp", True))
+    for v in range(layers.count):
+        plain, halved = (stage_program(layers, v, v + 1, recompute=recomputed, halved=halved).graph for halved in (False, True))
+        late, values = second_half(halved), random_values(plain)
+        assert late == list(range(len(halved.ops) - len(late), len(halved.ops))) and late
+        sent = [r.value[0] for r in halved.results if r.name.startswith(SENT)]
+        assert not {*sent} & {*late} and {op.name for op in halved.ops} == {op.name for op in plain.ops}
+        both = [dict(results_of(graph, run_graph(check(graph), values))) for graph in (plain, halved)]
+        assert all(torch.equal(x, both[1][key]) for key, x in both[0].items())
+        assert (len(late) == sum(op.backward for op in halved.ops)) is (v == 0)  # the first stage sends nothing back
 
 
 def test_a_stage_that_loses_an_input_is_noticed():

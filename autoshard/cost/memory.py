@@ -12,6 +12,8 @@ that. There is no launch cost, because fused optimizers update all parameters in
 
 from __future__ import annotations
 
+import math
+
 from autoshard.mesh import Device
 from autoshard.options import OPTIMIZERS as OPTIMIZERS
 from autoshard.options import bytes_per_parameter as bytes_per_parameter
@@ -40,6 +42,13 @@ def optimizer_step_seconds(
 ) -> float:
     """Seconds for these bytes."""
     return optimizer_step_bytes(numel_local, itemsize, optimizer, master_weights=master_weights) / device.memory_rate
+
+
+def spare_bytes(peak: float, limit: float | None = None) -> float:
+    """By how much collectives that overlap with compute may raise a peak: by 2 %, so that the plan's figure stays true, or by half a
+    megabyte, which matters in test models only; never beyond the memory limit of a plan that fits."""
+    more = max(0.02 * peak, 5e5) if math.isfinite(peak) else 0.0
+    return more if limit is None or limit < peak else min(more, limit - peak)
 
 
 def accumulation_bytes(numel_local: int, itemsize: int, sum_itemsize: int) -> int:

@@ -9,7 +9,6 @@ module  = a copy of the model with DTensor parameters, whose forward and backwar
 from __future__ import annotations
 
 import inspect
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture import Returned, capture_module, constants, deep_enough, filled, input_names, listed, state_of
+from autoshard.cost import spare_bytes
 from autoshard.graph import Graph, is_without_dropout
 from autoshard.layout import Layout, parse, replicated
 from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
@@ -266,7 +266,8 @@ class _Builder:
         shards = {name: where.shard(value, graphs.slots[name].layout).clone() for name, value in captured.constants.items()}
         call = TracedCall(graphs, graphs.inference(), shapes, captured.returned, shards, where, self.patiently, moves)
         if program.is_even:  # else ranks would choose different orders, as their shards differ in size
-            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare_bytes(solution), where.second_group)
+            spare = spare_bytes(solution.peak_bytes, solution.memory_limit)
+            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare, where.second_group)
             call.timelines = dict(zip(call.present, rows, strict=True))
         return call
 
@@ -301,12 +302,3 @@ def _check_shareable(returned: Returned) -> None:
             f"the model returns something that can't be sent to other ranks ({error}); define its class at the top of a module, "
             "or return tensors, tuples, lists and dicts"
         ) from error
-
-
-def spare_bytes(solution: Solution) -> float:
-    """By how much overlapping may raise the peak: by 2 %, so that the plan's figure stays true, or by half a megabyte, which matters
-    in test models only; never beyond the plan's memory limit."""
-    if not math.isfinite(solution.peak_bytes):
-        return 0.0
-    limit = solution.memory_limit
-    return min(max(0.02 * solution.peak_bytes, 5e5), max(limit - solution.peak_bytes, 0.0) if limit else math.inf)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from autoshard.capture import filled, input_names, listed
+from autoshard.cost import spare_bytes
 from autoshard.layout import Layout, replicated
 from autoshard.lower import Issued, first_state, state_of_module
 from autoshard.mesh import Mesh
@@ -220,7 +221,7 @@ def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
 def _run(
     stage: LoweredStage, module: nn.Module, where: Where, program: CapturedPipeline, place: PipelineRank, *, halved: bool
 ) -> StageRun:
-    graphs = stage_graphs(stage, where, SPARE, halved=halved)
+    graphs = stage_graphs(stage, where, spare_bytes(0.0), halved=halved)  # no more: the stage's peak is of several microbatches
     slots = graphs.of.slots
     shards = {name: where.shard(x, slots[name].layout) for name, x in program.constants.items() if name in slots}
     run = StageRun(stage, graphs, module, shards, place, where, len(program.plan.stages))
@@ -233,9 +234,6 @@ def _collectives(run: StageRun) -> Iterator[tuple[str, tuple[tuple[int, ...], li
     for which, one in (("forward", run.graphs.of.forward), ("backward", run.graphs.of.backward)):
         if one is not None:
             yield f"{which} of stage {run.stage.index}", (run.where.coordinate, of_graph(one.graph, run.where.groups))
-
-
-SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the peak of a stage
 
 
 def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -> Any:

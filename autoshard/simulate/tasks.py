@@ -13,7 +13,8 @@ tasks in the list:
 
     overlap           right after the op that produces the value, unless the value is read in another phase: parameters, and activations
                       that the backward pass reads. These are fetched late: when the reader of the fetch `prefetch` positions
-                      earlier is about to run.
+                      earlier is about to run, and from there on until their reader the bytes fit into the peak and what `spare_bytes`
+                      adds to it, as in a run (runtime/overlap.py).
     no overlap        right before the reader (results: after their producer), all on one stream
 
 With m microbatches (graph.accumulation):
@@ -28,13 +29,16 @@ the same at the same times, so one is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.cost import PricedCollective, TimedStage, host_seconds
+import numpy as np
+
+from autoshard.cost import PricedCollective, TimedStage, host_seconds, spare_bytes
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
 from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph
 from autoshard.layout import Layout, local_numel, text
+from autoshard.problem import held, usage_profile
 from autoshard.routes import Step
 
 COMPUTE = 0  # stream; of n mesh axes, axis k has the streams k + 1 and, for what no kernel waits for soon, n + k + 1
@@ -89,7 +93,7 @@ class _Builder:
         self.routes: dict[tuple, tuple[Step, ...]] = {}
         self.internal: dict[tuple, tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]] = {}
         self.steps = [self._steps(link) for link in self.links]
-        self.places = _Places(formulation, self.steps, overlap, max(prefetch, 1))
+        self.places = _Places(formulation, choice, self.steps, overlap, max(prefetch, 1))
         self.ready: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is available
         self.of_op = [(0, 0)] * len(self.graph.ops)
         self.of_link = [(0, 0)] * len(self.links)
@@ -256,7 +260,10 @@ class _Builder:
 class _Places:
     """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
 
-    def __init__(self, formulation: Formulation, steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
+    def __init__(
+        self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int
+    ):
+        self.formulation, self.choice = formulation, choice
         self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
@@ -330,9 +337,25 @@ class _Places:
                 waiting.append(k)
         waiting.sort(key=lambda k: self.reader[k])
         self.late = set(waiting)
-        for n, k in enumerate(waiting):
-            slots[k] = 2 * self.reader[waiting[n - prefetch]] if n >= prefetch else -1
+        for n, (k, first) in enumerate(zip(waiting, self._first_with_room(waiting))):
+            slots[k] = 2 * max(first, self.reader[waiting[n - prefetch]] if n >= prefetch else 0) or -1
         return slots
+
+    def _first_with_room(self, fetches: Sequence[int]) -> Iterator[int]:
+        """Per fetch, in the order of their readers, the first op from which on it fits, behind those of the fetches before."""
+        problem, first = self.formulation.problem, 0
+        times, total = usage_profile(problem, self.choice)
+        live = total[np.searchsorted(times, np.arange(len(self.graph.ops)), side="right") - 1]
+        limit = total.max() + spare_bytes(total.max(), problem.usage_limit)
+        sizes = [0.0] * len(self.links)
+        for usage, held_bytes in zip(problem.usages, held(problem, self.choice).tolist()):
+            if usage.edge is not None:
+                sizes[usage.edge] += held_bytes
+        for k in fetches:
+            full = np.flatnonzero(live[first : self.reader[k]] + sizes[k] > limit)
+            first += int(full[-1]) + 1 if len(full) else 0
+            live[first : self.reader[k]] += sizes[k]
+            yield first
 
     def _phase_of(self, reader: int, otherwise: str) -> str:
         if reader == len(self.phases):

@@ -174,11 +174,12 @@ def held_on_rank(rank: int, model: torch.nn.Module, inputs: tuple, planned: Any,
             passes()
         peaks.append(counted.peak)
     optimizer.zero_grad()
-    tracker = MemTracker()
-    tracker.track_external(*there)
+    tracker, batch = MemTracker(), () if held else [x for x in inputs if x.dim()]
+    tracker.track_external(*there, *batch)
     with tracker:
         passes(tracker.reset_mod_stats)
-    return sum(x.nbytes for x in there) + min(peaks), max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+    tracked = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
+    return sum(x.nbytes for x in there) + min(peaks), tracked - sum(x.nbytes for x in batch)  # the caller's batch, of which ranks take shards
 
 
 def on_ranks(case: tuple, given: Any) -> Row:
