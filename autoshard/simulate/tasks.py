@@ -13,8 +13,9 @@ tasks in the list:
 
     overlap           right after the op that produces the value, unless the value is read in another phase: parameters, and activations
                       that the backward pass reads. These are fetched late: when the reader of the fetch `prefetch` positions
-                      earlier is about to run, and from there on until their reader the bytes fit into the peak and what `spare_bytes`
-                      adds to it, as in a run (runtime/overlap.py).
+                      earlier is about to run.
+                      As in a run (runtime/overlap.py) none of them begins before its bytes, until they are read, fit into the plan's
+                      peak and what `spare_bytes` adds to it.
     no overlap        right before the reader (results: after their producer), all on one stream
 
 With m microbatches (graph.accumulation):
@@ -29,7 +30,7 @@ the same at the same times, so one is simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -173,7 +174,7 @@ class _Builder:
     def _move(self, k: int) -> None:
         link, first = self.links[k], len(self.tasks)
         after = self._available(link.a) or self.begins_after
-        if k in self.places.late:  # not before the compute stream has reached this position
+        if k in self.places.later:  # not before the compute stream has reached this position
             after = tuple(sorted({*after, *self.last_compute}))
         name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
         reader = reader if reader < len(self.graph.ops) else link.value[0]
@@ -263,7 +264,6 @@ class _Places:
     def __init__(
         self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int
     ):
-        self.formulation, self.choice = formulation, choice
         self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
@@ -284,7 +284,16 @@ class _Places:
             if op.alias is not None and self.phases[op.inputs[op.alias][0]] == "rest":
                 self.phases[i] = "rest"
         self.origins = self._origins()
-        self.late: set[int] = set()
+        self.late: set[int] = set()  # fetches
+        self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
+        times, total = usage_profile(formulation.problem, choice)
+        total = np.append(total, 0.0)  # at -1: before the first time
+        self.limit = total.max() + spare_bytes(total.max(), formulation.problem.usage_limit)
+        self.live = total[np.searchsorted(times, np.arange(n), side="right") - 1]  # bytes during each op, with what begins early
+        self.sizes = [0.0] * len(self.links)
+        for usage, amount in zip(formulation.problem.usages, held(formulation.problem, choice).tolist()):
+            if usage.edge is not None:
+                self.sizes[usage.edge] += amount
         self.slots = self._overlapped(prefetch) if overlap else [self._at_need(k) for k in range(len(self.links))]
         filled = {self.links[k].b: self.slots[k] for k in self.hub_links}
         self.slots = [max(slot, filled.get(link.a, -1)) for slot, link in zip(self.slots, self.links)]
@@ -333,29 +342,28 @@ class _Places:
             if k in self.hub_links:
                 phase[link.b] = read if self.steps[k] else phase[link.a]
             slots[k] = self._when_produced(k)
-            if not self.results[k] and phase[link.a] != read and self.steps[k] and k not in fetches:
+            if self.results[k] or not self.steps[k] or k in fetches:
+                continue
+            if phase[link.a] != read:
                 waiting.append(k)
+            elif (first := self._first_with_room(k, (slots[k] + 1) // 2)) > (slots[k] + 1) // 2:
+                slots[k] = 2 * first
+                self.later.add(k)
         waiting.sort(key=lambda k: self.reader[k])
         self.late = set(waiting)
-        for n, (k, first) in enumerate(zip(waiting, self._first_with_room(waiting))):
-            slots[k] = 2 * max(first, self.reader[waiting[n - prefetch]] if n >= prefetch else 0) or -1
+        self.later |= self.late
+        first = 0
+        for n, k in enumerate(waiting):
+            first = self._first_with_room(k, max(first, self.reader[waiting[n - prefetch]] if n >= prefetch else 0))
+            slots[k] = 2 * first or -1
         return slots
 
-    def _first_with_room(self, fetches: Sequence[int]) -> Iterator[int]:
-        """Per fetch, in the order of their readers, the first op from which on it fits, behind those of the fetches before."""
-        problem, first = self.formulation.problem, 0
-        times, total = usage_profile(problem, self.choice)
-        live = total[np.searchsorted(times, np.arange(len(self.graph.ops)), side="right") - 1]
-        limit = total.max() + spare_bytes(total.max(), problem.usage_limit)
-        sizes = [0.0] * len(self.links)
-        for usage, held_bytes in zip(problem.usages, held(problem, self.choice).tolist()):
-            if usage.edge is not None:
-                sizes[usage.edge] += held_bytes
-        for k in fetches:
-            full = np.flatnonzero(live[first : self.reader[k]] + sizes[k] > limit)
-            first += int(full[-1]) + 1 if len(full) else 0
-            live[first : self.reader[k]] += sizes[k]
-            yield first
+    def _first_with_room(self, k: int, first: int) -> int:
+        """The first op, from `first` on, from which on the bytes of link k fit until its reader; they count from there on."""
+        full = np.flatnonzero(self.live[first : self.reader[k]] + self.sizes[k] > self.limit)
+        first += int(full[-1]) + 1 if len(full) else 0
+        self.live[first : self.reader[k]] += self.sizes[k]
+        return first
 
     def _phase_of(self, reader: int, otherwise: str) -> str:
         if reader == len(self.phases):

@@ -21,7 +21,7 @@ import numpy as np
 from autoshard.cost import shared_links
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
-from autoshard.graph import ACCUMULATED, Graph
+from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.mesh import Mesh
 from autoshard.problem import Usage
 from autoshard.simulate.engine import Times, run_in_turn, run_tasks
@@ -169,8 +169,9 @@ def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.
         if not (amount := usage.held(choice)):
             continue
         node = usage.ends[0]
-        producers, readers = ((usage.edge,), ()) if usage.edge is not None else (into.get(node, ()), out_of.get(node, ()))
-        for first, last, start, end in _held_in(usage, n, len(spans)):
+        once = usage.edge is not None and 0 < usage.start < n and program.graph.ops[usage.start].kind == KEPT  # while a copy is fetched
+        producers, readers = (into.get(node, ()), out_of.get(node, ())) if usage.edge is None else ((usage.edge,), (usage.edge,) * once)
+        for first, last, start, end in _held_in(usage, n, 1 if once else len(spans)):
             moves = [spans[first][1][k] for k in producers]
             starts = [times.begin[a] for a, b in moves if a < b] if usage.start or usage.end < n else []
             ends = [times.end[b - 1] for a, b in (spans[last][1][k] for k in readers) if a < b]
@@ -197,7 +198,7 @@ def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[
         for i, (first, stop) in enumerate(of_op):
             if program.graph.ops[i].is_placeholder:
                 first = stop = seen
-            while seen < first:
+            while seen < first and program.graph.ops[i].kind != ACCUMULATED:  # a sum may come long after the op before it
                 if program.tasks[seen].stream == COMPUTE or not program.overlap:
                     reached = max(reached, times.end[seen])
                 seen += 1
