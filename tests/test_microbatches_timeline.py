@@ -50,6 +50,13 @@ def test_the_tasks_are_those_of_m_microbatches_and_one_update(case):
     assert 0.999 * max(stream_seconds(timeline)) <= timeline.seconds <= 1.001 * sum(task.seconds for task in timeline.tasks)
 
 
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_step_of_more_microbatches_holds_no_more(case):
+    """Copies are fetched once, and a view is free when it is read, however long its op's gradient waits to be added up."""
+    two, four = (timeline_of(*planned(*case, m)[1:]).memory for m in (2, 4))
+    assert {kind: four[kind].max() for kind in four if kind != "seconds"} == {kind: two[kind].max() for kind in two if kind != "seconds"}
+
+
 def stream_seconds(timeline) -> list[float]:
     """A stream does one thing at a time: no step is shorter than any of them."""
     streams = {task.stream for task in timeline.tasks}

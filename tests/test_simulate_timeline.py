@@ -10,6 +10,7 @@ import pytest
 import autoshard
 from autoshard import api
 from autoshard.capture import capture_deep
+from autoshard.cost import spare_bytes
 from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
@@ -142,6 +143,19 @@ def test_prefetching_needs_memory(plans):
     graph, solution = plans("gpt2", "2x2", "fsdp")
     peaks = [timeline_of_solution(graph, solution, prefetch=n).memory["resharded_copies"].max() for n in (1, 1000)]
     assert peaks[0] < peaks[1]
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "4"])
+@pytest.mark.parametrize("scheme", ["fsdp", "megatron"])
+def test_what_begins_early_stays_below_the_plans_limit(plans, scheme, mesh):
+    """And without a limit adds no more than parallelize gives it, which is faster; fetched as far ahead as it fits, not further."""
+    graph, solution = plans("mlp", mesh, scheme)
+    tight = dataclasses.replace(solution, assumptions={**solution.assumptions, "memory_limit": solution.peak_bytes})
+    free, limited = (timeline_of_solution(graph, plan, prefetch=1000) for plan in (solution, tight))
+    assert limited.peak_bytes <= solution.peak_bytes * (1 + 1e-4)
+    assert solution.peak_bytes < free.peak_bytes <= solution.peak_bytes + spare_bytes(solution.peak_bytes)
+    assert solution.cost > limited.seconds >= free.seconds
+    assert scheme == "megatron" or limited.seconds > free.seconds
 
 
 def test_a_shared_link_slows_two_axes(graphs):
