@@ -128,9 +128,10 @@ def test_a_wrong_target_and_a_wrong_logsumexp_are_found(wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "classes"), [(64, 2048), (1024, 1024)])
-def test_the_program_of_the_backward_pass_holds_what_is_planned_for_it(dtype, width, classes):
-    tokens, rows = 4096, 512
+@pytest.mark.parametrize("tokens", [512, 4096])
+@pytest.mark.parametrize(("width", "classes"), [(64, 2048), (1024, 1024), (2048, 512)])
+def test_the_program_of_the_backward_pass_holds_what_is_planned_for_it(dtype, width, classes, tokens):
+    rows = 512
     x, weight = torch.empty(tokens, width, dtype=dtype, device="meta"), torch.empty(width, classes, dtype=dtype, device="meta")
     target, numbers = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.empty(tokens, device="meta")
     arguments = (numbers[0], x, weight, target, numbers[0], numbers, -100, 1, rows)
@@ -138,7 +139,8 @@ def test_the_program_of_the_backward_pass_holds_what_is_planned_for_it(dtype, wi
     planned = internal_bytes(graph.ops[-1], graph.input_tensors(len(tensors)), ((R,),) * len(tensors), mesh_of(2))
     with Held() as held:
         kernels.chunked_loss_backward(*arguments)
-    assert 0.6 * planned <= held.peak - sum(tensor.nbytes for tensor in made) <= 1.1 * planned
+    outputs = sum(tensor.nbytes for tensor in made)
+    assert held.peak == pytest.approx(planned + outputs, rel=0.03)  # a number for each token
 
 
 def test_a_chunk_of_logits_is_held_and_the_vocabulary_is_multiplied_once_more():
@@ -146,7 +148,7 @@ def test_a_chunk_of_logits_is_held_and_the_vocabulary_is_multiplied_once_more():
     forward, backward = (graph for graph, *_ in ops())
     tensors = [g.input_tensors(len(g.ops) - 1) for g in (forward, backward)]
     held = [internal_bytes(g.ops[-1], ins, ((R,),) * len(ins), mesh_of(2)) for g, ins in zip((forward, backward), tensors, strict=True)]
-    assert held == [2 * 4 * 3 * V, 2 * 4 * 3 * V + 2 * 4 * H * V]
+    assert held == [2 * 4 * 3 * V, 4 * (3 * V + H * V)]  # the sum is the output
     described = [[(t.shape, t.dtype) for t in ins] for ins in tensors]
     matmul, logits = 2 * T * H * V, T * V
     assert matmul <= op_flops(FORWARD, described[0], []) <= matmul + 3 * logits

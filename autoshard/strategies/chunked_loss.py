@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import math
-
 from autoshard.graph import BACKWARD, FORWARD, Op
 from autoshard.layout import Layout, P, R, S, local_shape
 from autoshard.mesh import Mesh
@@ -43,9 +41,13 @@ def loss_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: 
 
 
 def loss_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
-    """Logits of a chunk; in the backward also the sum of the weight's gradient in float32 beside that of a chunk."""
+    """Logits of a chunk; in the backward at most those beside the sum of the weight's gradient in float32, or their gradient beside that sum
+    and the weight's gradient of a chunk, or the sum beside the output. The output counts by itself, and isn't there before."""
     first = int(op.target == BACKWARD)
     (tokens, width), (_, classes) = (local_shape(inputs[k].shape, layouts[k], mesh) for k in (first, first + 1))
     rows = int(argument(op, 8 if first else 5, "rows"))
-    held = HELD * WIDE * min(rows, tokens) * classes
-    return held + (2 * WIDE * math.prod((width, classes)) if first else 0)
+    logits, product, size = min(rows, tokens) * classes, width * classes, inputs[first].itemsize
+    if not first:
+        return HELD * WIDE * logits
+    sums = WIDE * product * (tokens > rows)
+    return max(HELD * WIDE * logits + sums, size * (logits + product) + sums, (WIDE + size) * product * (size < WIDE)) - size * product

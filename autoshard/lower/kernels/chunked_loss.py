@@ -68,6 +68,7 @@ def _gradients(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
         own = g.t() @ x
         del g  # before the next chunk's: `internal_bytes` counts two tensors of a chunk's logits
         of_weight = wide(own) if of_weight is None else of_weight.add_(own)
+        del own
     assert of_weight is not None
     return of_x, of_weight.to(a["weight"].dtype)
 
