@@ -47,7 +47,7 @@ def answered(row: dict[str, Any]) -> dict[str, Any]:
 
 WIDTH, HEADS, SEQ = 1024, 16, 1024
 MODELS = {
-    "gpt2": (gpt2.build, {"positions": SEQ}, ModelSizes(4, WIDTH, 4 * WIDTH, HEADS, HEADS, 50304, tied=True, gated=False, learned_positions=True)),
+    "gpt2": (gpt2.build, {"positions": SEQ}, ModelSizes(4, WIDTH, 4 * WIDTH, HEADS, HEADS, 50304, tied=True, gated=False)),
     "llama": (llama.build, {"kv_heads": 8, "hidden": 2816}, ModelSizes(4, WIDTH, 2816, HEADS, 8, 32000)),
 }  # fmt: skip
 SCHEMES = {  # of a plan: launcher, precision, degrees

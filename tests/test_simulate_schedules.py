@@ -241,7 +241,8 @@ def test_memory_is_what_is_held():
 
 def test_between_the_halves_of_a_backward_pass_only_what_the_second_reads_is_held():
     schedule = schedule_of("zb_h1", 2, 4)
-    assert ["".join(f"{u.kind}{u.microbatch}" for u in units) for units in schedule.order] == ["F0F1B0W0F2B1W1F3B2W2B3W3", "F0B0F1B1W0F2B2W1F3B3W2W3"]
+    orders = ["".join(f"{u.kind}{u.microbatch}" for u in units) for units in schedule.order]
+    assert orders == ["F0F1B0W0F2B1W1F3B2W2B3W3", "F0B0F1B1W0F2B2W1F3B3W2W3"]
     assert schedule.peak_bytes(10.0) == (20.0, 20.0)
     assert schedule.peak_bytes(10.0, 1.0, 4.0) == (21.0, 15.0)  # the last device has one between its halves while it runs the next
     assert schedule.peak_bytes(10.0, kept_bytes=14.0) == (24.0, 28.0)

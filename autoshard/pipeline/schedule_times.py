@@ -79,8 +79,8 @@ def run(
     Per part of the model and microbatch, one number for all or a sequence of schedule.parts: forward, backward: seconds; weight: the
     seconds of backward that compute weight gradients (default half), a separate unit in schedules that split it; transfer:
     seconds of the transfer of part v's output to part v + 1 (transfer_back: of the gradient from part v + 1 to v, default the same).
-    finish: seconds per device after its last unit (gradient reduction, optimizer). activation_bytes: saved by F for B, kept_bytes by B for
-    W; fixed_bytes: parameters, their gradients and optimizer state. latency: of `transfer`, the seconds in which the link is free for others.
+    finish: seconds per device after its last unit (gradient reduction, optimizer). activation_bytes, kept_bytes, fixed_bytes: as in
+    `Schedule.peak_bytes`. latency: of `transfer`, the seconds in which the link is free for others.
     chains: data parallel pipelines that share the links; `transfer` is then the seconds of all of them at once, and the time line is that
     of the chain that ends last. in_turn: whether a transfer waits until its receiver's unit is next; by default that of the schedule's
     name. backend: nccl or gloo, which differ where it is not. ValueError for a schedule that deadlocks.

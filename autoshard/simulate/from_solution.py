@@ -35,8 +35,8 @@ def formulation_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None 
     trains = any(r.kind == "gradient" for r in graph.results)
     training = Training(solution.optimizer, solution.master_weights, solution.microbatches) if trains else None
     hubs = _hubs(graph, placed, mesh)
-    options = {"training": training, "hubs": hubs, "memory_limit": solution.memory_limit}
-    formulated = formulate(fused(graph) if solution.compiled else graph, candidates, mesh, **options)
+    graph, limit = fused(graph) if solution.compiled else graph, solution.memory_limit
+    formulated = formulate(graph, candidates, mesh, training=training, memory_limit=limit, hubs=hubs)
     choice = [*picked, *[0] * (len(formulated.problem.node_costs) - len(picked))]
     for (i, k), node in formulated.hubs.items():
         choice[node] = _index_of(formulated.hub_layouts[i, k], placed[i].hubs[k], graph.ops[i].name)

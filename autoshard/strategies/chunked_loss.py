@@ -41,8 +41,8 @@ def loss_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: 
 
 
 def loss_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
-    """Logits of a chunk; in the backward at most those beside the sum of the weight's gradient in float32, or their gradient beside that sum
-    and the weight's gradient of a chunk, or the sum beside the output. The output counts by itself, and isn't there before."""
+    """Logits of a chunk; in the backward the most of those beside the sum of the weight's gradient in float32, of their gradient beside
+    that sum and a chunk's, and of the sum beside the output. The output counts by itself, and isn't there before."""
     first = int(op.target == BACKWARD)
     (tokens, width), (_, classes) = (local_shape(inputs[k].shape, layouts[k], mesh) for k in (first, first + 1))
     rows = int(argument(op, 8 if first else 5, "rows"))

@@ -179,7 +179,7 @@ def held_on_rank(rank: int, model: torch.nn.Module, inputs: tuple, planned: Any,
     with tracker:
         passes(tracker.reset_mod_stats)
     tracked = max(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
-    return sum(x.nbytes for x in there) + min(peaks), tracked - sum(x.nbytes for x in batch)  # the caller's batch, of which ranks take shards
+    return sum(x.nbytes for x in there) + min(peaks), tracked - sum(x.nbytes for x in batch)  # the caller's, of which ranks take shards
 
 
 def on_ranks(case: tuple, given: Any) -> Row:
@@ -220,8 +220,8 @@ def memory(case: tuple, given) -> Row | list[Row]:
 
     The cases `ranks` train on 4 gloo ranks. held: the bytes of live tensors at most in forward and backward, on the rank that holds most,
     with what is there throughout; tracked: MemTracker's, of the program of rank 0, and of the run itself (the fullest rank) for pipelines
-    and microbatches; timeline: of the time line with overlap, which fetches ahead without a limit. A row fails when held or tracked is more
-    than 2 % from the prediction. The models are small: overlapping may take half a megabyte more, which is below 2 % from 25 MB on.
+    and microbatches; timeline: of the time line with overlap. A row fails when held or tracked is more than 2 % from the prediction.
+    The models are small: overlapping may take half a megabyte more, which is below 2 % from 25 MB on.
     """
     return on_one_rank(case, given) if len(case) == 2 else on_ranks(case, given)
 
