@@ -43,8 +43,8 @@ def overlaps(notes: str) -> bool:
     return "EP overlap on" in notes or "EP overlap;" in notes or (release is not None and float(release[1]) >= 26.06)
 
 
-def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
-    """Predicted and measured seconds of a step. ValueError, with the reason, where the row can't be expressed."""
+def described(row: dict[str, str]) -> tuple[Launch, ModelSizes, Site, float]:
+    """A row's run and where it ran, with the measured seconds of a step. ValueError, with the reason, where it can't be expressed."""
     if row["model"] not in MODELS:
         raise ValueError(f"model {row['model']} has no sizes")
     if not (row["tokens_per_s_per_gpu"] or row["step_seconds"]) or not row["seq"] or not row["global_batch"]:
@@ -65,9 +65,13 @@ def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
     )  # fmt: skip
     device = DEVICES.get(row["gpu_type"], row["gpu_type"].lower())
     site = Site(device, per_node=min(PER_NODE.get(device, 8), devices))
-    seconds = float(prices_of(TrainingRuns.of([launch]), sizes, site, "bridge", fitted=fitted).seconds[0])
-    measured = float(row["step_seconds"]) if row["step_seconds"] else batch * seq / float(row["tokens_per_s_per_gpu"]) / devices
-    return seconds, measured
+    return launch, sizes, site, float(row["step_seconds"] or batch * seq / float(row["tokens_per_s_per_gpu"] or 1) / devices)
+
+
+def predicted(row: dict[str, str], *, fitted: bool) -> tuple[float, float]:
+    """Predicted and measured seconds of a step. ValueError, with the reason, where the row can't be expressed."""
+    launch, sizes, site, measured = described(row)
+    return float(prices_of(TrainingRuns.of([launch]), sizes, site, "bridge", fitted=fitted).seconds[0]), measured
 
 
 def compared(path: Path) -> dict:

@@ -44,8 +44,7 @@ LINES = {
     "without NAME or": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without --robust": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without the NAME": (["explain", PLAN], ["explain", PLAN, "w"]),
-    "on a plan; ": (["check", PLAN], ["check", HERE, "--launcher", "torchtitan"]),
-    "on a launcher's": (["check", HERE, "--launcher", "torchtitan"], ["check", PLAN]),
+    "on a plan; ": (["VERB", PLAN], ["VERB", TITAN]),
     "without a model": (["doctor"], ["doctor", f"{ROOT}/models/gpt2.py:tiny", "--device", "cuda"]),
     "on a plan, which": (["simulate", PLAN], ["simulate", MODEL, *SPREAD]),
     "beside --prices tensorcraft": (["redistribute", HERE, "--prices", "tensorcraft"], ["redistribute", HERE]),
@@ -56,14 +55,15 @@ LINES = {
 
 ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
     "simulate": ([], ["--pipeline", "2"]), "pipeline": (["--devices", "8"], ["--devices", "16"]),
-    **{verb: (["--devices", "8"], ["--devices", "16"]) for verb in ("degrees", "check", "fits")},
+    **{verb: (["--devices", "8"], ["--devices", "16"]) for verb in ("degrees", "check", "show", "explain", "fits")},
     "tables": (["--devices", "8"], ["--devices", "2x8"]),
 }  # fmt: skip
 WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
     "simulate": (["--pipeline", "2"], ["--data", "2"]), "pipeline": (["--devices", "8", "--devices-per-node", "1"], ["--devices", "8"]),
     "degrees": (["--devices", "8", "--per-node", "1"], ["--devices", "8"]), "tables": (["--devices", "8x1"], ["--devices", "8"]),
 }  # fmt: skip
-ABOUT = {"tables": [HERE], "check": [HERE, "--launcher", "torchtitan"]}
+ABOUT = {"tables": [HERE], "check": [HERE, "--launcher", "torchtitan"], "show": [TITAN], "explain": [TITAN]}
+OF_A_PLAN = {"check": ["check", PLAN], "show": ["show", PLAN, "--html", "new"], "explain": ["explain", PLAN, "w", "--robust"]}
 TRUSTED = {
     "show": (["show", PLAN, "--html", "new", "--model", MODEL], ["show", PLAN, "--html", "new"]),
     "explain": (["explain", PLAN, "w", "--model", MODEL], ["explain", PLAN, "w"]),
@@ -78,6 +78,8 @@ def lines_of(rule, verb: str) -> tuple[list[str], list[str]]:
         if verb == "fits":
             return ["fits", f"{ROOT}/models/gpt2.py:tiny", "--devices", "8"], ["fits", TITAN]
         return TRUSTED.get(verb) or ([verb, PLAN, MODEL], [verb, PLAN])
+    if rule.why.startswith("on a launcher's configuration"):
+        return [verb, TITAN], OF_A_PLAN[verb]
     said = f"{rule.why}; {rule.cure or 'leave'}"
     return LINES[max((key for key in LINES if said.startswith(key)), key=len)]
 
@@ -102,7 +104,7 @@ def cluster() -> str:
     return path
 
 
-RIGHT |= {"prefetch": "2"}
+RIGHT |= {"prefetch": "2", "name": "w", "why_not": "R,R"}
 
 
 def filled(words: list[str], verb: str, option: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from autoshard.api import check_launch
 from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, Site, configuration_text, read_configuration, why_illegal
 from autoshard.launch.blocks_of_stages import counts_of, spread
-from autoshard.launch.launch_prices import _priced, prices_of, seconds_by_kind
+from autoshard.launch.launch_prices import _priced, by_kind, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
@@ -174,7 +174,7 @@ SITES = [("h100", "bf16"), ("b200", "nvfp4"), ("mi300x", "fp8"), ("l40s", "fp16"
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(("device", "precision"), SITES)
-def test_the_seconds_of_every_launch_are_sums_of_parts(launcher, device, precision):
+def test_the_seconds_and_bytes_of_every_launch_are_sums_of_parts(launcher, device, precision):
     for sizes in (SMALL, MIXTRAL, ModelSizes(7, 1000, 3001, 10, 5, 32003), ModelSizes(12, 768, 3072, 12, 12, 50257, gated=False)):
         fixed = Launch(64, 2048, 64, precision=precision, compiled=device == "b200", async_expert=device == "mi300x")
         rows = launches(structures(fixed, launcher), sizes, launcher)
@@ -182,8 +182,8 @@ def test_the_seconds_of_every_launch_are_sums_of_parts(launcher, device, precisi
         prices = prices_of(rows, sizes, Site(device), launcher)
         assert len(rows) and np.allclose(sum(parts.values()), prices.seconds, rtol=1e-12) and (prices.mfu < 1).all()
         assert all((seconds >= -1e-9 * prices.seconds).all() for seconds in parts.values())
-        apart = seconds_by_kind(rows.launch(0), sizes, Site(device), launcher)
-        assert sum(apart.values()) == pytest.approx(prices.seconds[0])
+        apart, held = by_kind(rows[:1], sizes, Site(device), launcher)
+        assert sum(apart.values()) == pytest.approx(prices.seconds[0]) and sum(held.values()) == pytest.approx(prices.bytes[0])
 
 
 # --- sizes

@@ -66,11 +66,12 @@ def test_the_seconds_of_a_row_are_taken_apart(words):
     command = ("degrees", TINY, *ON_8, *words, "--no-bound", "--row", "3")
     record = record_of(*command)
     assert record["row"]["row"] == 2
-    by_kind = record["row"]["seconds_by_kind"]
+    by_kind, bytes = record["row"]["seconds_by_kind"], record["row"]["bytes_by_kind"]
+    assert sum(bytes.values()) == pytest.approx(record["configurations"][2]["memory_bytes"])
     assert sum(by_kind.values()) == pytest.approx(record["configurations"][2]["seconds"], rel=1e-12)
     assert {"matmul", "attention", "elementwise", "tensor parallel", "data parallel", "bubble", "optimizer", "host"} < set(by_kind)
     text = run(*command)[1]
-    assert "Where the seconds of row 3 go" in text and "MFU of the 16 bit peak, 989 TFLOP/s" in text
+    assert "Where the seconds and the bytes of row 3 go" in text and "MFU of the 16 bit peak, 989 TFLOP/s" in text
     assert "there is no row 100000; expected 1 to" in refusal(*command[:-1], "100000")
 
 

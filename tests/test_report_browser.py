@@ -5,13 +5,14 @@ It needs Chromium (`apt-get install chromium`); without it these tests are skipp
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoshard.cli import main
-from autoshard.report import html
+from autoshard.report import html, page_of_launch
 from autoshard.report.page_of_plan import SECTIONS
 from autoshard.solution import load
 from tests.helpers_browser import Browser, Page, chromium
@@ -73,9 +74,9 @@ CHECK = """((wanted, width) => {
 })"""
 
 
-def looks(page: Page, width: int) -> list[str]:
+def looks(page: Page, width: int, sections: Iterable[str] = SECTIONS) -> list[str]:
     """Errors of the console, sections that are missing or empty, what is wider than the window."""
-    return page.errors + page.evaluate(f"{CHECK}({json.dumps(list(SECTIONS))}, {width})")
+    return page.errors + page.evaluate(f"{CHECK}({json.dumps(list(sections))}, {width})")
 
 
 def problems(page: Page, width: int = 400) -> list[str]:
@@ -147,10 +148,28 @@ def test_the_time_line_stretches_inside_its_own_box(browser, whole_page):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "hostile"])
 def test_a_browser_shows_a_page_without_its_model(browser, tmp_path, name):
-    html.save_html(html.html_report(load(GPT2) if name == "gpt2" else hostile_solution()), tmp_path / "r.html")
+    (tmp_path / "r.html").write_text(html.html_report(load(GPT2) if name == "gpt2" else hostile_solution()))
     page = browser.open(tmp_path / "r.html", width=400)
     assert looks(page, 400) == []
     assert page.evaluate("document.scripts.length") == 1
+
+
+LAUNCHES = {
+    "check": ("check", f"{ROOT}/tests/data/launchers/torchtitan/llama3_70b.toml", "--devices", "64"),
+    "fits": ("fits", f"{ROOT}/models/llama.py:llama3_8b", "--devices", "8", "--microbatch", "2"),
+    "degrees": ("degrees", f"{ROOT}/models/llama.py:llama3_8b", *"--devices 8 --launcher nanotron --no-bound --device b200".split()),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("verb", LAUNCHES)
+def test_a_browser_shows_the_page_of_a_launch(browser, tmp_path, verb, width):
+    assert main([*LAUNCHES[verb], "--quiet", "--html", str(tmp_path / "page.html")]) in (0, 1)
+    page = browser.open(tmp_path / "page.html", width=width)
+    assert looks(page, width, page_of_launch.SECTIONS) == []
+    page.evaluate("document.querySelector('h1').style.minWidth = '2000px'")
+    assert looks(page, width, page_of_launch.SECTIONS) != []
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from autoshard.layout import rank_bounds
 from autoshard.mesh import Mesh
 from autoshard.report import charts, html, layout_pictures, module_tree, page_of_plan, plan_tables
 from autoshard.report import frontier as frontiers
+from autoshard.report import page as frame
 from autoshard.report.proof import plan_card
 from autoshard.solution import Placed, Solution, load
 from autoshard.solution.record import parsed
@@ -62,9 +63,9 @@ def test_the_page_needs_nothing_but_itself_and_is_small():
 
 
 def test_the_same_plan_gives_the_same_page():
-    html._environment.cache_clear()
+    frame.environment.cache_clear()
     once = html.html_report(load(GPT2))
-    html._environment.cache_clear()
+    frame.environment.cache_clear()
     assert html.html_report(load(GPT2)) == once
 
 

@@ -56,7 +56,7 @@ TABLE = {
     "relayout": ("cost layout mesh lower", "numpy torch"),
     "tables": (PLANNER + " planning", "numpy torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
-    "report": ("graph layout mesh pipeline problem reading serving simulate solution units writing", "rich jinja2 matplotlib"),
+    "report": ("graph layout mesh pipeline problem reading serving simulate solution units version writing", "rich jinja2 matplotlib"),
     "api": (
         PLANNER + " planning simulate pipeline explain lower runtime calibrate exports relayout tables report launch",
         "torch numpy",
@@ -72,10 +72,10 @@ TABLE = {
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
     "version": 3, "certify": 107, "cycles": 24, "units": 34, "torch_private": 185, "writing": 164, "precision": 77, "options": 620,
-    "reading": 317, "devices": 307, "mesh": 281, "layout": 175, "graph": 2166, "capture": 3339, "strategies": 2368, "cost": 2272,
+    "reading": 317, "devices": 309, "mesh": 281, "layout": 175, "graph": 2166, "capture": 3339, "strategies": 2375, "cost": 2288,
     "routes": 666, "problem": 364, "solvers": 5062, "formulate": 1543, "baselines": 1241, "solution": 1776, "simulate": 1359,
-    "planning": 4505, "pipeline": 3427, "explain": 1459, "lower": 5806, "runtime": 4630, "calibrate": 1215, "launch": 3933, "exports": 1090,
-    "relayout": 1888, "tables": 2337, "serving": 702, "report": 3215, "api": 1454, "cli": 3630, "pytest_plugin": 36,
+    "planning": 4505, "pipeline": 3427, "explain": 1459, "lower": 5859, "runtime": 4630, "calibrate": 1215, "launch": 4099, "exports": 1090,
+    "relayout": 1888, "tables": 2337, "serving": 702, "report": 3400, "api": 1454, "cli": 3707, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich.console import Group
-from rich.text import Text
-
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.launchers import load_launchers, read_launch, site_of
+from autoshard.cli.combinations import is_launch
+from autoshard.cli.launchers import checked_launch, load_launchers, write_page
 from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_report, models_for
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.writing import write_atomically
-
-WRITTEN_FOR = {
-    ".toml": "torchtitan", ".sh": "megatron", ".yaml": "accelerate, nanotron or megatron", ".yml": "accelerate, nanotron or megatron"
-}  # fmt: skip
 
 
 @app.command()
 def check(asked: Asked, output: Output) -> int:
     """Check a saved plan against the model as it is now: does it fit, what does it cost today, how far is it from the best plan now?
 
-    With --launcher, check a launcher's configuration: is it legal for its model, does it fit, how fast will it be, what would gain most?
-    Changes are compared at its global batch; --out then writes it with the change that gains most. Exit code 1, with the reasons, where
-    it does not fit, is illegal or too far off.
+    Of a launcher's configuration: is it legal for its model, does it fit, how fast will it be and why, what would gain most? Changes are
+    compared at its global batch; --out writes it with the change that gains most, --html a page. Exit code 1, with the reasons, where it
+    does not fit, is illegal or too far off.
 
     \b
-    autoshard check llama3_70b.toml --launcher torchtitan --devices 64 --out better.toml
+    autoshard check llama3_70b.toml --devices 64 --out better.toml --html check.html
     autoshard check fsdp.yaml hf:Llama-3.1-8B --launcher accelerate --seq 4096 --microbatch 1
     autoshard check gpt2.json --trust
     autoshard check rl.json rl.py:programs
     autoshard check gpt2.json models/gpt2.py:small --set batch=256 --any-graph --within 2%
     """
-    if asked.launcher is not None:
+    if is_launch(asked.solution, asked.launcher):
         return _check_launch(output, asked)
-    _refuse_configuration(asked.solution)
     loaded = load_any_plan(asked.solution, asked.mesh)
     modules, inputs = models_for(output, loaded, asked)
     checked = load_api().check(
@@ -48,19 +39,11 @@ def check(asked: Asked, output: Output) -> int:
     return OK if checked.ok else NO
 
 
-def _refuse_configuration(path: str) -> None:
-    """ValueError for a file that by its ending is no plan, but a launcher's configuration."""
-    launchers = WRITTEN_FOR.get(Path(path).suffix)
-    if launchers is not None and Path(path).is_file():
-        raise ValueError(f"{path} looks like a launcher's configuration, not like a plan; add --launcher {launchers}")
-
-
 def _check_launch(output: Output, asked: Asked) -> int:
     """Print what is known of a launcher's configuration; the exit code says whether it will run."""
-    room, path, launcher = load_launchers(), asked.solution, asked.launcher
-    described, text, overrides = read_launch(path, asked, launcher)
-    output.progress("pricing launches", 0.2)
-    checked = room.check_launch(described, launcher, site_of(asked, launcher))
+    room, path = load_launchers(), asked.solution
+    checked, text, overrides = checked_launch(output, asked, path)
+    launcher = checked.launcher
     if asked.out is not None:
         better, rest = checked.better(), f"all else is as in {path}"
         try:
@@ -69,6 +52,6 @@ def _check_launch(output: Output, asked: Asked) -> int:
             written, rest = room.configuration_text(launcher, better), f"it holds what a launch decides, so take the rest from {path}"
         output.write(asked.out, lambda out: write_atomically(written, out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
-    batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens; changes are compared at this batch"
-    output.answer(record, lambda: Group(load_report().launchers.launch_table(record, path), Text(batch)))
+    write_page(output, asked.html, record, path)
+    output.answer(record, lambda: load_report().launchers.launch_table(record, path))
     return OK if checked.ok else NO

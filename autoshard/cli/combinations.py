@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cli.model_source import may_be_programs, settings_of
-from autoshard.cli.table import CONSTANTS, LAUNCHERS, LINKS, NAMED, OWN, SHARED, options_of_verb
+from autoshard.cli.table import CONFIGURATIONS, CONSTANTS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
 from autoshard.options import Options, having
 
@@ -67,6 +67,19 @@ def _is_model(given: Given, values: Mapping[str, Any]) -> bool:
     return target.startswith("hf:") or ".py:" in target or target == "mlp"
 
 
+def is_launch(path: str, launcher: str | None) -> bool:
+    """Whether a file is no plan but a launcher's configuration, as its ending or --launcher says."""
+    return launcher is not None or Path(path).suffix in (*CONFIGURATIONS, *SEVERAL)
+
+
+def _is_launch(given: Given, values: Mapping[str, Any]) -> bool:
+    return is_launch(str(values.get("solution")), values.get("launcher"))
+
+
+def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
+    return not _is_launch(given, values)
+
+
 def _is_file(given: Given, values: Mapping[str, Any]) -> bool:
     """A plan's, or a launcher's configuration."""
     return not _is_model(given, values)
@@ -110,8 +123,12 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
     return [(shape, values.get("devices_per_node") or math.prod(shape[1:])) for shape in grid]
 
 
-LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "evidence", "out")
-STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
+LAUNCH = tuple(name for name in OF_LAUNCH if name != "launcher")
+OF_PLANS = {  # options of verbs about plans and configurations that count for a plan alone
+    "check": ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh"),
+    "show": ("trust", "mesh", "frontier", "no_model"),
+    "explain": ("name", "why_not", "alternatives", "robust", "within", "time_limit", "trust", "mesh"),
+}  # fmt: skip
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
 OF_PLANNED = ("model", "settings", "trust")  # the model of a plan
 OF_PAGES = (*OF_PLANNED, "frontier", "no_model")
@@ -122,7 +139,7 @@ UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  #
 OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", "tf32", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
 ON_MESHES = ("plan", "frontier", "simulate")
-LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check", "fits")
+LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check", "show", "explain", "fits")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
@@ -141,22 +158,28 @@ RULES = (
     Ineffective(("export",), ("within",), where("kind", *UNPRICED), "on a format whose reader decides what a step takes"),
     Ineffective(("show",), ("exit_code",), without("other"), "without another plan to compare with", "name it"),
     Ineffective(("show",), ("html",), beside("other"), "beside another plan to compare with"),
-    Ineffective(("show",), OF_PAGES, without("html"), "without --html", "add it"),
+    Ineffective(
+        ("show",), OF_PAGES, lambda given, values: "html" not in given and _is_plan(given, values), "without --html", "add it"
+    ),
     Ineffective(("show",), OF_PLANNED, beside("no_model"), "beside --no-model"),
-    Ineffective(("explain",), (*OF_PLANNED, "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"),
+    Ineffective(
+        ("explain",), (*OF_PLANNED, "time_limit"),
+        lambda given, values: not given & {"name", "robust"} and _is_plan(given, values), "without NAME or --robust", "add one",
+    ),
     Ineffective(
         LINKED, ("inter_node_bandwidth",), _has_no("inter_node_bandwidth"), "where no two nodes talk to each other", "give more nodes"
     ),
     Ineffective(
-        LINKED[:-2], ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
+        LINKED[:-4], ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
     ),
     Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
     Ineffective(
-        ("check",), ("settings",), lambda given, values: "launcher" in given and "model" not in given, "without MODEL", "name it"
+        ("check",), ("settings",), lambda given, values: _is_launch(given, values) and "model" not in given, "without MODEL", "name it"
     ),
-    Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
-    Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
+    Ineffective(("check",), ("html", "out"), _is_plan, "on a plan", "name a launcher's configuration"),
+    Ineffective(tuple(OF_PLANS), LAUNCH, _is_plan, "on a plan", "name a launcher's configuration"),
+    *(Ineffective((verb,), options, _is_launch, "on a launcher's configuration, but only on a plan") for verb, options in OF_PLANS.items()),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
     Ineffective(("simulate",), OF_PHYSICAL, where("target", "mlp"), "on mlp, the model of a published simulator"),
     Ineffective(
@@ -191,7 +214,7 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
         settings_of(written, settings | own)
     if verb == "pipeline":
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
-    if verb in ("degrees", "check", "fits"):
+    if verb in ("degrees", "check", "show", "explain", "fits"):
         _launch(verb, values)
     if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
         published = " or ".join(CONSTANTS[1:])

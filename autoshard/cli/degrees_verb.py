@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.launchers import load_launchers, model_builder, read_launch, site_of, sizes_of
+from autoshard.cli.launchers import launcher_of, load_launchers, model_builder, read_launch, site_of, sizes_of, write_page
 from autoshard.cli.loading import load_api, load_report
 from autoshard.cli.output import Output
-from autoshard.cli.table import CONFIGURATIONS, ONLY
+from autoshard.cli.table import ONLY
 from autoshard.cli.verbs import Asked
 from autoshard.writing import write_atomically
 
@@ -39,18 +38,16 @@ def fits(asked: Asked, output: Output) -> int:
     autoshard fits llama3_70b.toml --devices 64 --observed train.log --evidence memory.json
     """
     room = load_launchers()
-    launcher = asked.launcher or CONFIGURATIONS.get(Path(asked.target).suffix, "torchtitan")
-    if Path(asked.target).suffix in (*CONFIGURATIONS, ".yaml", ".yml", ".json"):
-        if asked.launcher is None and Path(asked.target).suffix not in CONFIGURATIONS:
-            raise ValueError(f"{asked.target} may be of several launchers; add --launcher accelerate, nanotron, megatron or torchtitan")
-        described, *_ = read_launch(asked.target, asked, launcher)
-    else:
-        described = _described(room, asked, launcher)
+    is_model = asked.target.startswith("hf:") or ".py:" in asked.target
+    launcher = launcher_of(asked.target, asked.launcher or ("torchtitan" if is_model else None))
+    described = _described(room, asked, launcher) if is_model else read_launch(asked.target, asked, launcher)[0]
     site = site_of(asked, launcher)
     answer = room.will_fit(described, launcher, site)
     record = answer.to_dict()
     if asked.observed is not None:
         record["observed"] = _observed(output, asked, answer)
+    if asked.html is not None:
+        write_page(output, asked.html, room.check_launch(described, launcher, site).to_dict(), asked.target, fits=record)
     output.answer(record, lambda: load_report().launchers.fits_table(record, asked.target))
     return OK if record["ok"] else NO
 
@@ -111,5 +108,9 @@ def degrees(asked: Asked, output: Output) -> int:
     best = answer.ranked.launch(shown)
     output.write(asked.out, lambda out: write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out))
     output.write(asked.plot, lambda plot: load_report().launchers.draw(answer, plot))
+    if asked.html is not None:
+        ranked = load_report().launchers.ranked_launches(answer, asked.top or TABLE_ROWS)
+        checked = room.check_launch(room.LaunchConfig(best, sizes), launcher, answer.ranked.site, ranked=answer.ranked, changes=False)
+        write_page(output, asked.html, checked.to_dict(), f"{asked.model}, launch {shown + 1}", ranked=ranked)
     output.answer(record, lambda: load_report().launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))
     return OK if answer.ranked.prices.fits[0] else NO

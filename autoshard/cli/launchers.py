@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.loading import load_api
+from autoshard.cli.loading import load_api, load_report
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
+from autoshard.cli.output import Output
+from autoshard.cli.table import CONFIGURATIONS
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import DEVICES
 from autoshard.reading import data_of, text_of
+from autoshard.writing import write_atomically
 
 
 def load_launchers() -> ModuleType:
     from autoshard import launch  # here: numpy takes a moment to import
 
     return launch
+
+
+def launcher_of(path: str, launcher: str | None) -> str:
+    """The launcher that a file is a configuration of: `launcher` where it is given. ValueError where the file's ending doesn't say it."""
+    if (known := launcher or CONFIGURATIONS.get(Path(path).suffix)) is None:
+        raise ValueError(f"{path} may be of several launchers; add --launcher accelerate, nanotron, megatron or torchtitan")
+    return known
+
+
+def checked_launch(output: Output, asked: Asked, path: str, **options: Any) -> tuple[Any, str, Any]:
+    """What `check_launch` says of a configuration, its text, and what the command line adds to it."""
+    launcher = launcher_of(path, asked.launcher)
+    described, text, added = read_launch(path, asked, launcher)
+    output.progress("pricing launches", 0.2)
+    return load_launchers().check_launch(described, launcher, site_of(asked, launcher), **options), text, added
+
+
+def write_page(output: Output, path: str | None, record: Mapping[str, Any], title: str, **more: Any) -> None:
+    """Write the page of a launch, where a path is given."""
+    output.write(path, lambda out: write_atomically(load_report().page_of_launch.launch_page(record, title, **more), out))
 
 
 def site_of(asked: Asked, launcher: str) -> Any:

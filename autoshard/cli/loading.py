@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from autoshard.cli.combinations import is_launch
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
@@ -41,12 +43,21 @@ def load_device(device: str) -> str | Device:
 
 def load_plan(path: str, mesh: tuple[int, ...] | None) -> Any:
     """A plan of one program. ValueError where the file has another kind."""
+    _refuse_configuration(path)
     return load_api().load_one(path, _mesh(mesh))
 
 
 def load_any_plan(path: str, mesh: tuple[int, ...] | None) -> Any:
     """A plan of one program, of several, or of stages."""
+    _refuse_configuration(path)
     return load_api().load(path, _mesh(mesh))
+
+
+def _refuse_configuration(path: str) -> None:
+    """ValueError for a file that by its ending is no plan, but a launcher's configuration."""
+    if is_launch(path, None) and Path(path).is_file():
+        verbs = "`autoshard check`, `fits`, `show` and `explain` answer for it"
+        raise ValueError(f"{path} looks like a launcher's configuration, not like a plan; {verbs}")
 
 
 def _mesh(shape: tuple[int, ...] | None) -> Mesh | None:

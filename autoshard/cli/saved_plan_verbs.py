@@ -14,18 +14,23 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app, say_no
+from autoshard.cli.combinations import is_launch
+from autoshard.cli.launchers import checked_launch, write_page
 from autoshard.cli.loading import load_any_plan, load_api, load_plan, load_report, model_of
 from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
+from autoshard.writing import write_atomically
 
 
 @app.command()
 def show(asked: Asked, output: Output) -> int:
-    """Show a plan: its cost and proof, beside the usual plans, the layout of each parameter, and where the time goes.
+    """Show a plan: its cost and proof, beside the usual plans, the layout of each parameter, and where the time goes; or a launcher's
+    configuration.
 
     Of several programs, what sharing costs each of them; FILE#NAME is the plan of one. Of a pipeline, its stages. With OTHER, what
-    differs between two plans: seconds, bytes, the layouts that changed, and the assumptions that did.
+    differs between two plans: seconds, bytes, the layouts that changed, and the assumptions that did; or between two configurations:
+    seconds and bytes by kind, and the keys that changed.
 
     --html writes one page instead, which needs no network: costs, memory, layouts on the mesh, the model, the time line. The time line
     needs the model: the one named, or with --trust the one that the plan says it is for. Where that one can't be built, the page is
@@ -34,12 +39,15 @@ def show(asked: Asked, output: Output) -> int:
     \b
     autoshard show solutions/gpt2-small-2x4.json
     autoshard show gpt2-2x4.json gpt2-8x1.json
+    autoshard show llama3_70b.toml better.toml --devices 64
     autoshard show gpt2.json --html gpt2.html --trust
     autoshard show gpt2.json --html gpt2.html --model models/gpt2.py:small --set batch=512 --frontier frontier.json
     """
     if asked.other is not None:
         same = _compare(output, asked)
         return NO if asked.exit_code and not same else OK
+    if is_launch(asked.solution, asked.launcher):
+        return _show_launch(output, asked)
     loaded = load_any_plan(asked.solution, asked.mesh)
     if asked.html is None:
         _print(output, loaded)
@@ -60,10 +68,26 @@ def _print(output: Output, loaded: Any) -> None:
 
 def _compare(output: Output, asked: Asked) -> bool:
     """Print the differences of two plans, and return whether they are the same."""
-    report = load_report()
-    record = report.changes.comparison(*(load_any_plan(path, asked.mesh) for path in (asked.solution, asked.other)))
+    report, both = load_report(), (asked.solution, asked.other)
+    kinds = {is_launch(path, asked.launcher) for path in both}
+    if len(kinds) == 2:
+        raise ValueError(f"one of {' and '.join(both)} is a launcher's configuration and the other a plan; give two of a kind")
+    if kinds == {True}:
+        record = report.changes.launches_compared(*(checked_launch(output, asked, path, changes=False)[0].to_dict() for path in both))
+    else:
+        record = report.changes.comparison(*(load_any_plan(path, asked.mesh) for path in both))
     output.answer(record, lambda: report.changes.comparison_tables(record))
     return record["same"]
+
+
+def _show_launch(output: Output, asked: Asked, *, explained: bool = False) -> int:
+    """Print what a launcher's configuration takes, without what would be better; or write its page, with it."""
+    html, report = getattr(asked, "html", None), load_report().launchers
+    record = checked_launch(output, asked, asked.solution, changes=html is not None)[0].to_dict()
+    write_page(output, html, record, asked.solution)
+    more = [report.sensitivity_table(record)] if explained and record["legal"] else []
+    output.answer(record, lambda: report.launch_table(record, asked.solution, *more))
+    return OK
 
 
 def _write(output: Output, loaded: Any, asked: Asked) -> None:
@@ -78,8 +102,7 @@ def _write(output: Output, loaded: Any, asked: Asked) -> None:
     page, why = (load_api().html_report(loaded), "") if several else _page(output, loaded, asked, points)
     if why and not no_model:
         output.note(f"without a time line: {why}")
-    html.save_html(page, out)
-    output.note(f"wrote {out}")
+    output.write(out, lambda path: write_atomically(page, path))
     sections = html.shown_sections(loaded, has_timeline=not why, has_frontier=points is not None)
     num_bytes = len(page.encode())
     record = {"out": out, "bytes": num_bytes, "sections": sections, "no_model": why or None}
@@ -117,13 +140,18 @@ def _page(output: Output, loaded: Any, asked: Asked, points: dict | None) -> tup
 def explain(asked: Asked, output: Output) -> int:
     """Say what a plan's seconds are made of and how far each price may be off; or why NAME has its layout, and what others would cost.
 
+    Of a launcher's configuration: seconds and bytes by kind, the nearest published run, and what other links and microbatches would do.
+
     \b
     autoshard explain gpt2.json
     autoshard explain gpt2.json h.3.attn.c_attn.weight --trust
     autoshard explain gpt2.json h.3.attn.c_attn.weight --trust --why-not 'S(1),R'
     autoshard explain gpt2.json --trust --robust
     autoshard explain rl.json
+    autoshard explain llama3_70b.toml --devices 64
     """
+    if is_launch(asked.solution, asked.launcher):
+        return _show_launch(output, asked, explained=True)
     _check_words(asked.name, asked.why_not)
     loaded = load_any_plan(asked.solution, asked.mesh)
     if hasattr(loaded, "programs"):

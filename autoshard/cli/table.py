@@ -70,6 +70,8 @@ CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # and how its configurations end
 CONFIGURATIONS = {".toml": "torchtitan", ".sh": "megatron"}  # endings that tell their launcher
+SEVERAL = (".yaml", ".yml")  # endings of configurations that don't
+PLAN_OR_CONFIGURATION = "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"
 RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "full")  # by launchers
 LAUNCH_SCHEDULES = ("none", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
@@ -151,6 +153,16 @@ SITE = {  # of a launch
     "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
 }
 EVIDENCE = opt("A file with what own runs needed, by which answers are corrected; `fits --observed` writes it.", OUT)
+HTML = opt("Write a page of HTML here.", OUT)
+SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
+OF_LAUNCH = {  # what a launcher's configuration may leave open, and where it runs
+    "launcher": opt("Of a configuration: torchtitan, megatron, accelerate or nanotron. Default: by the file's ending.", LAUNCHER),
+    "devices": opt("How many, where a configuration doesn't say.", count()),
+    "seq": opt(SEQ, count()),
+    "microbatch": opt("Sequences of a microbatch, where a configuration doesn't say.", count()),
+    "global_batch": opt(GLOBAL_BATCH, count()),
+    **SITE, **shared("inter_node_bandwidth"), "evidence": EVIDENCE,
+}  # fmt: skip
 ONLY = {  # of launches, by the names of their columns
     **{name: opt(f"Only {name} of these: 1,2.", COUNTS) for name in ("dp", "shard", "tp", "cp", "ep", "pp")},
     **{f"no_{name}": opt(f"Only {name} 1.", SWITCH) for name in ("tp", "cp", "ep", "pp")},
@@ -159,7 +171,6 @@ ONLY = {  # of launches, by the names of their columns
     "schedule": opt("Only these schedules of pipelines: none, 1F1B, Interleaved1F1B, ZBVZeroBubble.", some_of(LAUNCH_SCHEDULES)),
     "recompute": opt("Only these kinds of recomputation.", some_of(RECOMPUTED)),
 }  # fmt: skip
-SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
 LAUNCH_OUT = opt("Write a configuration here, as the launcher reads it.", OUT)
 RECORDS: dict[str, type] = {"pipeline": PipelineOptions}  # by verb; of the other verbs Options
 # by verb, in the order of its --help
@@ -180,14 +191,17 @@ OWN: dict[str, dict[str, Typed]] = {
         **ANSWER,
     },
     "show": {
-        "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
-        "other": arg("Another plan, to compare it with.", PLAN, "OTHER", default=None),
-        "html": opt("Write a page of HTML here.", OUT),
+        "solution": arg(
+            "A plan, as `autoshard plan --out` writes it; or a launcher's configuration.", plan(PLAN_OR_CONFIGURATION, ("pipeline",)),
+            "SOLUTION",
+        ),
+        "other": arg("Another one, to compare it with.", PLAN, "OTHER", default=None),
+        "html": HTML,
         "model": MODEL_OPTION, **shared("settings", "trust"),
         "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", file("what `autoshard frontier --out` wrote")),
         "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
         "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
-        "mesh": OLD_MESH, **ANSWER,
+        "mesh": OLD_MESH, **OF_LAUNCH, **ANSWER,
     },
     "verify": {
         **shared("solution"), "model": THE_MODEL, **OF_MODELS, **shared("trust"), "mesh": OLD_MESH,
@@ -260,7 +274,7 @@ OWN: dict[str, dict[str, Typed]] = {
         **ANSWER,
     },
     "explain": {
-        **shared("solution"),
+        "solution": arg("A plan, or a launcher's configuration.", plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
         "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn.", default=None),
         "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", LAYOUT, metavar="LAYOUT"),
         "alternatives": opt("With NAME: how many other layouts to report.", count(0), default=5),
@@ -268,7 +282,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
         "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE, default=0.0),
         "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS, default=60.0),
-        "mesh": OLD_MESH, **ANSWER,
+        "mesh": OLD_MESH, **OF_LAUNCH, **ANSWER,
     },
     "certify": {
         "numbers": arg("The numbers that prove a plan, as --out writes them; with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|PLAN"),
@@ -278,10 +292,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "mesh": OLD_MESH, **ANSWER,
     },
     "check": {
-        "solution": arg(
-            "A plan; or with --launcher a configuration of that launcher.",
-            plan("a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"), "SOLUTION",
-        ),
+        "solution": arg("A plan, or a launcher's configuration.", plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
         "model": THE_MODEL, **shared("settings", "trust"),
         "within": opt("How far it may be above the best plan now: 5%, or 0.05.", PERCENT, default="5%"),
         "no_solve": opt("Do not plan anew; compare with a bound that is found faster.", SWITCH),
@@ -289,12 +300,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "cluster": opt("Today's prices: a file of `calibrate measure`. Default: those of the plan.", CLUSTER),
         "time_limit": opt("Seconds for planning anew.", SECONDS, default=600.0),
         "mesh": OLD_MESH,
-        "launcher": opt("SOLUTION is a configuration of torchtitan, megatron, accelerate or nanotron.", LAUNCHER),
-        "devices": opt("With --launcher: how many, where it doesn't say.", count()),
-        "seq": opt(SEQ, count()),
-        "microbatch": opt("Sequences of a microbatch, where the configuration doesn't say.", count()),
-        "global_batch": opt(GLOBAL_BATCH, count()),
-        **SITE, **shared("inter_node_bandwidth"), "evidence": EVIDENCE, "out": LAUNCH_OUT, **ANSWER,
+        **OF_LAUNCH, "html": HTML, "out": LAUNCH_OUT, **ANSWER,
     },
     "fits": {
         "target": arg(
@@ -302,7 +308,7 @@ OWN: dict[str, dict[str, Typed]] = {
             "MODEL|CONFIG",
         ),
         "model": arg("With a configuration that doesn't say its model: file.py:function or hf:DIR.", MODEL, default=None),
-        "devices": opt("How many, where a configuration doesn't say.", count()),
+        **OF_LAUNCH,
         "seq": opt(f"{SEQ} Default of a model: 8192.", count()),
         "microbatch": opt("Sequences of a microbatch. Default of a model: 1.", count()),
         "global_batch": opt(f"{GLOBAL_BATCH} Default of a model: one microbatch per rank, with --pp two per stage.", count()),
@@ -313,11 +319,11 @@ OWN: dict[str, dict[str, Typed]] = {
         "recompute": opt("Of a model: none, selective_op, selective_layer, attn or full.", one_of(RECOMPUTED), default="none"),
         "precision": opt("Of a model: of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
         "compiled": opt("Of a model: blocks and loss are compiled.", SWITCH, "--compile"),
-        **shared("settings"), **SITE, **shared("inter_node_bandwidth"),
+        **shared("settings"),
         "observed": opt(
             "What a run of this launch needed: 71.2GB as torch.cuda.max_memory_reserved says, its log, or a memory snapshot.", TEXT
         ),
-        "evidence": EVIDENCE, **ANSWER,
+        "html": HTML, **ANSWER,
     },
     "degrees": {
         **shared("model"),
@@ -333,6 +339,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "time_limit": opt("Seconds for that bound.", SECONDS, default=30.0),
         "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),
         "evidence": EVIDENCE,
+        "html": HTML,
         "row": opt("Where the seconds of the launch with this number go, which --out then writes; 1 is the best.", count()),
         "out": LAUNCH_OUT,
         "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices, seconds_by_kind
+from .launch_prices import LaunchPrices, by_kind, differences
 from .ranking import Ranking
-from .runs import FIELDS, Launch
+from .runs import FIELDS, Launch, TrainingRuns
 
 # one thing to change: the fields that may then differ
 THINGS = {
@@ -42,7 +42,8 @@ class Change:
     bytes: float
     chance: float  # to fit
     seconds: Mapping[str, float]  # of a step, by kind
-    saved: Mapping[str, float]  # seconds by kind that a step takes more (less: negative) than now, the largest first
+    bytes_by_kind: Mapping[str, float]
+    why: tuple[Mapping[str, float], Mapping[str, float]]  # seconds and bytes by kind, how many more (fewer: negative) than now
 
     def to_dict(self, low: float, high: float) -> dict[str, Any]:
         """low, high: factors of a rate between which it is expected."""
@@ -50,7 +51,8 @@ class Change:
         return {
             "change": self.what, "tokens_per_second_per_device": rate, "tokens_per_second_per_device_interval": [rate * low, rate * high],
             "gain": self.gain, "memory_bytes": self.bytes, "seconds": sum(self.seconds.values()), "seconds_by_kind": dict(self.seconds),
-            "chance_to_fit": self.chance, "why": dict(self.saved),
+            "bytes_by_kind": dict(self.bytes_by_kind), "chance_to_fit": self.chance,
+            "why": dict(self.why[0]), "why_bytes": dict(self.why[1]),
         }  # fmt: skip
 
 
@@ -73,17 +75,16 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
     two_things = [best(a | b) for a, b in combinations(THINGS.values(), 2)]
     rows = {ranked.first(faster), min((row for row in two_things if row is not None), default=None), *one_thing} - {None}
     chosen = sorted(row for row in rows if row is not None)[:count]  # rows are in order of speed
-    before = None if now is None else seconds_by_kind(launch, ranked.sizes, ranked.site, ranked.launcher)
+    before = None if now is None else by_kind(TrainingRuns.of([launch]), ranked.sizes, ranked.site, ranked.launcher)
     return [_change(launch, ranked, i, rate, before) for i in chosen]
 
 
-def _change(launch: Launch, ranked: Ranking, i: int, rate: float, before: Mapping[str, float] | None) -> Change:
-    to, prices, seconds = ranked.columns.launch(i), ranked.prices, ranked.seconds_by_kind(i)
+def _change(launch: Launch, ranked: Ranking, i: int, rate: float, before: tuple[Mapping[str, float], ...] | None) -> Change:
+    to, prices, after = ranked.columns.launch(i), ranked.prices, ranked.by_kind(i)
     columns = prices.tokens_per_second, prices.expected, prices.bytes, prices.chance
     speed, expected, bytes, chance = (column[i].item() for column in columns)
-    more = {kind: seconds[kind] - before[kind] for kind in seconds} if before else {}
-    why = dict(sorted(more.items(), key=lambda kind: -abs(kind[1])))
-    return Change(in_words(launch, to), to, speed, expected / rate - 1 if rate else np.inf, bytes, chance, seconds, why)
+    why = ({}, {}) if before is None else (differences(before[0], after[0]), differences(before[1], after[1]))
+    return Change(in_words(launch, to), to, speed, expected / rate - 1 if rate else np.inf, bytes, chance, *after, why)
 
 
 def in_words(launch: Launch, to: Launch) -> str:

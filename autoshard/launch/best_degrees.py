@@ -38,7 +38,7 @@ class Degrees:
         """As `autoshard degrees --json` prints it. row: from 0, whose seconds are taken apart. ValueError where there are fewer."""
         if row is not None and row >= len(self.ranked):
             raise ValueError(f"there is no row {row + 1}; expected 1 to {len(self.ranked)}, the legal launches")
-        apart = {} if row is None else {"row": {"row": row, "seconds_by_kind": self.ranked.seconds_by_kind(row)}}
+        apart = {} if row is None else {"row": {"row": row, **dict(zip(("seconds_by_kind", "bytes_by_kind"), self.ranked.by_kind(row)))}}
         return {
             **apart,
             "configurations": self.ranked.rows(top), "simplest": self.ranked.simplest,

@@ -37,6 +37,11 @@ def configuration_text(launcher: str, config: LaunchConfig) -> str:
     return FORMATS[launcher].write(config)
 
 
+def settings_of(launcher: str, config: LaunchConfig) -> dict[str, Any]:
+    """What a launch decides, by the names of the launcher's keys."""
+    return FORMATS[launcher].settings(config)
+
+
 def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known: Overrides | None = None) -> str:
     """Another configuration, `text` of the file `path`, with the values of this one and otherwise as it is: the same text where they
     are the same. known: as for `read_configuration`. ValueError where the text can't be changed so that it is read as this configuration.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .best_changes import in_words
-from .launch_prices import LaunchPrices, Site, launch_memory, prices_of
+from .launch_prices import LaunchPrices, Site, by_kind, differences, launch_memory, prices_of
 from .launch_space import RECOMPUTED
 from .legality import legal, why_illegal
 from .peak_memory import Memory
@@ -45,9 +45,11 @@ class Remedy:
     price: float  # seconds per step; less than none where it is faster
     chance: float
     bytes: float
+    why: Mapping[str, float]  # bytes by kind, how many more (fewer: negative) than now
 
     def to_dict(self) -> dict[str, Any]:
-        return {"change": self.what, "price_seconds": self.price, "chance_to_fit": self.chance, "device_bytes": self.bytes}
+        record = {"change": self.what, "price_seconds": self.price, "chance_to_fit": self.chance, "device_bytes": self.bytes}
+        return {**record, "why_bytes": dict(self.why)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +86,11 @@ class Fitting:
 
     def to_dict(self) -> dict[str, Any]:
         """As `autoshard fits --json` prints it."""
-        launch, stages = self.described.launch, self.stages()
+        stages = self.stages()
         fullest = max(stages, key=lambda stage: stage["device_bytes"], default=None)
         return {
-            "ok": self.verdict != "no", "verdict": self.verdict, "chance_to_fit": self.chance, "launcher": self.launcher,
-            "devices": launch.devices, "global_batch": launch.global_batch, "seq": launch.seq, "precision": launch.precision,
-            "configuration": {key: column[0].item() for key, column in TrainingRuns.of([launch]).degrees().items()},
-            "parameters": self.described.sizes.parameters, "reasons": list(self.reasons),
+            "ok": self.verdict != "no", "verdict": self.verdict, "chance_to_fit": self.chance,
+            **self.described.to_dict(self.launcher), "reasons": list(self.reasons),
             "memory_bytes": self.site.memory, "usable_bytes": self.site.usable, "bias": self.site.memory_bias,
             "fullest": fullest, "stages": stages, "largest_microbatch": self.largest_microbatch,
             "seconds": None if self.prices is None else float(self.prices.seconds[0]),
@@ -147,8 +147,13 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
         prices = prices_of(runs[allowed], sizes, site, launcher)
         good = sorted(np.flatnonzero(_surely(prices, site)), key=lambda i: (round(float(prices.seconds[i]), 9), i))[:count]
         if good:
-            entries = [(allowed[i], float(prices.seconds[i]), float(prices.chance[i]), float(prices.bytes[i])) for i in good]
-            return tuple(Remedy(_in_words(launch, to[k], joined[k]), to[k], s - seconds, chance, bytes) for k, s, chance, bytes in entries)
+            before = by_kind(TrainingRuns.of([launch]), sizes, site, launcher)[1]
+            remedies = []
+            for i, k in zip(good, allowed[good].tolist()):
+                why = differences(before, by_kind(runs[k : k + 1], sizes, site, launcher)[1])
+                figures = float(prices.seconds[i]) - seconds, float(prices.chance[i]), float(prices.bytes[i])
+                remedies.append(Remedy(_in_words(launch, to[k], joined[k]), to[k], *figures, why))
+            return tuple(remedies)
     return ()
 
 

@@ -22,14 +22,15 @@ from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
-from .runs import Launch, TrainingRuns
+from .runs import TrainingRuns
 from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
 
 STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
 LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds
-KERNELS = ("matmul", "attention", "elementwise", "optimizer")
+# what limits kinds of seconds; others limit themselves
+LIMITED = {"matmul": "compute", "attention": "compute", "elementwise": "memory bandwidth", "optimizer": "memory bandwidth"}
 OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated")
 
 
@@ -116,18 +117,35 @@ def interval(launcher: str) -> tuple[float, float]:
 
 
 def limits(by_kind: Mapping[str, float]) -> dict[str, float]:
-    """What a step waits for, as shares of it, the largest first: kernels, links (of which parallelism), bubble, host."""
+    """What a step waits for, as shares of it, the largest first: compute, memory bandwidth, links (of which parallelism), bubble, host."""
     shares: dict[str, float] = {}
     for kind, seconds in by_kind.items():
-        name = "kernels" if kind in KERNELS else kind
+        name = LIMITED.get(kind, kind)
         shares[name] = shares.get(name, 0.0) + seconds / sum(by_kind.values())
-    return dict(sorted(shares.items(), key=lambda share: -share[1]))
+    return _largest_first(shares)
 
 
-def seconds_by_kind(launch: Launch, sizes: ModelSizes, site: Site, launcher: str) -> dict[str, float]:
-    """Of one launch's step, the largest first; they add up to the seconds of `prices_of`. Kinds as of `step_parts`, and expert parallel."""
-    parts, _, _ = _priced(TrainingRuns.of([launch]), sizes, site, launcher, True)
-    return dict(sorted(((kind, float(seconds[0])) for kind, seconds in parts.items()), key=lambda part: (-part[1], part[0])))
+def by_kind(run: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of one run's step and the bytes of its fullest device, each the largest first.
+
+    They add up to the seconds and bytes of `prices_of`. Kinds of seconds as of `step_parts`, and expert parallel; of bytes as of
+    `memory_of`, what the allocator has cached, and contexts.
+    """
+    parts, _, memory = _priced(run, sizes, site, launcher, True)
+    held = {kind: memory.bias * bytes for kind, bytes in memory.fullest().kinds.items()}
+    held |= {"cached": memory.reserved - memory.allocated, "contexts": memory.device - memory.reserved}
+    seconds, bytes = ({kind: float(value[0]) for kind, value in both.items()} for both in (parts, held))
+    return _largest_first(seconds), _largest_first(bytes)
+
+
+def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """By kind how much more there is after than before, the largest differences first; those of equal size by name."""
+    more = {kind: after.get(kind, 0.0) - before.get(kind, 0.0) for kind in {**before, **after}}
+    return dict(sorted(more.items(), key=lambda kind: (-abs(kind[1]), kind[0])))
+
+
+def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(values.items(), key=lambda value: (-value[1], value[0])))
 
 
 def _priced(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices, Site, interval, likely_to_fit, prices_of, seconds_by_kind
+from .launch_prices import LaunchPrices, Site, by_kind, interval, likely_to_fit, prices_of
 from .launch_space import illegal_by_rule, launches, structures
 from .model_sizes import ModelSizes
 from .runs import Launch, TrainingRuns, distinct
@@ -84,9 +84,22 @@ class Ranking:
         first = next(((simplest, n) for _, n, has in rows if has), (simplest, 1))
         return [first, *((row, n) for row, n, has in rows if not has)][:count]
 
-    def seconds_by_kind(self, i: int) -> dict[str, float]:
-        """Of the step of row i, the largest first: they add up to its seconds."""
-        return seconds_by_kind(self.launch(i), self.sizes, self.site, self.launcher)
+    def by_kind(self, i: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds and bytes of row i, as `launch_prices.by_kind`."""
+        return by_kind(self.columns[i : i + 1], self.sizes, self.site, self.launcher)
+
+    def frontier(self, count: int = 12) -> list[int]:
+        """Launches that fit and are faster than every one with less memory, the least memory first; `count` of them at most. Those that
+        are not half as fast as the fastest are left out."""
+        rows: list[int] = []
+        rates, fits = self.prices.tokens_per_second, self.prices.fits
+        few = np.flatnonzero(fits & (2 * rates > np.max(rates, where=fits, initial=0.0)))
+        few = few[np.lexsort((-rates[few], self.prices.bytes[few]))]
+        before = np.maximum.accumulate(np.append(0.0, rates[few]))[:-1]
+        for row in few[rates[few] > before].tolist():
+            if not rows or rates[row] > (1 + ALIKE) * rates[rows[-1]]:
+                rows.append(row)
+        return [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int))]
 
     def first(self, wanted: np.ndarray) -> int | None:
         """The best of the launches for which `wanted` is true."""

@@ -167,6 +167,10 @@ class TrainingRuns:
             "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep,
         }  # fmt: skip
 
+    def degrees_of(self, i: int) -> dict[str, Any]:
+        """`degrees` of one of them, as plain values."""
+        return {name: column[i].item() for name, column in self.degrees().items()}
+
     @cached_property
     def microbatches(self) -> np.ndarray:
         """Per step and data parallel rank."""
@@ -213,6 +217,14 @@ class LaunchConfig:
 
     launch: Launch
     sizes: ModelSizes
+
+    def to_dict(self, launcher: str) -> dict[str, Any]:
+        """What verbs print of it, whatever they were asked."""
+        one = self.launch
+        return {
+            "launcher": launcher, "devices": one.devices, "global_batch": one.global_batch, "seq": one.seq, "precision": one.precision,
+            "configuration": TrainingRuns.of([one]).degrees_of(0), "parameters": self.sizes.parameters,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Two plans compared, as tables: their costs, the parameters with different layouts, and the seconds that differ."""
+"""Two plans, or two launches, compared, as tables: their costs, the parameters with different layouts, and the seconds that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -16,6 +16,15 @@ from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of a table; the rest is counted
 LEAST_SHARE = 0.001  # of the cost: parts that differ by less are left out
+LAUNCHED = {  # figures of a launch: keys of `check`
+    "step_seconds": "seconds", "peak_bytes": "memory_bytes", "rate_per_device": "tokens_per_second_per_device",
+    "chance_to_fit": "chance_to_fit",
+}  # fmt: skip
+FIGURES: dict[str, Callable[[float | None], str]] = {
+    **dict.fromkeys(("cost_seconds", "bound_seconds", "step_seconds"), seconds), "peak_bytes": size,
+    "rate_per_device": lambda rate: "-" if rate is None else f"{rate:.0f} tokens/s",
+    "chance_to_fit": lambda chance: "-" if chance is None else f"{chance:.0%}",
+}  # fmt: skip
 
 
 def comparison(a: AnyPlan, b: AnyPlan) -> dict[str, Any]:
@@ -34,6 +43,23 @@ def comparison(a: AnyPlan, b: AnyPlan) -> dict[str, Any]:
     raise ValueError(f"one plan is {said}; give two of a kind, or name one of them as FILE#NAME")
 
 
+def launches_compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """The differences of two launches, given as `check` has them: seconds, bytes, those by kind, and keys: of their launcher, or where
+    they have two, degrees."""
+    both = (a, b)
+
+    def differing(key: str) -> dict[str, list]:
+        x, y = a[key] or {}, b[key] or {}
+        return {name: [x.get(name), y.get(name)] for name in {**x, **y} if x.get(name) != y.get(name)}
+
+    keys = {name: [one[name] for one in both] for name in ("launcher", "devices", "parameters", "precision") if a[name] != b[name]}
+    keys |= differing("settings" if a["launcher"] == b["launcher"] else "configuration")
+    figures = {name: [one[key] for one in both] for name, key in LAUNCHED.items()}
+    same = not keys and all(x == y for x, y in figures.values())
+    reasons = {"reasons": [one["reasons"] for one in both]}
+    return {"same": same, **figures, **reasons, "keys": keys, "seconds": differing("seconds_by_kind"), "bytes": differing("bytes_by_kind")}
+
+
 def comparison_tables(record: Mapping[str, Any]) -> RenderableType:
     """The record of `comparison` for the terminal."""
     if "programs" in record:
@@ -42,25 +68,29 @@ def comparison_tables(record: Mapping[str, Any]) -> RenderableType:
 
 
 def _changes_tables(record: Mapping[str, Any]) -> RenderableType:
-    """The record of `solution.changes` for the terminal."""
-    assumptions = {key: list(map(str, pair)) for key, pair in record["assumptions"].items()}
+    """The record of `solution.changes` for the terminal, or of `launches_compared`."""
+    differ = {what: {key: list(map(str, pair)) for key, pair in record.get(what, {}).items()} for what in ("keys", "assumptions")}
+    reasons = [f"{which} is illegal: {reason}" for which, of in zip("ab", record.get("reasons", ())) for reason in of]
     return shown(
         _summary(record),
-        _layouts(record["parameters"]) if record["parameters"] else None,
-        _seconds(record) if record["seconds"] else None,
-        _pairs("Assumptions that differ", assumptions) if assumptions else None,
-        f"{len(record['ops'])} other tensors have different layouts (--json lists them)" if record["ops"] else None,
+        *reasons,
+        _layouts(record["parameters"]) if record.get("parameters") else None,
+        _moved("Where the time moved", record["seconds"], seconds, record.get("step_seconds") or record["cost_seconds"]),
+        _moved("Where the bytes moved", record.get("bytes", {}), size, record["peak_bytes"]),
+        *(_pairs(f"{what.capitalize()} that differ", pairs) for what, pairs in differ.items() if pairs),
+        f"{len(record['ops'])} other tensors have different layouts (--json lists them)" if record.get("ops") else None,
     )
 
 
 def _summary(record: Mapping[str, Any]) -> ReportTable:
     rows: list[tuple[str, ...]] = []
-    for key, say in (("cost_seconds", seconds), ("bound_seconds", seconds), ("peak_bytes", size)):
-        a, b = record[key]
-        ratio = f"{b / a:.3g}x" if a and a < float("inf") and b < float("inf") else "-"
-        rows.append((key.split("_")[0], say(a), say(b), ratio))
+    for key, say in FIGURES.items():
+        if key in record:
+            a, b = record[key]
+            ratio = f"{b / a:.3g}x" if a and b is not None and a < float("inf") and b < float("inf") else "-"
+            rows.append((key.split("_")[0], say(a), say(b), ratio))
     rows += [(key, *map(str, record[key]), "") for key in ("status", "schedule", "microbatches", "mesh") if key in record]
-    return ReportTable("The plans are the same" if record["same"] else "", ("", *numbers("a", "b", "b to a")), rows)
+    return ReportTable("They are the same" if record["same"] else "", ("", *numbers("a", "b", "b to a")), rows)
 
 
 def _layouts(pairs: Mapping[str, list]) -> ReportTable:
@@ -78,15 +108,16 @@ def _pairs(title: str, pairs: Mapping[str, list]) -> ReportTable:
     return ReportTable(title, ("", "a", "b"), rows)
 
 
-def _seconds(record: Mapping[str, Any]) -> ReportTable:
-    moved = [(name, a or 0.0, b or 0.0) for name, (a, b) in record["seconds"].items()]
-    least = LEAST_SHARE * max(record["cost_seconds"])
+def _moved(title: str, parts: Mapping[str, list], say: Callable[[float], str], totals: Sequence[float | None]) -> ReportTable | None:
+    """The parts that differ by LEAST_SHARE of a total or more, the largest differences first."""
+    least = LEAST_SHARE * max(filter(None, totals), default=0.0)
+    moved = [(name, a or 0.0, b or 0.0) for name, (a, b) in parts.items()]
     rows = [
-        (name, seconds(a), seconds(b), ("+" if b > a else "-") + seconds(abs(b - a)))
+        (name, say(a), say(b), ("+" if b > a else "-") + say(abs(b - a)))
         for name, a, b in sorted(moved, key=lambda row: (-abs(row[2] - row[1]), row[0]))
         if abs(b - a) >= least
     ]
-    return ReportTable("Where the time moved", ("", *numbers("a", "b", "b - a")), rows)
+    return ReportTable(title, ("", *numbers("a", "b", "b - a")), rows) if parts else None
 
 
 def _programs_changes(a: ProgramsSolution, b: ProgramsSolution) -> dict[str, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from autoshard.report.figures import blank, save, titled
 from autoshard.report.terminal import shown
-from autoshard.report.values import ReportTable, numbers
+from autoshard.report.values import ReportTable, TableRow, numbers
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
@@ -29,6 +30,15 @@ DRAWN = 20_000  # launches in a picture: the best; more would be one blot
 
 def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None) -> RenderableType:
     """The best `top` launches, what was illegal, and the regret. apart: a row, with its seconds by kind."""
+    head, table, notes = ranked_launches(answer, top)
+    lines = [*head, "", table, *notes[:1], "", *notes[1:2]]
+    if apart is not None:
+        lines += ["", kinds_table(f"Where the seconds and the bytes of row {apart['row'] + 1} go", apart), ""]
+    return shown(*lines, *notes[2:], f"{answer.cpu_seconds:.1f} CPU seconds")
+
+
+def ranked_launches(answer: Any, top: int) -> tuple[list[str], ReportTable, list[str | None]]:
+    """What is said before the table of the best `top` launches, the table, and what is said after it."""
     ranked = answer.ranked
     fits, site = int(ranked.prices.fits.sum()), ranked.site
     best, grouped = ranked.launch(0), ranked.grouped(top)
@@ -43,23 +53,23 @@ def degrees_table(answer: Any, top: int, apart: Mapping[str, Any] | None = None)
     alike = "mbs: sequences of a microbatch; same: how many launches a row stands for, with the same work shared by other ranks"
     illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
     splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
-    table = launches_table(rows, grouped)
-    lines: list[Any] = [head, model, rates, f"MFU of {_peak(site.mfu_of)}", "", table, _of_all(rows), "", first + alike]
-    if apart is not None:
-        lines += ["", seconds_table(f"Where the seconds of row {apart['row'] + 1} go", apart["seconds_by_kind"]), ""]
     margin = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory"
     tight = margin if any(row["tight"] for row in rows) else None
-    return shown(*lines, tight, splits, _regret(answer), f"{answer.cpu_seconds:.1f} CPU seconds")
+    table, peak = launches_table(rows, grouped), f"MFU of {peak_text(site.mfu_of)}"
+    return [head, model, rates, peak], table, [of_all(rows), first + alike, tight, splits, _regret(answer)]
 
 
-def seconds_table(title: str, by_kind: Mapping[str, float]) -> ReportTable:
-    """Of one step; kinds that take nothing are left out."""
-    total = sum(by_kind.values())
-    rows = [(kind, seconds(value), f"{value / total:.1%}") for kind, value in by_kind.items() if value > 1e-9 * total]
-    return ReportTable(title, numbers("", "time", "share"), [*rows, ("step", seconds(total), "")], "tight")
+def kinds_table(title: str, record: Mapping[str, Any]) -> ReportTable:
+    """The seconds of a step, and beside them the bytes of a device; kinds that take nothing are left out."""
+    total, held = sum(record["seconds_by_kind"].values()), sum(record["bytes_by_kind"].values())
+    times = [(kind, seconds(value), f"{value / total:.1%}") for kind, value in record["seconds_by_kind"].items() if value > 1e-9 * total]
+    bytes = [(kind, size(value)) for kind, value in record["bytes_by_kind"].items() if value > 0]
+    rows = [(*time, *of[:2]) for time, of in zip_longest(times, bytes, fillvalue=("", "", ""))]
+    rows.append(("step", seconds(total), "", "device", size(held)))
+    return ReportTable(title, numbers("", "time", "share", "", "memory"), rows, "tight")
 
 
-def _peak(of: Mapping[str, Any]) -> str:
+def peak_text(of: Mapping[str, Any]) -> str:
     return f"the {of['dtype']} peak, {of['flops'] / 1e12:.0f} TFLOP/s"
 
 
@@ -89,7 +99,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     return dict(zip(COLUMNS, map(str, cells)))
 
 
-def _of_all(launches: list[Mapping[str, Any]]) -> str | None:
+def of_all(launches: Sequence[Mapping[str, Any]]) -> str | None:
     """What all of them have, in columns that the table leaves out."""
     first, *others = map(_cells, launches)
     same = [name for name in COLUMNS if name not in ALWAYS and all(row[name] == first[name] for row in others)]
@@ -97,12 +107,12 @@ def _of_all(launches: list[Mapping[str, Any]]) -> str | None:
     return f"all rows: {said}" if said else None
 
 
-def _degrees(row: Mapping[str, Any]) -> str:
+def degrees_text(row: Mapping[str, Any]) -> str:
     said = _cells(row) | {"re\ncomp": row["recompute"], "sche\ndule": row["schedule"]}
     return ", ".join(f"{name} {said[name]}".replace("\n", "") for name in COLUMNS if said[name] != COLUMNS[name])
 
 
-def launches_table(launches: list[Mapping[str, Any]], numbered: Sequence[tuple[int, int]]) -> ReportTable:
+def launches_table(launches: Sequence[Mapping[str, Any]], numbered: Sequence[tuple[int, int]]) -> ReportTable:
     """numbered: of each its place, from 0, and how many it stands for."""
     cells = [_cells(row) for row in launches]
     names = [name for name in COLUMNS if name in ALWAYS or len({row[name] for row in cells}) > 1]
@@ -114,37 +124,65 @@ def launches_table(launches: list[Mapping[str, Any]], numbered: Sequence[tuple[i
     return ReportTable("", numbers("", *names, "tok/s\nGPU", "MFU", "memory", "fit\n%", "same"), rows, "tight")
 
 
-def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
-    """One configuration: what it is, why it can't run, its rates, and the changes that gain most."""
-    degrees = _degrees(record["configuration"])
-    model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
-    lines: list[Any] = [f"{path}: {model}", degrees]
-    lines += [f"illegal: {reason}" for reason in record["reasons"]]
+def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable) -> RenderableType:
+    """One configuration: what it is, why it can't run, its rates, more tables, and the changes that gain most."""
+    lines = _launch_lines(record, path)
     if record["legal"]:
         is_tight = record["memory_bytes"] > record["usable_bytes"]
         tight = f", more than the {size(record['usable_bytes'])} that leave a margin" if is_tight else ""
         lines.append(f"memory {size(record['memory_bytes'])} per device{tight}; fits with a chance of {record['chance_to_fit']:.0%}")
         lines.append(f"{seconds(record['seconds'])} per step, {_rate(record)}")
-        lines.append(f"MFU {record['mfu']:.1%} ({_range(record['mfu_interval'], '.1%')}) of {_peak(record['mfu_of'])}")
-        limits = [f"{kind} {share:.0%}" for kind, share in record["limits"].items() if share >= 0.03]
-        lines += [f"what a step waits for: {', '.join(limits)}", seconds_table("Where the seconds go", record["seconds_by_kind"]), ""]
+        lines.append(f"MFU {record['mfu']:.1%} ({_range(record['mfu_interval'], '.1%')}) of {peak_text(record['mfu_of'])}")
+        lines += [f"what a step waits for: {limits_text(record['limits'])}", published_text(record["published"])]
+        lines += [kinds_table("Where the seconds and the bytes go", record), "", *(part for table in more for part in (table, ""))]
+    lines += ["at the same global batch:"] * bool(record["changes"])
     for change in record["changes"]:
-        gain = f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
-        lines.append(f"{gain}: {change['change']}")
+        lines.append(f"{gain_text(change)}: {change['change']}")
         memory = f"{size(change['memory_bytes'])}, chance to fit {change['chance_to_fit']:.0%}"
         lines.append(f"    {seconds(change['seconds'])} per step, {_rate(change)}, {memory}")
-        if change["why"]:
-            lines.append(f"    {why_text(change['why'])}")
+        lines += [f"    {why_text(change[key], say)}" for key, say in WHY if change[key]]
     return shown(*lines)
+
+
+def _launch_lines(record: Mapping[str, Any], path: str) -> list[Any]:
+    """What is launched, and why it can't be."""
+    model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}, {record['launcher']}"
+    batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens"
+    reasons = [f"illegal: {reason}" for reason in record["reasons"]]
+    return [f"{path}: {model}", f"{degrees_text(record['configuration'])}; {batch}", *reasons]
+
+
+def gain_text(change: Mapping[str, Any]) -> str:
+    return f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
+
+
+def sensitivity_table(record: Mapping[str, Any]) -> ReportTable:
+    """What a step would take with other links and microbatches."""
+    of = [{**record, "what": "as it is", "change": 0.0}, *record["sensitivity"]]
+    longest = max(row["seconds"] for row in of)
+    rows = []
+    for row in of:
+        more = "" if row is of[0] else f"{row['change']:+.1%}"
+        cells = (row["what"], seconds(row["seconds"]), more, size(row["memory_bytes"]), f"{row['chance_to_fit']:.0%}")
+        rows.append(TableRow(cells, kind="compute", share=100 * row["seconds"] / longest, strong=row is of[0]))
+    return ReportTable("What a step depends on", ("with", *numbers("step", "change", "memory", "fits")), rows, "tight")
+
+
+def limits_text(limits: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in limits.items() if share >= 0.03)
+
+
+def published_text(run: Mapping[str, Any]) -> str:
+    """The nearest published run: what was measured, and what is predicted of it."""
+    measured, predicted = run["tokens_per_second_per_device"], run["predicted"]
+    what = f"{run['model']} on {run['devices']} {run['device']}, {run['precision']}, {degrees_text(run['configuration'])}"
+    rates = f"{measured:.0f} tokens/s per GPU measured, {predicted:.0f} predicted ({predicted / measured - 1:+.0%})"
+    return f"nearest published run: {what}: {rates}; {run['source']}"
 
 
 def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
     """Will it fit: the verdict, the bytes by stage and kind, the largest microbatch, what makes it fit."""
-    degrees = _degrees(record["configuration"])
-    model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}"
-    batch = f"{record['global_batch']} sequences of {record['seq']} tokens"
-    lines: list[Any] = [f"{path}: {model}, {record['launcher']}", f"{degrees}; {batch}"]
-    lines += [f"illegal: {reason}" for reason in record["reasons"]]
+    lines = _launch_lines(record, path)
     if (fullest := record["fullest"]) is not None:
         at = "" if fullest["stage"] == "all" else f", on the {fullest['stage']} stage"
         need = f"{size(fullest['device_bytes'])} of {size(record['memory_bytes'])}"
@@ -152,13 +190,14 @@ def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
         lines.append(f"{chance}; needs {need} {WHEN[fullest['moment']]}{at}")
         if record["bias"] != 1:
             lines.append(f"own runs needed {record['bias'] - 1:+.1%}; that is counted in")
-        lines += ["", _bytes_table(record["stages"]), ""]
+        lines += ["", bytes_table(record["stages"]), ""]
         largest = record["largest_microbatch"]
         surely = f"the largest microbatch that surely fits: {largest} sequence{'s' * (largest != 1)}"
         lines.append("no microbatch surely fits" if largest is None else surely)
     for change in record["changes"]:
         to = f"{size(change['device_bytes'])}, chance {change['chance_to_fit']:.0%}"
         lines.append(f"fits with {change['change']} ({to}), {_price(change['price_seconds'])} per step of {seconds(record['seconds'])}")
+        lines.append(f"    {why_text(change['why_bytes'], size)}")
     if (seen := record.get("observed")) is not None:
         off = seen["measured_bytes"] / seen["predicted_bytes"] - 1
         measured, predicted = size(seen["measured_bytes"]), size(seen["predicted_bytes"])
@@ -175,7 +214,7 @@ def _price(change: float) -> str:
     return f"{'+' if change >= 0 else '-'}{seconds(abs(change))}"
 
 
-def _bytes_table(stages: list[Mapping[str, Any]]) -> ReportTable:
+def bytes_table(stages: list[Mapping[str, Any]]) -> ReportTable:
     """A column per stage, at its own peak."""
     kinds = [kind for kind in stages[0]["bytes_by_kind"] if any(stage["bytes_by_kind"][kind] for stage in stages)]
     rows = [(kind, *(size(stage["bytes_by_kind"][kind]) for stage in stages)) for kind in kinds]
@@ -183,11 +222,16 @@ def _bytes_table(stages: list[Mapping[str, Any]]) -> ReportTable:
         rows.append((name if name != "device" else "with contexts", *(size(stage[f"{name}_bytes"]) for stage in stages)))
     titles = [stage["moment"] if stage["stage"] == "all" else f"{stage['stage']}\n{stage['moment']}" for stage in stages]
     return ReportTable("", numbers("", *titles), rows, "tight")
-def why_text(why: Mapping[str, float], most: int = 4) -> str:
+
+
+def why_text(why: Mapping[str, float], say: Callable[[float], str], most: int = 4) -> str:
     """`bubble -0.41 s, data parallel +0.12 s`: the largest differences, down to a fiftieth of the first."""
-    largest = max(map(abs, why.values()))
-    parts = [f"{kind} {'-' if more < 0 else '+'}{seconds(abs(more))}" for kind, more in why.items() if abs(more) >= largest / 50 > 0]
-    return ", ".join(parts[:most]) or "the same seconds"
+    largest = max(map(abs, why.values()), default=0.0)
+    parts = [f"{kind} {'-' if more < 0 else '+'}{say(abs(more))}" for kind, more in why.items() if abs(more) >= largest / 50 > 0]
+    return ", ".join(parts[:most]) or f"the same {'seconds' if say is seconds else 'bytes'}"
+
+
+WHY = (("why", seconds), ("why_bytes", size))  # keys of a change: differences by kind
 
 
 def _rate(record: Mapping[str, Any]) -> str:
