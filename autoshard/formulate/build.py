@@ -183,7 +183,8 @@ class _Builder:
             node = self.graph.index[result.name]
             layouts = self.choices.outputs((node, 0))
         else:
-            layouts = all_layouts(tensor.shape, self.mesh)
+            allowed = self.candidates.results
+            layouts = (allowed[k] if allowed else None) or all_layouts(tensor.shape, self.mesh)
             node = self._node(f"{result.kind}:{result.name}", np.zeros(len(layouts)))
         self.results[k], self.result_layouts[k] = node, layouts
         source, source_layouts = self._source(value)

@@ -17,7 +17,7 @@ class OpChoices:
         self.graph, self.candidates, self.tables = graph, candidates, tables
         self.lists = [tables.number(options) for options in candidates.of]
         seen: dict[tuple, int] = {}
-        self.first = [seen.setdefault(graph.signature(i), i) for i in range(len(graph.ops))]  # op of the same signature
+        self.first = [seen.setdefault((self.lists[i], graph.signature(i)), i) for i in range(len(graph.ops))]  # op like it
         self._bytes: dict[int, np.ndarray] = {}
         self._internal_bytes: dict[int, np.ndarray | None] = {}
 

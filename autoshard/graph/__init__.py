@@ -53,6 +53,13 @@ from autoshard.graph.selective import Chosen as Chosen
 from autoshard.graph.selective import Offload as Offload
 from autoshard.graph.selective import alternatives as alternatives
 from autoshard.graph.selective import selective as selective
+from autoshard.graph.sized import Range as Range
+from autoshard.graph.sized import SizedGraph as SizedGraph
+from autoshard.graph.sized import Sizes as Sizes
+from autoshard.graph.sized import corners as corners
+from autoshard.graph.sized import grid as grid
+from autoshard.graph.sized import size_at as size_at
+from autoshard.graph.sized import written as written
 from autoshard.graph.tile import check as check
 from autoshard.graph.tile import tile as tile
 from autoshard.graph.upsampling import UPSAMPLED as UPSAMPLED

@@ -20,6 +20,7 @@ from autoshard.planning.advice import ADVICE, with_modules
 from autoshard.planning.baselining import masks_of
 from autoshard.planning.demands import Demanded
 from autoshard.planning.describe import described
+from autoshard.planning.dynamic import plan_ranges
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Demand, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.question import ModelGraphs, Question, ask, check_effects, with_number_of_microbatches
@@ -40,11 +41,15 @@ def plan(
     assumptions: Mapping | None = None,
     watch: Stopwatch | None = None,
     on_plan: Callable[[Solution], None] | None = None,
+    dynamic_shapes: Any = None,
+    criterion: str = "average",
     **options: Any,
 ) -> Solution:
     """`autoshard.plan` of one program on one mesh. watch: the clock, by default of wall seconds."""
     checked = checked_options(Options, options)
     question = ask(model, example_inputs, mesh, checked, watch or Stopwatch(progress), assumptions)
+    if dynamic_shapes is not None:
+        return plan_ranges(question, model, example_inputs, dynamic_shapes, criterion, options)
     return plan_captured(replace(question, on_plan=on_plan))
 
 

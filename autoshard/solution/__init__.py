@@ -5,6 +5,8 @@ from autoshard.solution.cache import open_cache as open_cache
 from autoshard.solution.compare import changes as changes
 from autoshard.solution.compare import differences as differences
 from autoshard.solution.compare import misfits as misfits
+from autoshard.solution.dynamic import Coverage as Coverage
+from autoshard.solution.dynamic import DynamicShapes as DynamicShapes
 from autoshard.solution.files import PICKLE_SUFFIXES as PICKLE_SUFFIXES
 from autoshard.solution.files import clear_folder as clear_folder
 from autoshard.solution.files import digest as digest

@@ -18,7 +18,7 @@ from autoshard.solution.record import Placed, Solution, parsed, plain
 ALMOST = 1e-9  # relative: costs this close are equal
 FEW = 3  # names listed before "and 12 more"
 # assumptions that the comparison of mesh and graph covers better, or that change no layout
-NOT_COMPARED = ("axes", "device", "inputs", "model", "set", "solver")
+NOT_COMPARED = ("axes", "device", "dynamic_shapes", "inputs", "model", "set", "solver")
 
 
 def differences(

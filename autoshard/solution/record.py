@@ -20,6 +20,7 @@ from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
 from autoshard.mesh import Mesh, check_shape
 from autoshard.precision import Precision
+from autoshard.solution.dynamic import Coverage, DynamicShapes
 from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.plan import ModelPlan, provided
 
@@ -192,6 +193,21 @@ class Solution(ModelPlan):
     def chunked_loss(self) -> int:
         """Of how many tokens of a rank the logits of a cross entropy exist at a time; 0 for all of them."""
         return int(self.assumptions.get("chunked_loss") or 0)
+
+    @property
+    def dynamic_shapes(self) -> DynamicShapes | None:
+        """The ranges of sizes that the plan is for; None where it is for one shape. ValueError where a file has something else there."""
+        noted = self.assumptions.get("dynamic_shapes")
+        return None if noted is None else DynamicShapes.from_dict(noted)
+
+    def covers(self, **sizes: int) -> Coverage:
+        """What a plan with `dynamic_shapes` says of a shape, by the sizes of its dims: true where its layouts divide it.
+
+        ValueError where the plan is for one shape, or has other dims. The seconds and the bound between planned points are estimated.
+        """
+        if (dynamic := self.dynamic_shapes) is None:
+            raise ValueError("the plan is for one shape; plan with dynamic_shapes for ranges of sizes")
+        return dynamic.covers(sizes)
 
     @property
     def pinned_scheme(self) -> str | None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement
@@ -39,6 +40,9 @@ from autoshard.strategies import torch_rules
 from autoshard.strategies.rows import COMBINES, EVEN_ONLY, RULES, Inputs, Row, Rule, replicate_row
 
 
+T, U = TypeVar("T"), TypeVar("U")
+
+
 @dataclass(frozen=True)
 class Candidate:
     """The layouts of one op's tensor inputs and outputs (None for an output that is no tensor)."""
@@ -54,6 +58,7 @@ class Candidates:
     of: tuple[tuple[Candidate, ...], ...]
     unknown: tuple[int, ...]  # ops without any rule; they are replicated
     num_signatures: int
+    results: tuple[tuple[Layout, ...] | None, ...] = ()  # per result the layouts that it may have; by default all legal ones
     _coded: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     def coded(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +104,27 @@ def candidates(graph: Graph, mesh: Mesh, known: KnownCandidates | None = None) -
         if rows.get(signature, ()) is None:
             unknown.append(i)
     return Candidates(tuple(of_ops), tuple(unknown), len(met))
+
+
+def common_candidates(graphs: Sequence[Graph], mesh: Mesh) -> Candidates:
+    """The candidates that every op has in all of these graphs, which are one program in several sizes; in the order of the first graph."""
+    known = KnownCandidates()
+    each = [candidates(graph, mesh, known) for graph in graphs]
+    shared: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
+    for options in zip(*(one.of for one in each), strict=True):
+        key = tuple(map(id, options))
+        if key not in shared:
+            shared[key] = tuple(_common([[(c.inputs, c.outputs) for c in of] for of in options], options[0]))
+    values = [[graph.tensor(result.value).shape for graph in graphs] if result.value else None for result in graphs[0].results]
+    layouts = [None if shapes is None else [all_layouts(shape, mesh) for shape in shapes] for shapes in values]
+    results = tuple(None if of is None else tuple(_common(of, of[0])) for of in layouts)
+    return replace(each[0], of=tuple(shared[tuple(map(id, options))] for options in zip(*(one.of for one in each))), results=results, _coded={})
+
+
+def _common(keys: Sequence[Sequence[T]], items: Sequence[U]) -> list[U]:
+    """The items whose key all sequences have. keys[0]: those of the items."""
+    others = [set(of) for of in keys[1:]]
+    return [item for key, item in zip(keys[0], items, strict=True) if all(key in of for of in others)]
 
 
 def one_axis_rows(op: Op, inputs: Inputs) -> tuple[Row, ...] | None:

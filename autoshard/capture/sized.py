@@ -1,0 +1,106 @@
+"""Inputs of other sizes: which dims of a model's inputs are dynamic, as torch.export says it, and inputs of given sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from autoshard.capture.inputs import arguments, input_names
+from autoshard.capture.nested_tensors import filled, listed
+from autoshard.graph import Range, Sizes
+from autoshard.torch_private import pytree
+
+Named = Mapping[str, Sequence[str | None]]  # by input: the name of each of its dims, None where the size is fixed
+
+
+def dims_of(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> tuple[dict[str, Range], dict[str, tuple[str | None, ...]]]:
+    """The ranges of the dynamic dims by name, and the names of the dims of each input that has some.
+
+    dynamic_shapes: as for torch.export: per input {dim: Dim} or a sequence of Dim and None, in a sequence by position or a mapping by the
+    name of the argument or of the plan's input. A Dim has min and max, or is a multiple of one that has. ValueError says what is wrong.
+    """
+    names, tensors = input_names(model, example_inputs), _leaves(example_inputs)
+    if isinstance(dynamic_shapes, Mapping):
+        parameters = list(inspect.signature(model.forward).parameters)
+        places = {name: f"input_{k}" for k, name in enumerate(parameters) if name not in names}
+        by_name = {places.get(name, name): row for name, row in dynamic_shapes.items()}
+    elif isinstance(dynamic_shapes, (tuple, list)):
+        by_name = dict(zip(names, dynamic_shapes))
+    else:
+        raise ValueError(f"dynamic_shapes is {dynamic_shapes!r}; expected one entry per input, as torch.export takes them")
+    if (wrong := sorted(set(by_name) - set(names))) or len(by_name) < len(dynamic_shapes):
+        raise ValueError(f"dynamic_shapes has {wrong[0] if wrong else len(dynamic_shapes)}; the model's inputs are {', '.join(names)}")
+    ranges: dict[str, Range] = {}
+    inputs: dict[str, tuple[str | None, ...]] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        if not (row := by_name.get(name)):
+            continue
+        rows = dict(row) if isinstance(row, Mapping) else dict(enumerate(row))
+        dims: list[str | None] = [None] * tensor.dim()
+        for dim, given in rows.items():
+            if given is None:
+                continue
+            if not (isinstance(dim, int) and 0 <= dim < len(dims)):
+                raise ValueError(f"dynamic_shapes has dim {dim!r} of {name}, which has {len(dims)} dims")
+            called, one = _range(given, f"dim {dim} of {name}")
+            if ranges.setdefault(called, one) != one:
+                raise ValueError(f"dim {dim} of {name} is {given}, another input has {called} in another multiple; expected one for all")
+            dims[dim] = called
+        inputs[name] = tuple(dims)
+    if not ranges:
+        raise ValueError("dynamic_shapes has no dim; leave it out, or give one, for example {0: torch.export.Dim('batch', min=1, max=64)}")
+    return ranges, inputs
+
+
+def _range(given: Any, where: str) -> tuple[str, Range]:
+    """The name and the range of a Dim, or of a multiple of one."""
+    root = getattr(given, "root", given)
+    if not (isinstance(root, Dim) and isinstance(root.min, int) and isinstance(root.max, int)):
+        raise ValueError(f"{where} is {given!r}; expected a torch.export.Dim with min and max, or a multiple of one: 8 * Dim('batch', min=1, max=8)")
+    multiple = given.fn(1) if given is not root else 1
+    if given is not root and (given.fn(0) or given.fn(2) != 2 * multiple or multiple < 1):
+        raise ValueError(f"{where} is {given}; expected a torch.export.Dim, or a multiple of one")
+    return root.__name__, Range(max(root.min, 1) * multiple, root.max * multiple, multiple)
+
+
+def sizes_of(ranges: Mapping[str, Range], named: Named, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes of the dims in inputs of these shapes. ValueError where two inputs don't agree, or a size is out of the range."""
+    sizes: dict[str, int] = {}
+    for name, dims in named.items():
+        for k, dim in enumerate(dims):
+            if dim is None:
+                continue
+            size, one = shapes[name][k], ranges[dim]
+            if sizes.setdefault(dim, size) != size:
+                raise ValueError(f"dim {k} of {name} is {size}, and {dim} is {sizes[dim]} in another input; expected equal sizes")
+            if not one.least <= size <= one.greatest or size % one.multiple:
+                raise ValueError(f"dim {k} of {name} is {size}; expected {_words(dim, one)}")
+    return sizes
+
+
+def _words(name: str, one: Range) -> str:
+    return f"{name} from {one.least} to {one.greatest}" + (f" in steps of {one.multiple}" if one.multiple > 1 else "")
+
+
+def inputs_at(model: nn.Module, example_inputs: Any, named: Named, sizes: Sizes) -> Any:
+    """The example inputs with meta tensors of these sizes in the place of those with dynamic dims."""
+    spec = pytree.tree_flatten(listed(example_inputs))[1]
+
+    def resized(name: str, x: Any) -> Any:
+        if name not in named:
+            return x
+        shape = [n if dim is None else sizes[dim] for n, dim in zip(x.shape, named[name], strict=True)]
+        return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+
+    leaves = [resized(name, x) for name, x in zip(input_names(model, example_inputs), _leaves(example_inputs), strict=True)]
+    return filled(example_inputs, pytree.tree_unflatten(leaves, spec))
+
+
+def _leaves(example_inputs: Any) -> list[Any]:
+    args, kwargs = listed(arguments(example_inputs))
+    return list(pytree.tree_leaves(args or kwargs))

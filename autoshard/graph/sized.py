@@ -1,0 +1,146 @@
+"""A graph whose sizes are functions of named dims, such as batch and sequence: from a few captures, at any point of their ranges.
+
+    corner c    every dim at its least or its greatest size
+    n(x)        = sum over corners c of  n(c) * prod over dims d of (t_d if c has d's greatest size, else 1 - t_d),
+                  t_d = (x_d - least_d) / (greatest_d - least_d)
+
+n is the one function that is linear in each dim (batch * sequence, sequence - 1, 3 * batch * width) and right at the corners. Every
+size of a tensor and every whole number among an op's literals is taken to be one. `SizedGraph.of` compares the captures op by op, and with
+one more in the middle of the ranges, where a size that is no such function (sequence ** 2) has another value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+from typing import Any, NamedTuple
+
+from autoshard.graph.records import Graph, Op, Tensor
+
+WIDEST = 8  # times: the next size of a dim that is planned
+
+
+class Range(NamedTuple):
+    """The sizes of a dim: the multiples of `multiple` from `least` to `greatest`, both of which are such multiples."""
+
+    least: int
+    greatest: int
+    multiple: int = 1
+
+    def sizes(self) -> list[int]:
+        """The ends and sizes between them, at most WIDEST times apart and at least one, multiples of what divides both ends."""
+        n = max(2, math.ceil(math.log(self.greatest / self.least, WIDEST)))
+        step, ratio = math.gcd(self.least, self.greatest), self.greatest / self.least
+        between = (round(self.least * ratio ** (k / n) / step) * step for k in range(1, n))
+        return sorted({self.least, *between, self.greatest})
+
+    def above(self, size: int) -> int:
+        """The least size of the range that is not smaller."""
+        return max(self.least, -(-size // self.multiple) * self.multiple)
+
+
+Ranges = Mapping[str, Range]
+Sizes = Mapping[str, int]  # by dim
+
+
+def grid(ranges: Ranges) -> list[dict[str, int]]:
+    """All combinations of the `sizes` of the dims, the last dim fastest; the last combination has all the greatest."""
+    return [dict(zip(ranges, sizes)) for sizes in product(*(one.sizes() for one in ranges.values()))]
+
+
+def corners(ranges: Ranges) -> list[dict[str, int]]:
+    """Every dim at its least or its greatest size."""
+    return [dict(zip(ranges, ends)) for ends in product(*(sorted({one.least, one.greatest}) for one in ranges.values()))]
+
+
+def middle(ranges: Ranges) -> dict[str, int]:
+    """A point that is no corner, unless no dim has a third size."""
+    return {name: (sizes := one.sizes())[len(sizes) // 2] for name, one in ranges.items()}
+
+
+def size_at(ranges: Ranges, values: Sequence[int], at: Sizes) -> Fraction:
+    """n(x), from its values at the corners."""
+    shares = []
+    for name, one in ranges.items():
+        t = Fraction(at[name] - one.least, max(one.greatest - one.least, 1))
+        shares.append([1 - t, t] if one.greatest > one.least else [Fraction(1)])
+    return sum((math.prod(share) * n for share, n in zip(product(*shares), values, strict=True)), Fraction(0))
+
+
+def written(at: Sizes) -> str:
+    """batch=1, sequence=128"""
+    return ", ".join(f"{name}={size}" for name, size in at.items())
+
+
+@dataclass(frozen=True, eq=False)
+class SizedGraph:
+    """The graph of a program at every point of the ranges of its dims."""
+
+    ranges: Ranges
+    graphs: tuple[Graph, ...]  # at the corners
+
+    @staticmethod
+    def of(ranges: Ranges, captured: Callable[[Sizes], Graph]) -> SizedGraph:
+        """captured: the graph at a point. ValueError where the graphs at the corners and in the middle are not one program."""
+        sized = SizedGraph(ranges, tuple(captured(at) for at in corners(ranges)))
+        between = captured(middle(ranges))
+        for at, graph in [*zip(corners(ranges), sized.graphs, strict=True), (middle(ranges), between)]:
+            if why := _difference(sized.graphs[0], graph):
+                raise ValueError(f"at {written(at)} the model is another program than at {written(corners(ranges)[0])}: {why}; {INSTEAD}")
+        for a, b in zip(sized.at(middle(ranges)).ops, between.ops, strict=True):
+            if (a.outputs, a.literals) != (b.outputs, b.literals):
+                raise ValueError(f"a size of {a.name} ({a.target}) isn't linear in {' and in '.join(ranges)}; {INSTEAD}")
+        return sized
+
+    def at(self, sizes: Sizes) -> Graph:
+        """The graph at a point. ValueError where a size there is no whole number."""
+        known: dict[tuple, int] = {}
+
+        def size(*values: int) -> int:
+            if values not in known:
+                n = size_at(self.ranges, values, sizes)
+                if n.denominator != 1:
+                    raise ValueError(f"a size of the program is {float(n):g} at {written(sizes)}; expected sizes for which it is whole")
+                known[values] = int(n)
+            return known[values]
+
+        return replace(self.graphs[0], ops=tuple(_op(ops, size) for ops in zip(*(graph.ops for graph in self.graphs), strict=True)))
+
+
+INSTEAD = "make the ranges smaller, or plan one shape, without dynamic_shapes"
+
+
+def _op(ops: Sequence[Op], size: Callable[..., int]) -> Op:
+    first = ops[0]
+    if all(op.literals == first.literals and op.outputs == first.outputs for op in ops):
+        return first
+    tensors = (of[0] and Tensor(tuple(map(size, *(t.shape for t in of))), of[0].dtype) for of in zip(*(op.outputs for op in ops), strict=True))  # type: ignore[union-attr]
+    return replace(first, outputs=tuple(tensors), literals=_mapped(size, *(op.literals for op in ops)))
+
+
+def _mapped(size: Callable[..., int], *literals: Any) -> Any:
+    if isinstance(literals[0], tuple):
+        return tuple(_mapped(size, *items) for items in zip(*literals, strict=True))
+    return size(*literals) if type(literals[0]) is int else literals[0]
+
+
+def _difference(a: Graph, b: Graph) -> str:
+    """The first difference of two graphs that is no size; empty without one."""
+    for x, y in zip(a.ops, b.ops):
+        if (x.name, x.target, x.kind, x.backward) != (y.name, y.target, y.kind, y.backward):
+            return f"{y.name} ({y.target}) is in the place of {x.name} ({x.target})"
+        if (x.inputs, x.alias) != (y.inputs, y.alias):
+            return f"{x.name} ({x.target}) reads other values, or copies what was a view"
+        if _without_sizes(x) != _without_sizes(y):
+            return f"{x.name} ({x.target}) has other arguments, dtypes or numbers of dims"
+    if (len(a.ops), a.results, a.tied) != (len(b.ops), b.results, b.tied):
+        return f"it has {len(b.ops)} ops instead of {len(a.ops)}, or other results"
+    return ""
+
+
+def _without_sizes(op: Op) -> tuple:
+    outputs = tuple(None if t is None else (len(t.shape), t.dtype) for t in op.outputs)
+    return outputs, _mapped(lambda _: 0, op.literals)
