@@ -10,9 +10,8 @@ from autoshard import Mesh
 from autoshard.api import simulate
 from autoshard.capture import capture_module
 from autoshard.strategies import fused
-from autoshard.strategies.fusion import MATMULS
+from autoshard.strategies.fusion import MATMULS, _root
 from autoshard.strategies.fusion import _groups as groups_of
-from autoshard.strategies.fusion import _root
 from models import bert, gpt2, llama, mlp, moe, resnet, unet
 
 X = 64 * 96 * 4  # bytes of the example input

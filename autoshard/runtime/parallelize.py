@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -20,9 +20,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture import Returned, capture_module, constants, deep_enough, filled, input_names, listed, state_of
+from autoshard.capture import (
+    Captured,
+    Returned,
+    capture_module,
+    constants,
+    deep_enough,
+    filled,
+    input_names,
+    inputs_at,
+    listed,
+    sizes_of,
+    state_of,
+)
 from autoshard.cost import spare_bytes
-from autoshard.graph import Graph, is_without_dropout
+from autoshard.graph import Graph, SizedGraph, Sizes, is_without_dropout
 from autoshard.layout import Layout, parse, replicated
 from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
 from autoshard.mesh import Mesh
@@ -47,7 +59,8 @@ from autoshard.runtime.module import ParallelModule, Runner, attach, parallel_cl
 from autoshard.runtime.overlap import scheduled
 from autoshard.runtime.programs import parallelize_programs
 from autoshard.runtime.traced_call import TracedCall
-from autoshard.solution import ProgramsSolution, Solution, of_one_microbatch, replay
+from autoshard.solution import DynamicShapes, ProgramsSolution, Solution, of_one_microbatch, replay
+from autoshard.torch_private import pytree
 
 
 def parallelize(
@@ -197,6 +210,7 @@ class _Builder:
 
     def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
         self.model, self.solution, self.inputs, self.where = model, solution, inputs, inputs.where
+        self.sized: dict[Any, tuple[SizedGraph, Captured]] = {}  # by kind of call, of a plan for ranges of sizes
         self.patiently = partial(patiently, self.where.device_mesh, timeout, self.where.second.values())
 
     def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
@@ -248,11 +262,45 @@ class _Builder:
         for part, mode in zip(self.model.modules(), modes, strict=True):
             part.training = mode
         with torch.enable_grad():  # also where the call itself is made without gradients
-            captured = capture_module(self.model, inputs, training=self.solution.training, precision=self.solution.precision)
+            captured = self._program(inputs, tuple(modes))
         assert captured.returned is not None, "a module was captured, not a graph"
         plan = replay(self.solution, captured.graph)
         graph, held = plan.microbatch or plan.graph, constants(captured.fx_graph)
         return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits, captured.graph
+
+    def _program(self, inputs: Any, modes: tuple[bool, ...]) -> Captured:
+        """The program of a call, of a plan for ranges of sizes from captures at the ends of the ranges."""
+        dynamic = self.solution.dynamic_shapes
+        if dynamic is None or (at := self._sizes(dynamic, inputs)) is None:
+            return self._capture(inputs)
+        others = [x for x in pytree.tree_leaves(inputs) if not isinstance(x, torch.Tensor)]
+        shapes = [x.shape for name, x in self._named(inputs) if name not in dynamic.inputs and isinstance(x, torch.Tensor)]
+        key = (modes, torch.is_autocast_enabled(self.where.device.type), repr((shapes, others)), state_of(inputs))
+        if key not in self.sized:
+            programs: list[Captured] = []
+
+            def captured(sizes: Sizes) -> Graph:
+                programs.append(self._capture(inputs_at(self.model, inputs, dynamic.inputs, sizes)))
+                return programs[-1].graph
+
+            self.sized[key] = SizedGraph.of(dynamic.ranges, captured), programs[0]
+            _check_alike(programs)
+        sized, first = self.sized[key]
+        return replace(first, graph=sized.at(at))
+
+    def _capture(self, inputs: Any) -> Captured:
+        return capture_module(self.model, inputs, training=self.solution.training, precision=self.solution.precision)
+
+    def _sizes(self, dynamic: DynamicShapes, inputs: Any) -> dict[str, int] | None:
+        """The sizes of the plan's dims in a call; None where it is out of their ranges, and is captured by itself."""
+        shapes = {name: x.shape for name, x in self._named(inputs) if isinstance(x, torch.Tensor)}
+        try:
+            return sizes_of(dynamic.ranges, dynamic.inputs, shapes)
+        except (ValueError, KeyError, IndexError):
+            return None
+
+    def _named(self, inputs: Any) -> Iterator[tuple[str, Any]]:
+        return zip(self.inputs.names(inputs), pytree.tree_leaves(listed(inputs)))
 
     def _step(self, captured: _Captured) -> TracedCall:
         graph, solution, where = captured.graph, self.solution, self.where
@@ -287,6 +335,16 @@ def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) 
             raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
         values[name] = value.detach().cpu()
     return values
+
+
+def _check_alike(programs: Sequence[Captured]) -> None:
+    """ValueError where the programs of several sizes return or read constants that differ."""
+    first = programs[0]
+    for other in programs[1:]:
+        a, b = constants(first.fx_graph), constants(other.fx_graph)
+        same = a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+        if not same or other.returned is None or first.returned is None or other.returned.leaves != first.returned.leaves:
+            raise ValueError("the model's constants, or numbers that it returns, depend on the sizes of its inputs; plan one shape")
 
 
 def _too_odd(resized: str, reasons: str) -> str:

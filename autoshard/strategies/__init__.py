@@ -5,8 +5,8 @@ from autoshard.strategies.candidates import Candidate as Candidate
 from autoshard.strategies.candidates import Candidates as Candidates
 from autoshard.strategies.candidates import KnownCandidates as KnownCandidates
 from autoshard.strategies.candidates import candidates as candidates
-from autoshard.strategies.candidates import common_candidates as common_candidates
 from autoshard.strategies.candidates import code as code
+from autoshard.strategies.candidates import common_candidates as common_candidates
 from autoshard.strategies.candidates import one_axis_rows as one_axis_rows
 from autoshard.strategies.expert_traffic import is_experts as is_experts
 from autoshard.strategies.expert_traffic import worked_shapes as worked_shapes
