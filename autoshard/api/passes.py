@@ -23,7 +23,7 @@ from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
 from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
 from autoshard.exports import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
-from autoshard.lower import verify_graph
+from autoshard.lower import Groups, lower, rewritten, verify_graph
 from autoshard.mesh import Device, Mesh
 from autoshard.options import Options, having
 from autoshard.planning import (
@@ -38,6 +38,7 @@ from autoshard.planning import (
     with_node_layouts,
     with_number_of_microbatches,
 )
+from autoshard.runtime import device_mesh as ranks_of
 from autoshard.solution import Solution, load_one, replay
 
 log = logging.getLogger("autoshard")
@@ -66,6 +67,7 @@ class PassOptions(Options):
     ilp_solution_file: str | None = "ilp_solution.pkl"  # read by preload_solution; written after solving where the caller names it
     cache: str | None = None  # a file, or a URL: plans are read from it and kept in it
     skip_forward: bool = False  # leave out the sharding map
+    rewrite: bool = False  # return this rank's graph; on the ranks that torchrun started
     example_inputs: Any = None  # for graphs whose placeholders carry no shapes
     device: str | Device = "h100"
     devices_per_node: int | None = None
@@ -120,7 +122,8 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     solution is read from `ilp_solution_file` and nothing is solved; ValueError where its layouts don't fit the graph or the mesh, do not
     obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but the shapes, or the prices or the `algo` that are given,
     are others than the plan's, its certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning
-    is logged.
+    is logged. With `rewrite`, on as many ranks as the mesh has, the graph that is returned is this rank's: local ops and functional
+    collectives, from the local tensors `rank_inputs` names to a list of those that `rank_outputs` names, each in its planned layout.
 
         graph, info = autoshard.autosharding_pass(torch.fx.symbolic_trace(model), mesh_shape=(2, 4), example_inputs=(tokens,))
     """
@@ -155,7 +158,19 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         info["cache"] = cached
     if not chosen.skip_forward:
         info["tensor_sharding_map"] = sharding_map(solution, device_mesh)
+    if chosen.rewrite:
+        return _rewritten(replay(solution, captured.graph).graph, solution, info), info
     return captured.fx_graph, info
+
+
+def _rewritten(graph: Graph, solution: Solution, info: dict[str, Any]) -> fx.GraphModule:
+    """This rank's graph; `info` gets the names of its inputs and outputs."""
+    if solution.microbatches > 1:
+        raise ValueError("rewrite has no graph of several microbatches; plan one, or run the module with autoshard.parallelize")
+    device_mesh = ranks_of(solution)
+    program = lower(graph, solution.layouts, solution.results, solution.mesh, device=device_mesh.device_type)
+    info["rank_inputs"], info["rank_outputs"] = [one.name for one in program.loads], [one.key for one in program.results]
+    return rewritten(program, Groups.of(device_mesh), tuple(device_mesh.get_coordinate() or ()), device_mesh.device_type)
 
 
 def _capture(graph: Any, chosen: PassOptions) -> Captured:

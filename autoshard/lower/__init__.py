@@ -24,6 +24,7 @@ from autoshard.lower.fx_program import RankGraphs as RankGraphs
 from autoshard.lower.fx_program import boxed as boxed
 from autoshard.lower.fx_program import compiled as compiled
 from autoshard.lower.fx_program import first_of_backward as first_of_backward
+from autoshard.lower.fx_program import rewritten as rewritten
 from autoshard.lower.fx_program import subgraph as subgraph
 from autoshard.lower.fx_program import trace as trace
 from autoshard.lower.generator import draws as draws

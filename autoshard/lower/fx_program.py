@@ -72,6 +72,38 @@ def trace(
 
     ValueError where a local shape isn't the planned one.
     """
+    names = [record.name for record in program.loads]
+    keys = [record.key for record in program.results]
+    joint = _joint(program, groups, where, device)
+    if not drops:
+        _keep_all(joint.graph)
+    kinds = {name: graph.ops[graph.index[name]].kind for name in names}
+    slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
+    return _split(joint, names, kinds, keys, first_of_backward(program, graph), slots)
+
+
+def rewritten(program: RankProgram, groups: Groups, where: tuple[int, ...], device: str = "cpu") -> fx.GraphModule:
+    """All records as one graph that runs by itself: local tensors of the program's loads in, a list of those of its results out.
+
+    ValueError where a local shape isn't the planned one, or an op draws random numbers, which need a generator that ranks share.
+    """
+    joint = _joint(program, groups, where, device)
+    if is_random(joint.graph):
+        raise ValueError("the graph draws random numbers, for which ranks need one state; run its module with autoshard.parallelize")
+    for axis, node in enumerate(joint.graph.find_nodes(op="placeholder")[len(program.loads) :]):
+        if node.users:
+            joint.register_buffer(f"position_{axis}", torch.tensor(where[axis], device=device))
+            with joint.graph.inserting_before(node):
+                constant = joint.graph.get_attr(f"position_{axis}")
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+        joint.graph.erase_node(node)
+    _as_run(joint.graph)
+    joint.recompile()
+    return joint
+
+
+def _joint(program: RankProgram, groups: Groups, where: tuple[int, ...], device: str) -> fx.GraphModule:
     _check_reshapes(program)
     names = [record.name for record in program.loads]
     keys = [record.key for record in program.results]
@@ -91,11 +123,7 @@ def trace(
     with mode, fake_grouped_mm():
         joint = make_fx(step)(*fakes, *position)
     _check_writes(joint.graph)
-    if not drops:
-        _keep_all(joint.graph)
-    kinds = {name: graph.ops[graph.index[name]].kind for name in names}
-    slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
-    return _split(joint, names, kinds, keys, first_of_backward(program, graph), slots)
+    return joint
 
 
 def _check_writes(graph: fx.Graph) -> None:
@@ -230,13 +258,17 @@ Boxed = Callable[[list], Sequence[Any]]  # it empties the list, so that tensors 
 def boxed(graph_module: fx.GraphModule) -> Boxed:
     """The graph as a function of one list, which it empties."""
     module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    for node in module.graph.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # real kernels may return other strides than the fake ones (mse_loss_backward)
-    spare_gloo(module.graph)
+    _as_run(module.graph)
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     return module.forward
+
+
+def _as_run(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # real kernels may return other strides than the fake ones (mse_loss_backward)
+    spare_gloo(graph)
 
 
 def compiled(graph_module: fx.GraphModule) -> Boxed:
