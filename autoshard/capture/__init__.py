@@ -39,7 +39,6 @@ from autoshard.capture.replaced import fake_grouped_mm as fake_grouped_mm
 from autoshard.capture.replaced import flex_as_attention as flex_as_attention
 from autoshard.capture.sized import dims_of as dims_of
 from autoshard.capture.sized import inputs_at as inputs_at
-from autoshard.capture.sized import sizes_of as sizes_of
 from autoshard.capture.turns import deep_enough as deep_enough
 from autoshard.capture.turns import in_turn as in_turn
 from autoshard.capture.turns import no_warnings_about_torch as no_warnings_about_torch

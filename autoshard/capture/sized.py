@@ -12,7 +12,7 @@ from torch.export import Dim
 
 from autoshard.capture.inputs import arguments, input_names
 from autoshard.capture.nested_tensors import filled, listed
-from autoshard.graph import Range, Sizes
+from autoshard.graph import Range, Sizes, sizes_of
 from autoshard.torch_private import pytree
 
 Named = Mapping[str, Sequence[str | None]]  # by input: the name of each of its dims, None where the size is fixed
@@ -33,7 +33,7 @@ def dims_of(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> tuple
         by_name = dict(zip(names, dynamic_shapes))
     else:
         raise ValueError(f"dynamic_shapes is {dynamic_shapes!r}; expected one entry per input, as torch.export takes them")
-    if (wrong := sorted(set(by_name) - set(names))) or len(by_name) < len(dynamic_shapes):
+    if (wrong := sorted(set(map(str, by_name)) - set(names))) or len(by_name) < len(dynamic_shapes):
         raise ValueError(f"dynamic_shapes has {wrong[0] if wrong else len(dynamic_shapes)}; the model's inputs are {', '.join(names)}")
     ranges: dict[str, Range] = {}
     inputs: dict[str, tuple[str | None, ...]] = {}
@@ -52,6 +52,11 @@ def dims_of(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> tuple
                 raise ValueError(f"dim {dim} of {name} is {given}, another input has {called} in another multiple; expected one for all")
             dims[dim] = called
         inputs[name] = tuple(dims)
+    sizes = sizes_of(inputs, {name: tuple(x.shape) for name, x in zip(names, tensors) if isinstance(x, torch.Tensor)})
+    for name, one in ranges.items():
+        if not one.holds(sizes[name]):
+            steps = f" in steps of {one.multiple}" if one.multiple > 1 else ""
+            raise ValueError(f"{name} is {sizes[name]} in the example inputs; expected a size from {one.least} to {one.greatest}{steps}")
     if not ranges:
         raise ValueError("dynamic_shapes has no dim; leave it out, or give one, for example {0: torch.export.Dim('batch', min=1, max=64)}")
     return ranges, inputs
@@ -61,30 +66,11 @@ def _range(given: Any, where: str) -> tuple[str, Range]:
     """The name and the range of a Dim, or of a multiple of one."""
     root = getattr(given, "root", given)
     if not (isinstance(root, Dim) and isinstance(root.min, int) and isinstance(root.max, int)):
-        raise ValueError(f"{where} is {given!r}; expected a torch.export.Dim with min and max, or a multiple of one: 8 * Dim('batch', min=1, max=8)")
+        raise ValueError(f"{where} is {given!r}; expected a torch.export.Dim with min and max, or a multiple: 8 * Dim('batch', min=1, max=8)")
     multiple = given.fn(1) if given is not root else 1
     if given is not root and (given.fn(0) or given.fn(2) != 2 * multiple or multiple < 1):
         raise ValueError(f"{where} is {given}; expected a torch.export.Dim, or a multiple of one")
     return root.__name__, Range(max(root.min, 1) * multiple, root.max * multiple, multiple)
-
-
-def sizes_of(ranges: Mapping[str, Range], named: Named, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes of the dims in inputs of these shapes. ValueError where two inputs don't agree, or a size is out of the range."""
-    sizes: dict[str, int] = {}
-    for name, dims in named.items():
-        for k, dim in enumerate(dims):
-            if dim is None:
-                continue
-            size, one = shapes[name][k], ranges[dim]
-            if sizes.setdefault(dim, size) != size:
-                raise ValueError(f"dim {k} of {name} is {size}, and {dim} is {sizes[dim]} in another input; expected equal sizes")
-            if not one.least <= size <= one.greatest or size % one.multiple:
-                raise ValueError(f"dim {k} of {name} is {size}; expected {_words(dim, one)}")
-    return sizes
-
-
-def _words(name: str, one: Range) -> str:
-    return f"{name} from {one.least} to {one.greatest}" + (f" in steps of {one.multiple}" if one.multiple > 1 else "")
 
 
 def inputs_at(model: nn.Module, example_inputs: Any, named: Named, sizes: Sizes) -> Any:

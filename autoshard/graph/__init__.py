@@ -59,6 +59,7 @@ from autoshard.graph.sized import Sizes as Sizes
 from autoshard.graph.sized import corners as corners
 from autoshard.graph.sized import grid as grid
 from autoshard.graph.sized import size_at as size_at
+from autoshard.graph.sized import sizes_of as sizes_of
 from autoshard.graph.sized import written as written
 from autoshard.graph.tile import check as check
 from autoshard.graph.tile import tile as tile

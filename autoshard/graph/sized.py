@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from autoshard.graph.records import Graph, Op, Tensor
 
-WIDEST = 8  # times: the next size of a dim that is planned
+WIDEST = 4  # times: the next size of a dim that is planned
 
 
 class Range(NamedTuple):
@@ -36,6 +36,10 @@ class Range(NamedTuple):
         step, ratio = math.gcd(self.least, self.greatest), self.greatest / self.least
         between = (round(self.least * ratio ** (k / n) / step) * step for k in range(1, n))
         return sorted({self.least, *between, self.greatest})
+
+    def holds(self, size: int) -> bool:
+        """Whether it is one of the sizes."""
+        return self.least <= size <= self.greatest and size % self.multiple == 0
 
     def above(self, size: int) -> int:
         """The least size of the range that is not smaller."""
@@ -61,13 +65,23 @@ def middle(ranges: Ranges) -> dict[str, int]:
     return {name: (sizes := one.sizes())[len(sizes) // 2] for name, one in ranges.items()}
 
 
+def sizes_of(named: Mapping[str, Sequence[str | None]], shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes of the dims in inputs of these shapes. named: by input the names of its dims. ValueError where two inputs don't agree."""
+    sizes: dict[str, int] = {}
+    for name, k, dim in [(name, k, dim) for name, dims in named.items() for k, dim in enumerate(dims) if dim is not None]:
+        if name not in shapes or k >= len(shapes[name]) or sizes.setdefault(dim, shapes[name][k]) != shapes[name][k]:
+            found = tuple(shapes.get(name, ())) or "missing"
+            raise ValueError(f"{name} is {found}; expected {dim} as dim {k}, the same in all inputs" + f", {sizes[dim]}" * (dim in sizes))
+    return sizes
+
+
 def size_at(ranges: Ranges, values: Sequence[int], at: Sizes) -> Fraction:
     """n(x), from its values at the corners."""
     shares = []
     for name, one in ranges.items():
         t = Fraction(at[name] - one.least, max(one.greatest - one.least, 1))
         shares.append([1 - t, t] if one.greatest > one.least else [Fraction(1)])
-    return sum((math.prod(share) * n for share, n in zip(product(*shares), values, strict=True)), Fraction(0))
+    return Fraction(sum(math.prod(share) * n for share, n in zip(product(*shares), values, strict=True)))
 
 
 def written(at: Sizes) -> str:
@@ -117,8 +131,11 @@ def _op(ops: Sequence[Op], size: Callable[..., int]) -> Op:
     first = ops[0]
     if all(op.literals == first.literals and op.outputs == first.outputs for op in ops):
         return first
-    tensors = (of[0] and Tensor(tuple(map(size, *(t.shape for t in of))), of[0].dtype) for of in zip(*(op.outputs for op in ops), strict=True))  # type: ignore[union-attr]
-    return replace(first, outputs=tuple(tensors), literals=_mapped(size, *(op.literals for op in ops)))
+    outputs = [
+        first.outputs[k] and Tensor(tuple(map(size, *(op.outputs[k].shape for op in ops))), first.outputs[k].dtype)  # type: ignore[union-attr]
+        for k in range(len(first.outputs))
+    ]
+    return replace(first, outputs=tuple(outputs), literals=_mapped(size, *(op.literals for op in ops)))
 
 
 def _mapped(size: Callable[..., int], *literals: Any) -> Any:

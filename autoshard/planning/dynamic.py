@@ -6,6 +6,8 @@ average     minimise  sum_p cost_p(x) / best_p:  one problem, whose costs are we
 worst       max_p cost_p(x) / best_p >= sum_p y_p cost_p(x) / best_p for any weights y that add up to 1: each choice of weights is an
             ordinary problem that bounds the worst ratio. The next weights favour the points with large ratios
 median      the next weights favour the points with small ratios; without a bound
+padded      sizes that layouts don't divide can be padded, to multiples of the number of devices: there are more layouts to choose from, and
+            the plan's seconds are those of the padded shape, still relative to the best plan of the shape as it is
 memory      every size grows with the dims, and so do the bytes of every layout: what fits at the greatest sizes fits everywhere
 
 The plan is of the example inputs; what it is at other points is noted (solution.dynamic).
@@ -15,17 +17,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean, median
 from typing import Any
 
 import torch
 
-from autoshard.capture import capture_deep, dims_of, inputs_at, sizes_of
+from autoshard.capture import capture_deep, dims_of, inputs_at
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, with_pins
-from autoshard.graph import Range, SizedGraph, Sizes, corners, grid, written
+from autoshard.graph import Graph, SizedGraph, Sizes, Value, corners, grid, sizes_of, written
+from autoshard.graph.sized import Ranges
 from autoshard.layout import Layout, sharding_sizes
+from autoshard.mesh import Mesh
 from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import described
@@ -39,7 +44,7 @@ from autoshard.planning.solving import solve_or_refuse
 from autoshard.planning.variants import Answered
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.solution import DynamicShapes, Solution
-from autoshard.solvers import Status
+from autoshard.solvers import TOLERANCE, Answer, Status
 from autoshard.strategies import common_candidates
 
 CRITERIA: dict[str, tuple[Callable[[Sequence[float]], float], float]] = {  # of the ratios; the power of them that the next weights favour
@@ -57,14 +62,15 @@ def plan_ranges(
     if criterion not in CRITERIA:
         raise ValueError(f"criterion is {criterion!r}; expected one of {', '.join(CRITERIA)}")
     if wrong := next((key for key, value in UNLIKE.items() if asked.get(key) == value), None):
-        raise ValueError(f"{wrong} is {asked[wrong]!r}; with dynamic_shapes the sum of all seconds is made small, of the model as it is: leave it out")
+        why = "with dynamic_shapes the sum of all seconds is made small, of the model as it is"
+        raise ValueError(f"{wrong} is {asked[wrong]!r}; {why}: leave it out")
     if question.options.recompute in ("auto", "blocks") or question.options.global_batch is not None:
-        raise ValueError("dynamic_shapes goes with a number of blocks to recompute, or 'all', and with microbatches instead of global_batch")
+        raise ValueError("with dynamic_shapes give a number of blocks to recompute, or 'all', and microbatches instead of global_batch")
     check_effects(question)
     question = question.with_options(objective="serial")
     ranges, named = dims_of(model, example_inputs, dynamic_shapes)
     shapes = {op.name: op.output.shape for op in question.graph.ops if op.kind == "input"}
-    example = {name: sizes_of(ranges, named, shapes)[name] for name in ranges}
+    example = {name: sizes_of(named, shapes)[name] for name in ranges}
     options = question.options
 
     def captured(sizes: Sizes):
@@ -75,56 +81,101 @@ def plan_ranges(
         sized = SizedGraph.of(ranges, captured)
     points = [example, *(at for at in grid(ranges) if at != example)]
     best = [_best(question, sized, at, k / len(points)) for k, at in enumerate(points)]
-    return _covering(best, points, named, ranges, criterion)
+    ways = [_cover(question, sized, points, best, steps, criterion) for steps in _steps(ranges, points, question.mesh)]
+    bound = min(way.bound for way in ways)
+    return _described(min(ways, key=lambda way: way.ratio), bound, points, best, named, sized, criterion)
+
+
+def _question(question: Question, sized: SizedGraph, at: Sizes) -> Question:
+    """The question about the step of one point."""
+    return with_recomputed_blocks(replace(question, model=ModelGraphs(sized.at(at)))).stepped()
 
 
 def _best(question: Question, sized: SizedGraph, at: Sizes, share: float) -> Answered:
     """The best plan of one point."""
-    question = replace(question, model=ModelGraphs(sized.at(at)), clock=part_of(question.clock, f"{{}} at {written(at)}", 0.2 + 0.5 * share, 0.1))
-    question = with_recomputed_blocks(question.with_options(baselines=question.options.baselines and not share))
+    question = replace(question, clock=part_of(question.clock, f"{{}} at {written(at)}", 0.2 + 0.5 * share, 0.1))
+    asked = with_recomputed_blocks(replace(question, model=ModelGraphs(sized.at(at))))
     try:
-        return best_choice(question, share=0.5)
+        return best_choice(asked.with_options(baselines=question.options.baselines and not share), share=0.5)
     except Infeasible as error:
         raise reworded(error, f"at {written(at)}: {error}") from error
 
 
-def _covering(best: Sequence[Answered], points: Sequence[Sizes], named: Mapping, ranges: Mapping[str, Range], criterion: str) -> Solution:
-    """The plan that covers the points; the first of them is that of the example inputs."""
-    first, mesh, options = best[0].question, best[0].question.mesh, best[0].question.options
-    top = max(range(len(points)), key=lambda p: list(points[p].values()))
-    with first.clock.phase("formulate", "pricing the points", 0.7), no_search_for_cycles():
-        layouts = common_candidates([one.question.graph for one in best], mesh)
-        formulated = [formulate_for(one.question.graph, layouts, mesh, options) for one in best]
+def _steps(ranges: Ranges, points: Sequence[Sizes], mesh: Mesh) -> list[dict[str, int]]:
+    """What the sizes of the dims may be padded to multiples of: nothing, or the number of devices, where that changes a point and not
+    the first."""
+    whole = {name: math.lcm(one.multiple, mesh.num_devices) for name, one in ranges.items()}
+    fits = [name for name, one in ranges.items() if points[0][name] % whole[name] == one.greatest % whole[name] == 0]
+    helps = [name for name in fits if any(at[name] % whole[name] for at in points)]
+    return [{name: step for name, step in zip(helps, chosen) if step > 1} for chosen in product(*((1, whole[name]) for name in helps))]
+
+
+@dataclass(frozen=True, eq=False)
+class _Cover:
+    """One layout per tensor for all points, each padded to multiples of the steps."""
+
+    ratio: float  # what the criterion makes small
+    bound: float
+    answer: Answer
+    padded: Sequence[Sizes]  # by point
+    seconds: Sequence[float]  # by point
+    formulated: Formulation  # of the first point
+    problem: Problem
+
+
+def _cover(
+    question: Question, sized: SizedGraph, points: Sequence[Sizes], best: Sequence[Answered], steps: Sizes, criterion: str
+) -> _Cover:
+    padded = [{name: -(-size // steps.get(name, 1)) * steps.get(name, 1) for name, size in at.items()} for at in points]
+    options, mesh = question.options, question.mesh
+    with question.clock.phase("formulate", "pricing the points", 0.7), no_search_for_cycles():
+        graphs = [_question(question, sized, at).graph for at in padded]
+        layouts = common_candidates(graphs, mesh)
+        formulated = [formulate_for(graph, layouts, mesh, options) for graph in graphs]
         problems = [with_pins(one, allowed_by_pins(one, options)) for one in formulated]
+    top = max(range(len(points)), key=lambda p: list(points[p].values()))
     measure, power = CRITERIA[criterion]
-    weights, bound, kept = [1 / len(best)] * len(best), 0.0, None
+    weights, bound, kept = [1 / len(points)] * len(points), 0.0, None
     for _ in range(ROUNDS if power else 1):
         scaled = [y / one.answer.cost for y, one in zip(weights, best, strict=True)]
         instance = Instance(formulated[top], _sum(problems, scaled, problems[top]))
-        with first.clock.phase("solve", f"solving for the {criterion} of {len(best)} points", 0.75):
-            answer = solve_or_refuse(first, instance, [kept[1].choice] if kept else [])
+        with question.clock.phase("solve", f"solving for the {criterion} of {len(points)} points", 0.75):
+            answer = solve_or_refuse(question, instance, [kept.answer.choice] if kept and kept.answer.choice else [])
         answer = align_batches(instance.formulated, instance.problem, answer, options.gap)
         assert answer.choice is not None
         seconds = [evaluate(problem, answer.choice).cost for problem in problems]
         ratios = [s / one.answer.cost for s, one in zip(seconds, best, strict=True)]
         bound = max(bound, answer.bound) if power >= 0 else 0.0
-        if kept is None or measure(ratios) < kept[0]:
-            kept = measure(ratios), answer, seconds
+        if kept is None or measure(ratios) < kept.ratio:
+            kept = _Cover(measure(ratios), bound, answer, padded, seconds, formulated[0], problems[0])
         weights = [y * ratio**power for y, ratio in zip(weights, ratios, strict=True)]
         weights = [max(y / sum(weights), LEAST_WEIGHT) for y in weights]
+        if power > 0:
+            weights = [y / sum(weights) for y in weights]
     assert kept is not None
-    ratio, answer, seconds = kept
+    return replace(kept, bound=bound)
+
+
+def _described(
+    way: _Cover, bound: float, points: Sequence[Sizes], best: Sequence[Answered], named: Mapping, sized: SizedGraph, criterion: str
+) -> Solution:
+    """The plan of the first point, with what it is at the others."""
+    planned = zip(points, way.padded, way.seconds, best, strict=True)
     rows = [
-        {"sizes": dict(at), "seconds": s, "bound_seconds": min(one.answer.bound, s)}
-        for at, s, one in zip(points, seconds, best, strict=True)
+        {"sizes": dict(at), "padded": dict(to), "seconds": s, "bound_seconds": min(one.answer.bound, s)}
+        for at, to, s, one in planned if at in grid(sized.ranges)
     ]  # fmt: skip
-    at_corners = [formulated[points.index(at)] for at in corners(ranges)]
-    facts = DynamicShapes(dict(ranges), dict(named), tuple(rows), _sharded(at_corners, answer.choice), criterion, ratio, min(bound, ratio))
-    judged, own = evaluate(problems[0], answer.choice), best[0].answer
-    proven = judged.cost <= own.bound * (1 + max(options.gap, 1e-9))
-    answer = replace(answer, cost=judged.cost, peak=judged.peak, bound=min(own.bound, judged.cost), status=Status.OPTIMAL if proven else Status.FEASIBLE)
-    noted = {**first.assumptions, "dynamic_shapes": facts.to_dict()}
-    return described(Answered(replace(first, assumptions=noted), Instance(formulated[0], problems[0]), answer, best[0].baselines))
+    first, own, answer, problem = best[0].question, best[0].answer, way.answer, way.problem
+    assert answer.choice is not None
+    at_corners = [_question(first, sized, at).graph for at in corners(sized.ranges)]
+    sharded = _sharded(way.formulated, at_corners, answer.choice)
+    facts = DynamicShapes(dict(sized.ranges), dict(named), tuple(rows), sharded, criterion, way.ratio, min(bound, way.ratio))
+    judged = evaluate(problem, answer.choice)
+    proven = judged.cost <= own.bound * (1 + max(first.options.gap, TOLERANCE))
+    status = Status.OPTIMAL if proven else Status.FEASIBLE
+    answer = replace(answer, cost=judged.cost, peak=judged.peak, bound=min(own.bound, judged.cost), status=status)
+    noted = replace(first, assumptions={**first.assumptions, "dynamic_shapes": facts.to_dict()})
+    return described(Answered(noted, Instance(way.formulated, problem), answer, best[0].baselines))
 
 
 def _sum(problems: Sequence[Problem], weights: Sequence[float], limits: Problem) -> Problem:
@@ -142,20 +193,18 @@ def _sum(problems: Sequence[Problem], weights: Sequence[float], limits: Problem)
     return replace(limits, node_costs=costs, edges=tuple(edges))
 
 
-def _sharded(formulated: Sequence[Formulation], choice: Sequence[int]) -> tuple[tuple[tuple[int, ...], int], ...]:
+def _sharded(formulated: Formulation, at_corners: Sequence[Graph], choice: Sequence[int]) -> tuple[tuple[tuple[int, ...], int], ...]:
     """The sizes that change over the ranges and that a layout of the choice divides: at the corners, and into how many parts."""
-    first, mesh, found = formulated[0], formulated[0].mesh, set()
-    placed: list[tuple[tuple[int, int], Layout | None]] = []
-    for i, op in enumerate(first.graph.ops):
-        candidate = first.candidate(i, choice)
+    graph, mesh, placed = formulated.graph, formulated.mesh, list[tuple[Value, Layout | None]]()
+    for i, op in enumerate(graph.ops):
+        candidate = formulated.candidate(i, choice)
         placed += zip(op.inputs, candidate.inputs, strict=True)
         for k, layout in enumerate(candidate.outputs):
-            placed += [((i, k), layout), ((i, k), first.hub((i, k), choice))]
-    placed += [(value, first.result(k, choice)) for k in first.results if (value := first.graph.results[k].value) is not None]
+            placed += [((i, k), layout), ((i, k), formulated.hub((i, k), choice))]
+    placed += [(value, formulated.result(k, choice)) for k in formulated.results if (value := graph.results[k].value) is not None]
+    found = set()
     for value, layout in dict.fromkeys((value, layout) for value, layout in placed if layout is not None):
-        shapes = [one.graph.tensor(value).shape for one in formulated]
-        for dim, sizes in enumerate(zip(*shapes, strict=True)):
-            parts = math.prod(sharding_sizes(layout, mesh, dim))
-            if parts > 1 and len(set(sizes)) > 1:
+        for dim, sizes in enumerate(zip(*(one.tensor(value).shape for one in at_corners), strict=True)):
+            if len(set(sizes)) > 1 and (parts := math.prod(sharding_sizes(layout, mesh, dim))) > 1:
                 found.add((sizes, parts))
     return tuple(sorted(found))

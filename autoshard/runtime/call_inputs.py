@@ -55,6 +55,24 @@ class BoundInputs:
         return (self.structure, tuple((shape, x.dtype) if shape is not None else x for x, shape in pairs))
 
 
+@dataclass(frozen=True)
+class Pads:
+    """How inputs whose shape the plan doesn't cover are padded."""
+
+    values: Mapping[str, float]  # by input
+    shapes: Callable[[dict[str, Shape]], dict[str, Shape]]  # to which inputs of these shapes are padded
+
+
+def padded(name: str, x: Tensor, shape: Shape, values: Mapping[str, float]) -> Tensor:
+    """An input padded at the end of each dim. ValueError where it has no value to be padded with."""
+    if tuple(x.shape) == shape:
+        return x
+    if name not in values:
+        raise ValueError(f"{name} of {tuple(x.shape)} is to be padded to {shape}; say with what, as pad={{{name!r}: 0}}")
+    ends = [n for a, b in zip(reversed(x.shape), reversed(shape), strict=True) for n in (0, b - a)]
+    return torch.nn.functional.pad(x, ends, value=values[name])
+
+
 @dataclass(eq=False)
 class CallInputs:
     """How a parallel module's inputs were planned."""
@@ -66,6 +84,7 @@ class CallInputs:
     signature: inspect.Signature  # of the model's forward
     layouts: dict[str, Layout]
     planned: dict[str, Shape | None]  # global shapes, where the plan knows them
+    pads: Pads | None = None  # where a plan for ranges of sizes has inputs padded
     loaded: dict[str, Layout] = field(init=False)  # in which this rank loads its shards
     known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
 
@@ -178,6 +197,12 @@ class CallInputs:
     def shard(self, batch: Any, *, local: bool) -> Any:
         """As `ParallelModule.shard_inputs`."""
         (args, kwargs), (leaves, spec, names) = arguments_of(batch), self._named_leaves(batch)
+        if self.pads is not None and not local:
+            tensors = {names[k]: x for k, x in enumerate(leaves) if isinstance(x, Tensor) and k in names}
+            shapes = self.pads.shapes({name: tuple(x.shape) for name, x in tensors.items()})
+            plain = {name: tensors[name] for name in shapes if not isinstance(tensors[name], DTensor)}
+            grown = {name: padded(name, x, shapes[name], self.pads.values) for name, x in plain.items()}
+            leaves = [grown.get(names[k], x) if k in names else x for k, x in enumerate(leaves)]
         shards = [self._sharded(names[k], x, local) if isinstance(x, Tensor) and k in names else x for k, x in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(shards) if isinstance(x, DTensor) and k in names})

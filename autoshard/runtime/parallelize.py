@@ -30,11 +30,10 @@ from autoshard.capture import (
     input_names,
     inputs_at,
     listed,
-    sizes_of,
     state_of,
 )
 from autoshard.cost import spare_bytes
-from autoshard.graph import Graph, SizedGraph, Sizes, is_without_dropout
+from autoshard.graph import Graph, SizedGraph, Sizes, is_without_dropout, sizes_of
 from autoshard.layout import Layout, parse, replicated
 from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
 from autoshard.mesh import Mesh
@@ -52,7 +51,7 @@ from autoshard.runtime.agreement import (
     patiently,
     use_gpu,
 )
-from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.call_inputs import CallInputs, Pads
 from autoshard.runtime.distribute import Where, copy_with, on_meta
 from autoshard.runtime.microbatches import step_moves, with_sums
 from autoshard.runtime.module import ParallelModule, Runner, attach, parallel_class
@@ -79,8 +78,8 @@ def parallelize(
             model, solution, device_mesh, example_inputs=example_inputs, from_first_rank=from_first_rank, pad=pad or {},
             timeout=timeout, parallel_module=parallel_module,
         )  # fmt: skip
-    if isinstance(model, Mapping) or pad is not None:
-        raise ValueError("the plan is of one program; give one model, and no values to pad with")
+    if isinstance(model, Mapping) or (pad is not None and solution.dynamic_shapes is None):
+        raise ValueError("the plan is of one program and one shape; give one model, and no values to pad with")
 
     where = Where.on(solution.mesh, device_mesh)
 
@@ -88,6 +87,8 @@ def parallelize(
         return where.distributed(tensor, layout, from_first_rank=from_first_rank)
 
     sharded = parallel_module(model, solution, where, placed, timeout)
+    if pad is not None:
+        sharded._runner.inputs.pads = Pads(pad, solution.dynamic_shapes.padded)  # type: ignore[union-attr]
     if example_inputs is not None:
         sharded._runner.prepare(sharded, example_inputs)
     return sharded
@@ -295,9 +296,10 @@ class _Builder:
         """The sizes of the plan's dims in a call; None where it is out of their ranges, and is captured by itself."""
         shapes = {name: x.shape for name, x in self._named(inputs) if isinstance(x, torch.Tensor)}
         try:
-            return sizes_of(dynamic.ranges, dynamic.inputs, shapes)
-        except (ValueError, KeyError, IndexError):
+            sizes = sizes_of(dynamic.inputs, shapes)
+        except ValueError:
             return None
+        return sizes if all(one.holds(sizes[name]) for name, one in dynamic.ranges.items()) else None
 
     def _named(self, inputs: Any) -> Iterator[tuple[str, Any]]:
         return zip(self.inputs.names(inputs), pytree.tree_leaves(listed(inputs)))

@@ -31,7 +31,7 @@ from autoshard.layout import Layout, parse
 from autoshard.lower import state_of_module
 from autoshard.routes import DeviceSet, Transfers
 from autoshard.runtime.agreement import agree
-from autoshard.runtime.call_inputs import BoundInputs, CallInputs, arguments_of
+from autoshard.runtime.call_inputs import BoundInputs, CallInputs, arguments_of, padded
 from autoshard.runtime.distribute import Where, local
 from autoshard.runtime.module import ParallelModule, attach, parallel_class
 from autoshard.runtime.parameter_copies import Copies, Mover, Sent
@@ -135,16 +135,11 @@ def _chosen(shapes: Mapping[str, Mapping[str, Any]], actual: Mapping[str, tuple[
 
 def _padded(inputs: CallInputs, bound: BoundInputs, pad: Mapping[str, float]) -> Any:
     """The inputs of a call with every tensor padded at its end to the planned shape."""
-    padded = []
+    leaves = []
     for name, leaf in zip(bound.names, bound.leaves, strict=True):
         planned = inputs.planned.get(name) if isinstance(leaf, Tensor) else None
-        if planned is not None and tuple(leaf.shape) != planned:
-            if name not in pad:
-                raise ValueError(f"{name} of {tuple(leaf.shape)} is to be padded to {planned}; say with what, as pad={{{name!r}: 0}}")
-            ends = [n for a, b in zip(reversed(leaf.shape), reversed(planned), strict=True) for n in (0, b - a)]
-            leaf = nn.functional.pad(leaf, ends, value=pad[name])
-        padded.append(leaf)
-    return inputs.filled(bound.inputs, pytree.tree_unflatten(padded, bound.structure))
+        leaves.append(leaf if planned is None else padded(name, leaf, planned, pad))
+    return inputs.filled(bound.inputs, pytree.tree_unflatten(leaves, bound.structure))
 
 
 class ProgramModule(nn.Module):

@@ -4,10 +4,11 @@ It is kept among the plan's assumptions, as `dynamic_shapes`:
 
     ranges      by dim: its least and its greatest size, and what its sizes are multiples of
     inputs      by input: the names of its dims, null where the size is fixed
-    points      the shapes that were planned: the sizes of the dims, the plan's seconds there, and seconds that no plan can go below
+    points      the shapes that were planned: the sizes of the dims, those to which the plan has it padded, the plan's seconds there,
+                and seconds that no plan of the shape as it is can go below
     sharded     the sizes that layouts divide: n at the corners of the ranges (graph.sized), and into how many equal parts
-    criterion   what was made small: over the points the average, worst or median ratio of the plan's seconds to those of the best plan of the
-                point; `ratio`, and `bound_ratio`, below which no plan has it (0: unknown)
+    criterion   what was made small: the average, the worst or the median, over the points, of the plan's seconds relative to those of the
+                best plan of the point; `ratio` is what it is, and no plan has less than `bound_ratio` (0: unknown)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autoshard.graph import Range, Sizes, corners, size_at, written
+from autoshard.graph import Range, Sizes, corners, size_at, sizes_of, written
 
 Row = Mapping[str, float]
 
@@ -46,7 +47,7 @@ class DynamicShapes:
 
     ranges: dict[str, Range]
     inputs: dict[str, tuple[str | None, ...]]
-    points: tuple[dict[str, Any], ...]  # {"sizes": {dim: size}, "seconds", "bound_seconds"}
+    points: tuple[dict[str, Any], ...]  # {"sizes": {dim: size}, "padded": {dim: size}, "seconds", "bound_seconds"}
     sharded: tuple[tuple[tuple[int, ...], int], ...]
     criterion: str
     ratio: float
@@ -62,9 +63,12 @@ class DynamicShapes:
         try:
             ranges = {str(name): Range(*map(int, one)) for name, one in data["ranges"].items()}
             inputs = {str(name): tuple(dims) for name, dims in data["inputs"].items()}
-            points = tuple({"sizes": dict(row["sizes"]), **{key: float(row[key]) for key in FIGURES}} for row in data["points"])
+            points = tuple(
+                {of: {dim: int(row[of][dim]) for dim in ranges} for of in OF} | {key: float(row[key]) for key in FIGURES}
+                for row in data["points"]
+            )
             sharded = tuple((tuple(map(int, n)), int(parts)) for n, parts in data["sharded"])
-            wrong = any(len(n) != len(corners(ranges)) for n, _ in sharded) or any(set(row["sizes"]) != set(ranges) for row in points)
+            wrong = any(len(n) != len(corners(ranges)) for n, _ in sharded)
             if wrong or not points or {dim for dims in inputs.values() for dim in dims} - {None, *ranges}:
                 raise ValueError("its points, inputs or sizes are of other dims than its ranges")
             return DynamicShapes(ranges, inputs, points, sharded, str(data["criterion"]), float(data["ratio"]), float(data["bound_ratio"]))
@@ -75,9 +79,9 @@ class DynamicShapes:
         """What the plan says of a shape, by the sizes of all its dims. ValueError where they are others than those of the plan."""
         if set(sizes) != set(self.ranges):
             raise ValueError(f"the sizes are of {', '.join(sizes) or 'no dim'}; the plan's dims are {', '.join(self.ranges)}")
-        bound = self._between(sizes, "bound_seconds") if self._is_within(sizes) else 0.0
+        bound = self._between(sizes, "sizes", "bound_seconds") if self._is_within(sizes) else 0.0
         padded = self._padded(sizes)
-        return Coverage(self._why_not(sizes), padded or {}, self._between(padded, "seconds") if padded else math.inf, bound)
+        return Coverage(self._why_not(sizes), padded or {}, self._between(padded, "padded", "seconds") if padded else math.inf, bound)
 
     def _is_within(self, sizes: Sizes) -> bool:
         return all(one.least <= sizes[name] <= one.greatest for name, one in self.ranges.items())
@@ -111,20 +115,31 @@ class DynamicShapes:
             grown[name] = next(n for n in options if not self._why_not({**grown, name: n}))
         return grown
 
-    def _between(self, sizes: Sizes, key: str) -> float:
+    def _between(self, sizes: Sizes, of: str, key: str) -> float:
         """A figure of the points, between them by powers of the sizes."""
-        rows, names = {tuple(row["sizes"].values()): row[key] for row in self.points}, list(self.points[0]["sizes"])
+        rows, names = {tuple(row[of].values()): row[key] for row in self.points}, list(self.ranges)
 
         def at(known: tuple[int, ...]) -> float:
             if len(known) == len(names):
                 return math.log(max(rows[known], 1e-30))
-            x = sizes[names[len(known)]]
-            planned = sorted({row["sizes"][names[len(known)]] for row in self.points})
+            k = len(known)
+            planned, x = sorted({one[k] for one in rows}), max(sizes[names[k]], min(one[k] for one in rows))
             low, high = max(n for n in planned if n <= x), min(n for n in planned if n >= x)
             t = math.log(x / low) / math.log(high / low) if high > low else 0.0
             return (1 - t) * at((*known, low)) + (t * at((*known, high)) if t else 0.0)
 
         return math.exp(at(()))
 
+    def padded(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shapes of a call's inputs, padded to the least that the plan covers. ValueError where there are none."""
+        sizes = sizes_of(self.inputs, shapes)
+        coverage = self.covers(sizes)
+        if not coverage.padded:
+            raise ValueError(f"the plan covers no shape to which {written(sizes)} can be padded: {coverage.reason}")
+        return {
+            name: tuple(n if dim is None else coverage.padded[dim] for n, dim in zip(shapes[name], dims, strict=True))
+            for name, dims in self.inputs.items()
+        }
 
-FIGURES = ("seconds", "bound_seconds")
+
+OF, FIGURES = ("sizes", "padded"), ("seconds", "bound_seconds")

@@ -117,7 +117,8 @@ def common_candidates(graphs: Sequence[Graph], mesh: Mesh) -> Candidates:
     values = [[graph.tensor(result.value).shape for graph in graphs] if result.value else None for result in graphs[0].results]
     layouts = [None if shapes is None else [all_layouts(shape, mesh) for shape in shapes] for shapes in values]
     results = tuple(None if of is None else tuple(_common(of, of[0])) for of in layouts)
-    return replace(each[0], of=tuple(shared[tuple(map(id, options))] for options in zip(*(one.of for one in each))), results=results, _coded={})
+    of_ops = tuple(shared[tuple(map(id, options))] for options in zip(*(one.of for one in each)))
+    return replace(each[0], of=of_ops, results=results, _coded={})
 
 
 def _common(keys: Sequence[Sequence[T]], items: Sequence[U]) -> list[U]:
