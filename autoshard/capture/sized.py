@@ -66,7 +66,7 @@ def _range(given: Any, where: str) -> tuple[str, Range]:
     """The name and the range of a Dim, or of a multiple of one."""
     root = getattr(given, "root", given)
     if not (isinstance(root, Dim) and isinstance(root.min, int) and isinstance(root.max, int)):
-        raise ValueError(f"{where} is {given!r}; expected a torch.export.Dim with min and max, or a multiple: 8 * Dim('batch', min=1, max=8)")
+        raise ValueError(f"{where} is {given!r}; expected a torch.export.Dim with min and max, or 8 * Dim('batch', min=1, max=8)")
     multiple = given.fn(1) if given is not root else 1
     if given is not root and (given.fn(0) or given.fn(2) != 2 * multiple or multiple < 1):
         raise ValueError(f"{where} is {given}; expected a torch.export.Dim, or a multiple of one")
