@@ -46,7 +46,8 @@ def parallelize(
 
     A plan of several programs gives one module with one set of parameters: `module.program("generate")` runs that program,
     `with module.switched("generate"):` lets the module itself run it. model: one for all programs, or one by program's name.
-    example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape.
+    example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape, or by `shard_inputs`
+    to the next shape that a plan with dynamic_shapes covers.
 
     A pipeline (`autoshard.pipeline`) needs example_inputs, those of the full batch. Each rank's copy has the
     parameters of its stages; `loss = model.step(*inputs)` runs forward and backward of a batch, `model.evaluate(*inputs)` the forward,
