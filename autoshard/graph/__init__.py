@@ -54,6 +54,7 @@ from autoshard.graph.selective import Offload as Offload
 from autoshard.graph.selective import alternatives as alternatives
 from autoshard.graph.selective import selective as selective
 from autoshard.graph.sized import Range as Range
+from autoshard.graph.sized import Ranges as Ranges
 from autoshard.graph.sized import SizedGraph as SizedGraph
 from autoshard.graph.sized import Sizes as Sizes
 from autoshard.graph.sized import corners as corners

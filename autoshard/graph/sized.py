@@ -70,8 +70,8 @@ def sizes_of(named: Mapping[str, Sequence[str | None]], shapes: Mapping[str, Seq
     sizes: dict[str, int] = {}
     for name, k, dim in [(name, k, dim) for name, dims in named.items() for k, dim in enumerate(dims) if dim is not None]:
         if name not in shapes or k >= len(shapes[name]) or sizes.setdefault(dim, shapes[name][k]) != shapes[name][k]:
-            found = tuple(shapes.get(name, ())) or "missing"
-            raise ValueError(f"{name} is {found}; expected {dim} as dim {k}, the same in all inputs" + f", {sizes[dim]}" * (dim in sizes))
+            shape = tuple(shapes.get(name, ())) or "missing"
+            raise ValueError(f"{name} is {shape}; expected {dim} as dim {k}, the same in all inputs" + f", {sizes[dim]}" * (dim in sizes))
     return sizes
 
 
@@ -124,7 +124,7 @@ class SizedGraph:
         return replace(self.graphs[0], ops=tuple(_op(ops, size) for ops in zip(*(graph.ops for graph in self.graphs), strict=True)))
 
 
-INSTEAD = "make the ranges smaller, or plan one shape, without dynamic_shapes"
+INSTEAD = "make the ranges smaller (to torch a size of 1 is often special), or plan one shape, without dynamic_shapes"
 
 
 def _op(ops: Sequence[Op], size: Callable[..., int]) -> Op:

@@ -27,8 +27,7 @@ import torch
 from autoshard.capture import capture_deep, dims_of, inputs_at
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, with_pins
-from autoshard.graph import Graph, SizedGraph, Sizes, Value, corners, grid, sizes_of, written
-from autoshard.graph.sized import Ranges
+from autoshard.graph import Graph, Ranges, SizedGraph, Sizes, Value, corners, grid, sizes_of, written
 from autoshard.layout import Layout, sharding_sizes
 from autoshard.mesh import Mesh
 from autoshard.planning.batches import align_batches
@@ -104,10 +103,10 @@ def _best(question: Question, sized: SizedGraph, at: Sizes, share: float) -> Ans
 def _steps(ranges: Ranges, points: Sequence[Sizes], mesh: Mesh) -> list[dict[str, int]]:
     """What the sizes of the dims may be padded to multiples of: nothing, or the number of devices, where that changes a point and not
     the first."""
-    whole = {name: math.lcm(one.multiple, mesh.num_devices) for name, one in ranges.items()}
-    fits = [name for name, one in ranges.items() if points[0][name] % whole[name] == one.greatest % whole[name] == 0]
-    helps = [name for name in fits if any(at[name] % whole[name] for at in points)]
-    return [{name: step for name, step in zip(helps, chosen) if step > 1} for chosen in product(*((1, whole[name]) for name in helps))]
+    steps = {name: math.lcm(one.multiple, mesh.num_devices) for name, one in ranges.items()}
+    fits = [name for name, one in ranges.items() if points[0][name] % steps[name] == one.greatest % steps[name] == 0]
+    helps = [name for name in fits if any(at[name] % steps[name] for at in points)]
+    return [{name: step for name, step in zip(helps, chosen) if step > 1} for chosen in product(*((1, steps[name]) for name in helps))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,9 +201,9 @@ def _sharded(formulated: Formulation, at_corners: Sequence[Graph], choice: Seque
         for k, layout in enumerate(candidate.outputs):
             placed += [((i, k), layout), ((i, k), formulated.hub((i, k), choice))]
     placed += [(value, formulated.result(k, choice)) for k in formulated.results if (value := graph.results[k].value) is not None]
-    found = set()
+    sharded = set()
     for value, layout in dict.fromkeys((value, layout) for value, layout in placed if layout is not None):
         for dim, sizes in enumerate(zip(*(one.tensor(value).shape for one in at_corners), strict=True)):
             if len(set(sizes)) > 1 and (parts := math.prod(sharding_sizes(layout, mesh, dim))) > 1:
-                found.add((sizes, parts))
-    return tuple(sorted(found))
+                sharded.add((sizes, parts))
+    return tuple(sorted(sharded))

@@ -126,8 +126,8 @@ class ParallelModule(nn.Module):
 
         batch: a tuple, a dict by the names of forward's arguments, or a tensor: global inputs of any shape, the same on every rank.
         local: the batch holds this rank's shards, in the layouts `input_layouts`; shards have equal sizes, or those of the planned shape.
-        There is no communication. A call with a batch of another shape than the planned one captures the model again, once per shape, unless
-        the plan is for ranges of sizes (dynamic_shapes).
+        There is no communication. A call with a batch of another shape than the planned one captures the model again, once per shape,
+        unless the plan is for ranges of sizes (dynamic_shapes).
         """
         return self._runner.inputs.shard(batch, local=local)
 
