@@ -78,8 +78,8 @@ def plan_ranges(
 
     with question.clock.phase("capture", "capturing the ends of the ranges", 0.1), no_search_for_cycles():
         sized = SizedGraph.of(ranges, captured)
-    points = [example, *(at for at in grid(ranges) if at != example)]
-    best = [_best(question, sized, at, k / len(points)) for k, at in enumerate(points)]
+    points = [example, *(at for at in reversed(grid(ranges)) if at != example)]  # the greatest first, which may not fit
+    best = [_best(question, sized, at, k, len(points)) for k, at in enumerate(points)]
     ways = [_cover(question, sized, points, best, steps, criterion) for steps in _steps(ranges, points, question.mesh)]
     bound = min(way.bound for way in ways)
     return _described(min(ways, key=lambda way: way.ratio), bound, points, best, named, sized, criterion)
@@ -90,12 +90,12 @@ def _question(question: Question, sized: SizedGraph, at: Sizes) -> Question:
     return with_recomputed_blocks(replace(question, model=ModelGraphs(sized.at(at)))).stepped()
 
 
-def _best(question: Question, sized: SizedGraph, at: Sizes, share: float) -> Answered:
-    """The best plan of one point."""
-    question = replace(question, clock=part_of(question.clock, f"{{}} at {written(at)}", 0.2 + 0.5 * share, 0.1))
+def _best(question: Question, sized: SizedGraph, at: Sizes, k: int, number: int) -> Answered:
+    """The best plan of point k of so many, in its share of the time; the usual plans are priced at the first."""
+    question = replace(question, clock=part_of(question.clock, f"{{}} at {written(at)}", 0.1 + 0.6 * k / number, 0.6 / number))
     asked = with_recomputed_blocks(replace(question, model=ModelGraphs(sized.at(at))))
     try:
-        return best_choice(asked.with_options(baselines=question.options.baselines and not share), share=0.5)
+        return best_choice(asked.with_options(baselines=question.options.baselines and not k), share=1 / (number - k + 1))
     except Infeasible as error:
         raise reworded(error, f"at {written(at)}: {error}") from error
 
@@ -139,7 +139,7 @@ def _cover(
         scaled = [y / one.answer.cost for y, one in zip(weights, best, strict=True)]
         instance = Instance(formulated[top], _sum(problems, scaled, problems[top]))
         with question.clock.phase("solve", f"solving for the {criterion} of {len(points)} points", 0.75):
-            answer = solve_or_refuse(question, instance, [kept.answer.choice] if kept and kept.answer.choice else [])
+            answer = solve_or_refuse(question, instance, [kept.answer.choice] if kept and kept.answer.choice else [], share=0.5)
         answer = align_batches(instance.formulated, instance.problem, answer, options.gap)
         assert answer.choice is not None
         seconds = [evaluate(problem, answer.choice).cost for problem in problems]

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -274,9 +275,12 @@ class _Builder:
         dynamic = self.solution.dynamic_shapes
         if dynamic is None or (at := self._sizes(dynamic, inputs)) is None:
             return self._capture(inputs)
-        others = [x for x in pytree.tree_leaves(inputs) if not isinstance(x, torch.Tensor)]
-        shapes = [x.shape for name, x in self._named(inputs) if name not in dynamic.inputs and isinstance(x, torch.Tensor)]
-        key = (modes, torch.is_autocast_enabled(self.where.device.type), repr((shapes, others)), state_of(inputs))
+        leaves = [
+            (name, x.dtype, tuple(dim or n for dim, n in zip_longest(dynamic.inputs.get(name, ()), x.shape)))
+            if isinstance(x, torch.Tensor) else (name, x) for name, x in self._named(inputs)
+        ]  # fmt: skip
+        device = self.where.device.type
+        key = (modes, repr(leaves), state_of(inputs), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         if key not in self.sized:
             programs: list[Captured] = []
 
