@@ -159,7 +159,7 @@ def _described(
     way: _Cover, bound: float, points: Sequence[Sizes], best: Sequence[Answered], named: Mapping, sized: SizedGraph, criterion: str
 ) -> Solution:
     """The plan of the first point, with what it is at the others."""
-    planned = zip(points, way.padded, way.seconds, best, strict=True)
+    planned = sorted(zip(points, way.padded, way.seconds, best, strict=True), key=lambda of: list(of[0].values()))
     rows = [
         {"sizes": dict(at), "padded": dict(to), "seconds": s, "bound_seconds": min(one.answer.bound, s)}
         for at, to, s, one in planned if at in grid(sized.ranges)
