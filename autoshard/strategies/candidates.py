@@ -39,7 +39,8 @@ from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules
 from autoshard.strategies.rows import COMBINES, EVEN_ONLY, RULES, Inputs, Row, Rule, replicate_row
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
