@@ -8,6 +8,7 @@ The rules are those of pytorch/pytorch@eb42ad6, c10/cuda/CUDACachingAllocator.cp
     reuse      the smallest free block of the stream and pool that is large enough, the lowest address first (BlockComparatorSize,
                get_free_block); what is left of it is split off if it is 512 bytes of a small or expandable block, or more than 1 MiB of
                a large one (should_split); free neighbours merge (try_merge_blocks)
+               blocks of max_split bytes or more go to no smaller request, and to larger ones with 20 MiB of waste at most
     limit      before more is reserved than there is, blocks that are segments of their own are released: one that is large enough, else all
                (release_available_cached_blocks, release_cached_blocks); beyond a share of the limit, those unused for longest
                (garbage_collect_cached_blocks)
@@ -15,6 +16,7 @@ The rules are those of pytorch/pytorch@eb42ad6, c10/cuda/CUDACachingAllocator.cp
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,12 +49,13 @@ class MemoryBlock:
 
 @dataclass
 class CachingAllocator:
-    """Sizes in bytes. limit: what can be reserved. collect_above: a share of it, of PYTORCH_CUDA_ALLOC_CONF's
-    garbage_collection_threshold; 0: never."""
+    """Sizes in bytes. limit: what can be reserved. Of PYTORCH_CUDA_ALLOC_CONF: collect_above, a share of the limit, is its
+    garbage_collection_threshold, 0: never; max_split, its max_split_size_mb: blocks of that size or more are not split."""
 
     limit: int | None = None
     expandable: bool = False
     collect_above: float = 0.0
+    max_split: float = math.inf
     reserved: int = 0
     allocated: int = 0
     peak_reserved: int = 0
@@ -72,7 +75,7 @@ class CachingAllocator:
         pool = (stream, size <= SMALL)
         block = self._best_fit(pool, size) or self._more(pool, size)
         left = block.size - size
-        if left >= MIN_BLOCK if pool[1] or self.expandable else left > SMALL:
+        if left >= MIN_BLOCK if pool[1] or self.expandable else left > SMALL and size < self.max_split:
             rest = MemoryBlock(pool, block.address + size, left, block, block.after)
             if rest.after is not None:
                 rest.after.before = rest
@@ -175,6 +178,8 @@ class CachingAllocator:
         for _, _, block in blocks[bisect_left(blocks, (size,)) :]:
             # the end of an expandable segment counts as large as it can grow: any other block that is large enough fits better
             if self.ends.get(pool) is not block or block is blocks[-1][2]:
+                if block.size >= (self.max_split if size < self.max_split else size + LARGE_BUFFER) and self.max_split < math.inf:
+                    return None  # it can't be split, or too much of it would be unused
                 self._take(block)
                 return block
         return None

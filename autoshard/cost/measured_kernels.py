@@ -63,13 +63,13 @@ MANY_ROWS = 2**14
 
 
 def _unaligned(m: Amount, k: Amount, n: Amount, of: MatmulKernel) -> Amount:
-    """Matrices lie in rows of k and n elements; those of a weight's gradient of m as well, which many rows, a vocabulary, are taken for.
+    """By the elements that are contiguous: k and n, and in a weight's gradient m, which is taken to be one where it is a vocabulary's size.
     On an H200 rows of 50257 elements take 5.2 times as long as those of 50304, of 4100 2.6 times as long as of 4104 (docs/gpu.md)."""
     if not np.any(np.asarray(of.unaligned) > 1):
         return 1.0
     rows = np.stack(np.broadcast_arrays(k, n, np.where(np.asarray(m) >= MANY_ROWS, m, 8.0), 8.0)).astype(float)
-    whole = np.where(rows == np.floor(rows), rows, 8.0).astype(np.int64)  # rows of a group may be a mean
-    return 1 + (of.unaligned - 1) * OF_ROWS[np.gcd.reduce(whole, axis=0)]
+    integers = np.where(rows == np.floor(rows), rows, 8.0).astype(np.int64)  # rows of a group may be a mean
+    return 1 + (of.unaligned - 1) * OF_ROWS[np.gcd.reduce(integers, axis=0)]
 
 
 def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:

@@ -36,6 +36,7 @@ MOMENTS = ("loss", "backward", "update")
 COMPILED_LOSS = 4.0  # bytes per logit: 16 bits, and their gradient
 PARALLEL_LOSS = 4.0  # ... more: exponentials that torch's loss of a sharded vocabulary computes again
 SCORES = 5.0  # bytes per score of unfused attention that are kept: the softmax and the mask and result of its dropout
+CONTEXT = 7.3e8  # of one process without NCCL: CUDA's and cuBLAS's, measured on an H200 (docs/gpu.md)
 Kinds = dict[str, np.ndarray]  # bytes by kind
 
 
@@ -126,7 +127,9 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     folded = np.isin(schedules(runs), V_SHAPED) & ~one  # the first device has the last stage, too
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
     unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
-    appear = (runs.zero >= 2) & (runs.microbatches == 1)  # autograd's gradients, which are none before the first backward
+    # autograd's gradients, which are none before the first backward; on one device nothing is reduced, so they need no buffers either
+    alone = runs.devices == 1
+    appear = ((runs.zero >= 2) | (alone & (constants.stack.fused_accumulation == 0))) & (runs.microbatches == 1)
     places = (
         ("first", np.ones(len(runs), bool), 0, split.first, np.where(one | folded, both, table), one | folded),
         ("inner", p > 2, 1, split.largest, none, none > 0),
@@ -153,7 +156,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
             kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
             peaks.append(Peak(stage, moment, {kind: np.where(exists, bytes, 0.0) for kind, bytes in kinds.items()}))
     fragments = np.where((runs.zero >= 3) & one, 0.0, constants.memory.fragments)  # FSDP's are counted one by one: `_pools`
-    return Memory(tuple(peaks), _pools(runs, constants, both), fragments, constants.memory.context)
+    return Memory(tuple(peaks), _pools(runs, constants, both), fragments, np.where(alone, CONTEXT, constants.memory.context))
 
 
 def schedules(runs: TrainingRuns) -> np.ndarray:

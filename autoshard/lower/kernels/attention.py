@@ -152,7 +152,7 @@ def cudnn_agrees(device: str, dtype: torch.dtype) -> bool:
         call = Call(q, k, v, None, True, None)
         try:
             two = [KERNELS_OF[name] for name in ("flash", "cuDNN")]
-            results = [(*(made := forward(call)), *backward(call, grad, *made)) for forward, backward in two]
+            results = [(*(out := forward(call)), *backward(call, grad, *out)) for forward, backward in two]
             worst = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in zip(*results, strict=True))
         except RuntimeError as error:
             warnings.warn(f"attention runs by flash: cuDNN's kernel fails here ({str(error).splitlines()[0]})", stacklevel=2)
@@ -163,8 +163,8 @@ def cudnn_agrees(device: str, dtype: torch.dtype) -> bool:
 
 
 def _cudnn(c: Call) -> tuple[Tensor, Tensor]:
-    made = aten._scaled_dot_product_cudnn_attention(c.query, c.key, c.value, None, True, 0.0, c.is_causal, False, scale=c.scale)
-    out, logsumexp = made[:2]
+    outputs = aten._scaled_dot_product_cudnn_attention(c.query, c.key, c.value, None, True, 0.0, c.is_causal, False, scale=c.scale)
+    out, logsumexp = outputs[:2]
     return out, logsumexp.reshape(out.shape[:3])
 
 
