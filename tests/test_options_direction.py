@@ -70,7 +70,7 @@ OUTPUT = "what is printed or written"
 SEARCH = "how long is searched: the answer gets no worse, and on these models is proven at once"
 OTHER = "another model or program, or another question"
 WHATEVER = {  # option: why it has no direction
-    **dict.fromkeys(("as_json", "quiet", "out", "csv", "plot", "save_dir", "trace", "picture", "points", "row", "top"), OUTPUT),
+    **dict.fromkeys(("as_json", "quiet", "out", "html", "csv", "plot", "save_dir", "trace", "picture", "points", "row", "top"), OUTPUT),
     **dict.fromkeys(("time_limit", "gap", "solver", "workers", "dask", "baselines", "tie_blocks", "no_bound", "no_solve"), SEARCH),
     **dict.fromkeys(("model", "target", "solution", "settings", "trust", "keep", "free", "switches", "objective", "launcher"), OTHER),
     **dict.fromkeys(("within", "any_graph", "other", "price_pins"), "what counts as good: it moves no price"),
