@@ -40,7 +40,7 @@ def fit_roofline(samples: Sequence[OpSample]) -> Roofline:
     launches = [s.seconds for s in samples if s.op == "launch"]
     copies = [s for s in samples if s.op == "memory"]
     if not launches or not copies:
-        raise ValueError("no launch or no memory copy was measured; expected both, so that a roofline can be made")
+        raise ValueError("no launch or no memory copy was measured; expected both, for a roofline: measure for longer (--seconds)")
     launch = min(launches)
     memory = _rate([(s.bytes, s.seconds) for s in copies], launch)
     kinds = sorted({(s.op, s.dtype) for s in samples if s.flops > 0})
