@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoshard
+from autoshard.api import check_launch
 from autoshard.cost import attention_seconds, experts_seconds, kernel_columns, latent_attention_seconds, matmul_seconds
 from autoshard.cost.compute import busy_seconds
 from autoshard.devices import (
@@ -26,6 +27,7 @@ from autoshard.devices import (
     known_devices,
 )
 from autoshard.graph import Fused
+from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
 from tests.helpers_refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +92,14 @@ def test_rows_of_an_odd_number_of_elements_take_longer_on_hopper_unless_they_are
     assert seconds(8191, 4096, 4096) == pytest.approx(seconds(8192, 4096, 4096), rel=0.01)  # an odd number of tokens costs nothing
     alone = Fused((1.0, 1.0), (1.0,), True)
     assert seconds(16384, 768, 50257, alone) == pytest.approx(seconds(16384, 768, 50304, alone), rel=0.01)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_launch_pays_for_an_odd_vocabulary_as_a_plan_does_unless_it_is_compiled(compiled):
+    launch = Launch(devices=8, seq=1024, global_batch=64, microbatch=8, data=8, shard=8, zero=3, compiled=compiled)  # not host-bound
+    sizes = [ModelSizes(36, 1280, 5120, 20, kv_heads=20, vocab=vocab) for vocab in (50257, 50304)]
+    odd, even = (check_launch(LaunchConfig(launch, one), "torchtitan", Site("h100")).to_dict()["seconds"] for one in sizes)
+    assert 1.05 < odd / even < 1.2 if not compiled else odd == pytest.approx(even, rel=2e-3)
 
 
 @given(st.sampled_from(known_devices()), st.integers(1, 10**12), SIZE, st.integers(16, 512), st.integers(0, 2), st.floats(1.0, 4.0))

@@ -86,16 +86,17 @@ def busy_seconds(
     device: Device,
     share: float = 1.0,
     fused: Fused | None = None,
+    padded: bool = False,
 ) -> Any:
     """Of one kernel, whatever the host takes to launch it; arguments as for `op_seconds`. Dims, and the figures of `device`, are numbers,
-    or arrays with an entry for each of many launches."""
+    or arrays with an entry for each of many launches. padded: rows of matrices are, as in a compiled program, whose matmuls are `fused`."""
     name, computed = _name(target), [o for o in outputs if o is not None]
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     kernels, kind, i = device.kernels, _kind(name), [shape for shape, _ in inputs]
     if kernels is not None and kind in MATMULS and itemsize <= 2:
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
-        form = form if fused is None else replace(form, unaligned=1.0)
+        form = replace(form, unaligned=1.0) if padded or fused is not None else form
         return _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
     if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]

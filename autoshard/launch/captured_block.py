@@ -123,7 +123,7 @@ def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> 
         for i in (at + 1, at + 2):
             (b, n, _, d), dtype = inputs[i]
             inputs[i] = (b, n, sizes.keys, d), dtype
-    return busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped))
+    return busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), grouped == "compiled")
 
 
 def is_launched(task: BlockTask, grouped: str) -> bool:
