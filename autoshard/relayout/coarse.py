@@ -98,7 +98,8 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     heads, first = np.unique(before[order], return_index=True)
     distinct, groups = np.unique(np.vstack([parts, unreduced]), axis=1, return_inverse=True)
     groups = groups.ravel()  # numpy 2.0 gives it the rank of what it sorted
-    swap = _cheapest_permute(space, least)
+    pairs = [(1 << a) | (1 << b) for a, b in combinations(range(space.num_axes), 2)]
+    swap = np.min([space.price("permute", mask)(least) for mask in pairs], axis=0) if pairs else np.full(len(least), inf)
     h = np.full(len(where), inf)
     h[target] = 0.0
     return _settle(h, heads, first, after, w, groups, distinct.shape[1], np.where(possible, swap, inf)).tolist()
@@ -113,11 +114,6 @@ def _slices(space: Space, where: np.ndarray, target: int) -> list[_Steps]:
         before = np.flatnonzero((where[:, axes] == 0).all(axis=1))
         slices.append(_Steps("split", axes, before, before + int((where[target, axes] * power[list(axes)]).sum())))
     return slices
-
-
-def _cheapest_permute(space: Space, least: np.ndarray) -> np.ndarray:
-    pairs = [(1 << a) | (1 << b) for a, b in combinations(range(space.num_axes), 2)]
-    return np.min([space.price("permute", mask)(least) for mask in pairs], axis=0) if pairs else np.full(len(least), inf)
 
 
 def _settle(h, heads, first, after, w, groups, num_groups, swap):

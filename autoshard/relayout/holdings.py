@@ -16,9 +16,10 @@ on the other axes the i-th holder sends to the i-th of the ranks that need the s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,22 +95,23 @@ def involved(before: BlockLayout, after: BlockLayout) -> Axes:
     return tuple(sorted(changed))
 
 
-def sender(before: BlockLayout, after: BlockLayout, mesh: Sizes, receiver: Sizes, holding: Sizes) -> Sizes:
-    """The rank that sends to `receiver` elements of the shard at `holding`; only the sharding axes of `before` matter in `holding`."""
+def sender(before: BlockLayout, after: BlockLayout, mesh: Sizes, receiver: Sequence[Any], holding: Sequence[Any]) -> Any:
+    """The rank that sends to `receiver` elements of the shard at `holding`; only the sharding axes of `before` matter in `holding`.
+
+    The coordinates are numbers, or arrays of them for many pairs at once.
+    """
     old, new = sharding_axes(before), sharding_axes(after)
-    if all(receiver[a] == holding[a] for a in old):
-        return receiver
-    coordinate = list(receiver)
-    for a in old:
-        coordinate[a] = holding[a]
-    slowest = min(a for a in old if receiver[a] != holding[a])
-    spare = [a for a in range(slowest, len(mesh)) if a not in old and a in new]  # holders that differ here hold the same elements
-    same = [a for a in range(len(mesh)) if a in old and a not in new]  # receivers that differ here need the same elements
-    if spare and same:
-        i = part_of(tuple(same), mesh, receiver) % math.prod(mesh[a] for a in spare)
+    sending = [holding[a] if a in old else receiver[a] for a in range(len(mesh))]
+    same = tuple(a for a in range(len(mesh)) if a in old and a not in new)  # receivers that differ here need the same elements
+    reached: Any = True  # as far as the axes before are concerned, the receiver holds the elements itself
+    for slowest in sorted(old) if same else []:  # the first axis that a message crosses
+        spare = [a for a in range(slowest, len(mesh)) if a not in old and a in new]  # holders that differ here hold the same elements
+        crosses, reached = reached & (receiver[slowest] != holding[slowest]), reached & (receiver[slowest] == holding[slowest])
+        i = part_of(same, mesh, receiver) % math.prod(mesh[a] for a in spare)
         for a in reversed(spare):
-            i, coordinate[a] = divmod(i, mesh[a])
-    return tuple(coordinate)
+            sending[a] = np.where(crosses, i % mesh[a], sending[a])
+            i = i // mesh[a]
+    return part_of(tuple(range(len(mesh))), mesh, sending)
 
 
 def holdings(before: BlockLayout, mesh: Sizes, receiver: Sizes, along: Axes) -> list[Sizes]:
@@ -153,7 +155,7 @@ class Traffic(NamedTuple):
 
     def most(self) -> int:
         """The most elements that one rank sends, or that one rank receives."""
-        return max(self._most_at(self.senders), self._most_at(self.receivers))
+        return max(self.most_sent(), self._most_at(self.receivers))
 
     def most_sent(self) -> int:
         return self._most_at(self.senders)
@@ -164,7 +166,7 @@ class Traffic(NamedTuple):
 
 def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> Traffic:
     """The messages of a step without a reduction: `sender` for all pairs of ranks at once."""
-    along, old, new = involved(before, after), sharding_axes(before), sharding_axes(after)
+    along, old = involved(before, after), sharding_axes(before)
     coordinate = np.indices(mesh).reshape(len(mesh), -1)[:, :, None]  # of receivers
     changing = sorted(a for a in old if a in along)
     holding = list(coordinate)
@@ -176,25 +178,8 @@ def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) 
     for s, a1, b1, a2, b2 in zip(shape, before.axes, before.blocks, after.axes, after.blocks, strict=True):
         table = common(s, axis_sizes(a1, mesh), b1, axis_sizes(a2, mesh), b2)
         count = count * table[part_of(a1, mesh, holding), part_of(a2, mesh, coordinate)]
-    is_kept = np.ones((1, 1), dtype=bool)
-    for a in old:
-        is_kept = is_kept & (coordinate[a] == holding[a])
-    sending = list(holding)
-    same = tuple(a for a in range(len(mesh)) if a in old and a not in new)
-    which = part_of(same, mesh, coordinate)
-    for slowest in changing if same else []:  # the first axis that a message crosses
-        spare = tuple(a for a in range(slowest, len(mesh)) if a not in old and a in new)
-        crosses = coordinate[slowest] != holding[slowest]
-        for a in changing[: changing.index(slowest)]:
-            crosses = crosses & (coordinate[a] == holding[a])
-        i = which % math.prod(mesh[a] for a in spare)
-        for a in reversed(spare):
-            sending[a] = np.where(crosses, i % mesh[a], sending[a])
-            i = i // mesh[a]
-    every = tuple(range(len(mesh)))
-    receivers = np.arange(math.prod(mesh))[:, None]
-    senders = np.where(is_kept, receivers, part_of(every, mesh, sending))
-    senders, receivers, count = np.broadcast_arrays(senders, receivers, count)
+    senders = sender(before, after, mesh, list(coordinate), holding)
+    senders, receivers, count = np.broadcast_arrays(senders, np.arange(math.prod(mesh))[:, None], count)
     some = (senders != receivers) & (count > 0)
     return Traffic(senders[some], receivers[some], count[some], mesh)
 
@@ -202,7 +187,7 @@ def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) 
 def most_scattered(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> int:
     """The most elements that one rank sends in a reduce_scatter: all its summands except those of its own output shard."""
     coordinate = np.indices(mesh).reshape(len(mesh), -1)[:, None, :]
-    held = [np.ones((1, 1), dtype=np.int64) for _ in (before, after)]
+    held: list[Any] = [1, 1]
     for i, layout in enumerate((before, after)):
         for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True):
             held[i] = held[i] * extents(s, axis_sizes(axes, mesh), b)[part_of(axes, mesh, coordinate)]

@@ -53,11 +53,6 @@ def group_of(rank: int, axes: Axes, mesh: Sizes) -> tuple[int, ...]:
     return tuple(rank_of(c, mesh) for c in product(*ranges))
 
 
-def communication_axes(step: BlockStep) -> Axes:
-    """The axes along which the ranks of a step exchange messages."""
-    return step.axes if step.collective in ("all_reduce", "reduce_scatter", "exchange") else involved(step.before, step.after)
-
-
 def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence[int]) -> list[list[int]]:
     """For every rank and each of the given indices of a dim: 1 where the rank's shard has the index, else 0."""
     axes, mesh = layout.axes[dim], problem.mesh
@@ -68,7 +63,8 @@ def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence
 
 def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:
     """The messages of `rank` in `step`."""
-    group = group_of(rank, communication_axes(step), mesh)
+    is_along = step.collective in ("all_reduce", "reduce_scatter", "exchange")
+    group = group_of(rank, step.axes if is_along else involved(step.before, step.after), mesh)
     coordinate = coordinate_of(rank, mesh)
     before = [len(some) for some in local_indices(shape, step.before, mesh, coordinate)]
     after = tuple(len(some) for some in local_indices(shape, step.after, mesh, coordinate))
@@ -87,7 +83,7 @@ def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:
             if source not in sends:
                 assert not all(map(len, there)), f"rank {source} has elements that rank {member} needs and is not in its group {group}"
                 continue
-            if source == rank and member == rank:
+            if source == member:
                 kept.append((_flat(there, before), _flat(here, after)))
                 if step.collective != "reduce_scatter":
                     continue
@@ -105,7 +101,7 @@ def _sources(step: BlockStep, mesh: Sizes, receiver: Sizes, group: tuple[int, ..
     if step.collective == "reduce_scatter":
         return [(member, receiver) for member in group]  # all have summands of the same elements
     parts = holdings(step.before, mesh, receiver, involved(step.before, step.after))
-    return [(rank_of(sender(step.before, step.after, mesh, receiver, part), mesh), part) for part in parts]
+    return [(int(sender(step.before, step.after, mesh, receiver, part)), part) for part in parts]
 
 
 def _positions(

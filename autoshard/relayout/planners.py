@@ -170,14 +170,10 @@ def _best_first(
         for step in space.steps(state):
             new = step.state
             reached = g + step.seconds
-            old = cost.get(new)
-            if old is None:
-                held[new] = space.elements(new)
-                ahead = bounds[new] = h[space.code(new)] if h else 0.0
-                old = math.inf
-                cost[new] = math.inf
-            else:
-                ahead = bounds[new]
+            if new not in cost:
+                held[new], cost[new] = space.elements(new), math.inf
+                bounds[new] = h[space.code(new)] if h else 0.0
+            old, ahead = cost[new], bounds[new]
             if reached >= old * (1 - ROUNDING) or reached + ahead >= best * (1 + ROUNDING):
                 continue
             if held[new] > limit or (buffers and here + held[new] > limit):

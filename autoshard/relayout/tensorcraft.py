@@ -32,12 +32,7 @@ class _Node:
 
     def path(self) -> list[_Node]:
         """The nodes from the source to this one, without the source."""
-        nodes: list[_Node] = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
+        return [] if self.parent is None else [*self.parent.path(), self]
 
     def reached(self) -> tuple[float, int]:
         """(seconds from the source, steps)."""
@@ -96,12 +91,9 @@ def memory_constrained(
 def moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int]) -> Iterator[tuple[str, Axes, BlockLayout]]:
     """(kind, axes, the layout after the move) in the published order; layouts that leave a rank empty are skipped."""
     for kind, axes, new in _all_moves(shape, mesh, layout, sizes):
-        if all(_legal(s, parts_of(a, mesh), b) for s, a, b in zip(shape, new.axes, new.blocks) if a):
+        dims = [(size, parts_of(some, mesh), b) for size, some, b in zip(shape, new.axes, new.blocks) if some]
+        if all(n <= size and b <= (size if n == 1 else max(1, (size - 1) // (n - 1))) for size, n, b in dims):
             yield kind, axes, new
-
-
-def _legal(size: int, n: int, b: int) -> bool:
-    return n <= size and b <= (size if n == 1 else max(1, (size - 1) // (n - 1)))
 
 
 def _all_moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int]) -> Iterator[tuple[str, Axes, BlockLayout]]:
