@@ -8,26 +8,23 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def seconds(value: float | None) -> str:
-    return _scaled(value, _TIMES)
+def seconds(value: float | None, digits: int = 3) -> str:
+    return _scaled(value, _TIMES, digits)
 
 
-def size(value: float | None) -> str:
-    return _scaled(value, _SIZES)
+def size(value: float | None, digits: int = 3) -> str:
+    return _scaled(value, _SIZES, digits)
 
 
-def _scaled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
+def _scaled(value: float | None, units: tuple[tuple[float, str], ...], digits: int) -> str:
+    """Significant digits; no decimals above 100 where they are three, no exponent below a million."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == 0:
         return "0"
     scale, unit = next((unit for unit in units if abs(value) >= unit[0] * 0.9995), units[-1])  # 0.9996 ms is printed as 1 ms
-    return f"{_three(value / scale)} {unit}"
-
-
-def _three(value: float) -> str:
-    """Three significant digits; no decimals above 100, no exponent below a million."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    scaled = value / scale
+    return f"{scaled:.0f} {unit}" if digits == 3 and abs(scaled) >= 100 else f"{scaled:.{digits}g} {unit}"
 
 
 def percent(part: float, total: float) -> str:

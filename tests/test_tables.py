@@ -217,7 +217,7 @@ def test_why_nothing_fits():
     for plan in (large, many):  # their options are given, so host memory would be no remedy
         assert "host memory" not in plan.reason and plan.reason.endswith("; hbm is 5 bytes; expected bytes per device, for example 40e9")
     host = plan_tables([Table("t", options=(Option("x", (1.0,), (0.0,), (9.0,)),))], 2, hbm=1e9, host_memory=5.0)
-    assert "and 9 bytes on a host, where 1 GB and 5 bytes are free" in host.reason and "host_memory is 5 bytes; expected" in host.reason
+    assert "and 9 B on a host, where 1 GB and 5 B are free" in host.reason and "host_memory is 5 bytes; expected" in host.reason
 
 
 def test_host_memory_is_offered_to_tables_that_it_was_not_given_to():

@@ -65,7 +65,7 @@ def test_host_memory_is_a_remedy_only_where_it_was_not_given(spec):
     reason = record_of(*words, code=1)["reason"]
     assert "--host-memory (in Python host_memory=)" in reason and "unlimited" not in reason and "of host memory" not in reason
     reason = record_of(*words, "--host-memory", "0", code=1)["reason"]
-    assert "--host-memory" not in reason and "0 bytes of host memory in all, and 1.7 GB and 0 bytes are free" in reason
+    assert "--host-memory" not in reason and "0 of host memory in all, and 1.7 GB and 0 are free" in reason
 
 
 def test_options_of_ones_own(spec):

@@ -31,6 +31,7 @@ FAR = 1.5  # a device with more than this many times the largest memory is named
 FORMAT = "autoshard.frontier/1"
 MOST = 1e30  # of anything in a frontier: sums and margins of it are finite
 STEPS = 400  # of the bound's line
+DIGITS = 5  # points of a frontier differ by little
 
 
 def bound_at(record: Mapping, limit: float) -> float:
@@ -52,13 +53,14 @@ def frontier_report(record: Mapping) -> RenderableType:
 
 
 def points_table(points: Sequence[Mapping]) -> ReportTable:
-    """Memory against seconds, and what is proven; seconds and bytes with five digits, since points of a frontier differ by little."""
+    """Memory against seconds, and what is proven."""
     fastest, rows = min((p["seconds"] for p in points if p["seconds"] is not None), default=None), []
     for p in points:
         known = fastest and p["seconds"] is not None and p["seconds"] != fastest
         slower = f"{p['seconds'] / fastest - 1:.1%}" if known else "-"
         gap = "-" if p.get("gap") is None else f"{p['gap']:.1e}"
-        rows.append((exact_size(p["memory_bytes"]), exact(p["seconds"]), slower, exact(p["bound_seconds"]), gap, p["status"]))
+        times = (seconds(p["seconds"], DIGITS), slower, seconds(p["bound_seconds"], DIGITS))
+        rows.append((size(p["memory_bytes"], DIGITS), *times, gap, p["status"]))
     columns = (*numbers("memory", "per step", "slower by", "no plan is faster than", "gap"), "status")
     return ReportTable("", columns, rows, "open")
 
@@ -72,7 +74,6 @@ def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:
 
 
 def draw(record: Mapping, path: str | os.PathLike[str]) -> None:
-    """Write the plot, whole or not at all; the format by the file's ending."""
     save(plot(record), path, dpi=130, bbox_inches="tight")
 
 
@@ -143,18 +144,6 @@ def written_for(data: Mapping) -> str:
     parts = [str(data["model"])] if data.get("model") else []
     parts += [f"on {shape_text(mesh)}"] if isinstance(mesh, (list, tuple)) and mesh else []
     return " ".join(parts)
-
-
-def exact(value: float | None, units: tuple[tuple[float, str], ...] = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))) -> str:
-    """Five digits: the points of a frontier differ by little."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    scale, unit = next((pair for pair in units if abs(value) >= pair[0]), units[-1])
-    return f"{value / scale:.5g} {unit}"
-
-
-def exact_size(value: float | None) -> str:
-    return exact(value, ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")))
 
 
 def _number(value: Any, what: str) -> float | None:

@@ -53,6 +53,14 @@ class TablesInstance(NamedTuple):
     def num_tables(self) -> int:
         return len(self.first_option) - 1
 
+    def parts(self, option: int) -> range:
+        """The parts of an option."""
+        return range(self.first_part[option], self.first_part[option + 1])
+
+    def shards(self, part: int) -> slice:
+        """The shards of a part."""
+        return slice(self.first_shard[part], self.first_shard[part + 1])
+
     @property
     def most_parts(self) -> int:
         return int(np.diff(self.first_part).max(initial=1))
@@ -108,11 +116,10 @@ def rate(instance: TablesInstance, spots: Spots) -> Rating:
     """The seconds and bytes of a choice, and whether it fits; the sums run table by table."""
     seconds, hbm, host = np.zeros(instance.num), np.zeros(instance.num), np.zeros(len(instance.host_limit))
     for option, places in zip(spots.option.tolist(), spots.place.tolist()):
-        for k, part in enumerate(range(instance.first_part[option], instance.first_part[option + 1])):
-            first = instance.first_shard[part]
-            for s, d in enumerate(part_devices(instance, option, places[k])):
-                seconds[d] += instance.seconds[first + s]
-                hbm[d] += instance.hbm[first + s]
-                host[instance.host_of[d]] += instance.host[first + s]
+        for k, part in enumerate(instance.parts(option)):
+            for s, d in enumerate(part_devices(instance, option, places[k]), instance.first_shard[part]):
+                seconds[d] += instance.seconds[s]
+                hbm[d] += instance.hbm[s]
+                host[instance.host_of[d]] += instance.host[s]
     fits = bool((hbm <= instance.hbm_limit).all() and (host <= instance.host_limit).all())
     return Rating(float(seconds.max()) if fits else np.inf, seconds, hbm, host, fits)

@@ -18,7 +18,6 @@ Source: Fekete, Schepers, "New classes of fast lower bounds for bin packing prob
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -128,23 +127,19 @@ class Bound:
 
     def refutes(self, T: float, *, packing: bool = True) -> bool:
         """Whether every plan provably takes longer than T; if so, `value` is raised to T."""
-        proven = self._excess_at(T, packing) > MARGIN
+        allowed, excess = self.totals.longest <= T, np.inf
+        a, b = rows_at(self.instance, self.totals, T, packing=packing)
+        weights = solve_weights(a, b, allowed, self.totals, self.instance.num_tables)
+        if weights is not None:
+            excess = lagrangian(a, b, weights.y, allowed, self.instance.first_option) / max(weights.y.sum(), 1e-300)
+        proven = excess > MARGIN
         if proven:
             self.value = max(self.value, T)
         return proven
 
-    def _excess_at(self, T: float, packing: bool) -> float:
-        allowed = self.totals.longest <= T
-        a, b = rows_at(self.instance, self.totals, T, packing=packing)
-        weights = solve_weights(a, b, allowed, self.totals, self.instance.num_tables)
-        if weights is None:
-            return np.inf
-        return lagrangian(a, b, weights.y, allowed, self.instance.first_option) / max(weights.y.sum(), 1e-300)
-
-    def raise_to(self, high: float, *, packing: bool = True, keep_on: Callable[[], bool] = lambda: True) -> float:
+    def raise_to(self, high: float, *, packing: bool = True) -> None:
         """Bisect between the bound and `high`, the seconds of a plan."""
-        while high - self.value > WIDTH * high and keep_on():
+        while high - self.value > WIDTH * high:
             T = (self.value + high) / 2
             if not self.refutes(T, packing=packing):
                 high = T
-        return self.value

@@ -39,10 +39,12 @@ def ways_of(instance: TablesInstance, order: np.ndarray) -> Ways | None:
     for t in order.tolist():
         for o in range(instance.first_option[t], instance.first_option[t + 1]):
             places = instance.num // int(instance.size[o])
-            parts = range(instance.first_part[o], instance.first_part[o + 1])
+            parts = instance.parts(o)
             if places ** len(parts) > MOST_WAYS * 10:
                 return None
-            is_uniform = all(_same_shards(instance, parts[0], p) for p in parts)
+            shards = [instance.shards(p) for p in parts]
+            columns = (instance.seconds, instance.hbm, instance.host)
+            is_uniform = all(np.array_equal(column[shards[0]], column[of]) for of in shards for column in columns)
             each = itertools.combinations_with_replacement if is_uniform else lambda some, n: itertools.product(some, repeat=n)
             spots += [(o, tuple(place)) for place in each(range(places), len(parts))]
             if len(spots) > MOST_WAYS:
@@ -64,17 +66,11 @@ def ways_of(instance: TablesInstance, order: np.ndarray) -> Ways | None:
     return ways
 
 
-def _same_shards(instance: TablesInstance, p: int, q: int) -> bool:
-    a, b = (slice(instance.first_shard[x], instance.first_shard[x + 1]) for x in (p, q))
-    return all(np.array_equal(column[a], column[b]) for column in (instance.seconds, instance.hbm, instance.host))
-
-
 def equivalent_devices(instance: TablesInstance) -> np.ndarray:
     """Per device a class; devices of one class can be exchanged: those of a node with equal limits, if every part's shards are equal."""
     size = np.diff(instance.first_shard)
     for p in np.flatnonzero(size > 1).tolist():
-        part = slice(instance.first_shard[p], instance.first_shard[p + 1])
-        if any(np.ptp(column[part]) > 0 for column in (instance.seconds, instance.hbm, instance.host)):
+        if any(np.ptp(column[instance.shards(p)]) > 0 for column in (instance.seconds, instance.hbm, instance.host)):
             return np.arange(instance.num)
     keys = list(zip((np.arange(instance.num) // instance.per_node).tolist(), instance.hbm_limit.tolist(), instance.host_of.tolist()))
     first: dict[tuple, int] = {}

@@ -7,6 +7,7 @@ import numpy as np
 from autoshard.tables.arrays import part_devices, rate
 from autoshard.tables.planner import Planner
 from autoshard.units import seconds as duration
+from autoshard.units import size
 
 
 def reasons(planner: Planner) -> list[str]:
@@ -32,9 +33,9 @@ def _on_option(totals, o: int, fastest: int, count: int) -> str:
     more = f"{duration(float(totals.seconds[o] - totals.seconds[fastest]))} more work than its fastest option"
     saved, saved_host = totals.hbm[fastest] - totals.hbm[o], totals.host[fastest] - totals.host[o]
     if saved > 0:
-        return f"{more}, but {_size(saved)} less device memory"
+        return f"{more}, but {size(saved)} less device memory"
     if saved_host > 0:
-        return f"{more}, but {_size(saved_host)} less host memory"
+        return f"{more}, but {size(saved_host)} less host memory"
     if totals.longest[o] < totals.longest[fastest]:
         return f"{more}, but in smaller shards"
     return f"{more}; the search found no better use of the memory"
@@ -43,9 +44,8 @@ def _on_option(totals, o: int, fastest: int, count: int) -> str:
 def _on_place(instance, spots, seen, free, free_host, t: int, o: int) -> str:
     if instance.scope[o] == 2:
         return "one shard on every device"
-    part, place = instance.first_part[o], int(spots.place[t, 0])
-    first, size = instance.first_shard[part], instance.first_shard[part + 1] - instance.first_shard[part]
-    shards = slice(first, first + size)
+    shards, place = instance.shards(instance.first_part[o]), int(spots.place[t, 0])
+    size = shards.stop - shards.start
     at = part_devices(instance, o, place)
     best, full = None, 0
     for other in range(instance.num // size):
@@ -66,7 +66,3 @@ def _on_place(instance, spots, seen, free, free_host, t: int, o: int) -> str:
     if best is None:
         return f"{now}, the others have no memory free for it" if full else now
     return f"{now}; with it, {what} {best[1]} would take {duration(best[0])}"
-
-
-def _size(value: float) -> str:
-    return f"{value / 1e9:.3g} GB" if value >= 1e8 else f"{value / 1e6:.3g} MB"

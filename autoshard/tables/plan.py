@@ -20,6 +20,7 @@ from autoshard.tables.explain import reasons
 from autoshard.tables.planner import Planner, Progress
 from autoshard.tables.prices import Workload, nodes_of, options_of
 from autoshard.tables.records import DeviceLoad, Option, PlacedTable, Table, TablePlan
+from autoshard.units import size
 
 MOST_DEVICES = 4096  # a table split by rows has a shard on each, so that a move of the search takes as long as there are devices
 MOST_ELEMENTS = 2**53  # of a table; above that a float can't count its bytes
@@ -124,14 +125,12 @@ def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner
     placed = {}
     for t, name in enumerate(names):
         o = int(spots.option[t])
-        parts = range(instance.first_part[o + 1] - instance.first_part[o])
-        on = [d for k in parts for d in part_devices(instance, o, int(spots.place[t, k]))]
+        on = [d for k in range(len(instance.parts(o))) for d in part_devices(instance, o, int(spots.place[t, k]))]
         index = int(instance.listed[o])
         placed[name] = PlacedTable(options[t][index], tuple(on), index, why[t])
     host = np.zeros(instance.num)
     for p in placed.values():
-        for d, used in zip(p.devices, p.option.host_bytes):
-            host[d] += used
+        np.add.at(host, list(p.devices), p.option.host_bytes)
     loads = [DeviceLoad(float(s), float(h), float(x)) for s, h, x in zip(seen.seconds, seen.hbm, host)]
     status = "optimal" if seen.slowest - bound <= 1e-9 * seen.slowest else "feasible"
     return TablePlan(
@@ -261,7 +260,4 @@ def suspicious(limits: Mapping[str, float | Sequence[float]]) -> str:
 
 
 def _gb(value: float) -> str:
-    if not math.isfinite(value):
-        return "unlimited memory"
-    scale, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if value >= pair[0]), (1.0, "bytes"))
-    return f"{value / scale:.4g} {unit}"
+    return size(value, 4) if value < math.inf else "unlimited memory"

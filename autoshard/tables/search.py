@@ -86,16 +86,29 @@ def add_part(instance, state, part, place, size, sign):  # pragma: no cover
 
 
 @compiled
+def change_part(instance, scale, state, part, place, size, sign):  # pragma: no cover
+    """Add or remove a part; returns the change of E."""
+    delta = part_change(instance, scale, state, part, place, size, sign)
+    add_part(instance, state, part, place, size, sign)
+    return delta
+
+
+@compiled
+def add_parts(instance, state, table):  # pragma: no cover
+    """Add a table with its option at its places to the sums."""
+    option = state.option[table]
+    for k in range(instance.first_part[option + 1] - instance.first_part[option]):
+        add_part(instance, state, instance.first_part[option] + k, state.place[table, k], instance.size[option], 1.0)
+
+
+@compiled
 def recount(instance, state):  # pragma: no cover
     """Recompute the sums, table by table as in `rate`; returns the slowest device's seconds, inf where a limit is exceeded."""
     state.seconds[:] = 0.0
     state.hbm[:] = 0.0
     state.host[:] = 0.0
     for table in range(len(state.option)):
-        option = state.option[table]
-        size = instance.size[option]
-        for k in range(instance.first_part[option + 1] - instance.first_part[option]):
-            add_part(instance, state, instance.first_part[option] + k, state.place[table, k], size, 1.0)
+        add_parts(instance, state, table)
     if fits(instance, state):
         return state.seconds.max()
     return np.inf
@@ -129,9 +142,7 @@ def best_place(instance, scale, state, part, size, draws, rng):  # pragma: no co
 @compiled
 def add_table(instance, scale, state, table, option, draws, rng):  # pragma: no cover
     """Place a table that has no place, with an option, part by part; returns the change of E."""
-    state.option[table] = option
-    size = instance.size[option]
-    delta = 0.0
+    state.option[table], size, delta = option, instance.size[option], 0.0
     for k in range(instance.first_part[option + 1] - instance.first_part[option]):
         part = instance.first_part[option] + k
         place, change = best_place(instance, scale, state, part, size, draws, rng)
@@ -148,8 +159,7 @@ def remove_table(instance, scale, state, table):  # pragma: no cover
     size = instance.size[option]
     for k in range(instance.first_part[option + 1] - instance.first_part[option]):
         part = instance.first_part[option] + k
-        delta += part_change(instance, scale, state, part, state.place[table, k], size, -1.0)
-        add_part(instance, state, part, state.place[table, k], size, -1.0)
+        delta += change_part(instance, scale, state, part, state.place[table, k], size, -1.0)
     return delta
 
 
@@ -165,9 +175,7 @@ def change_option(instance, scale, state, table, option, threshold, old, rng):  
     remove_table(instance, scale, state, table)
     state.option[table] = before
     state.place[table] = old
-    size = instance.size[before]
-    for k in range(instance.first_part[before + 1] - instance.first_part[before]):
-        add_part(instance, state, instance.first_part[before] + k, old[k], size, 1.0)
+    add_parts(instance, state, table)
     return 0.0
 
 
@@ -180,8 +188,7 @@ def move_part(instance, scale, state, table, threshold, rng):  # pragma: no cove
     size = instance.size[option]
     k = int(rng.random() * (instance.first_part[option + 1] - instance.first_part[option]))
     part, before = instance.first_part[option] + k, state.place[table, k]
-    delta = part_change(instance, scale, state, part, before, size, -1.0)
-    add_part(instance, state, part, before, size, -1.0)
+    delta = change_part(instance, scale, state, part, before, size, -1.0)
     place, change = best_place(instance, scale, state, part, size, 1 + int(rng.random() * NEAR), rng)
     if place == before or delta + change > threshold:
         add_part(instance, state, part, before, size, 1.0)
@@ -204,12 +211,9 @@ def swap_parts(instance, scale, state, a, b, threshold, rng):  # pragma: no cove
     at_a, at_b = state.place[a, i], state.place[b, j]
     if at_a == at_b:
         return 0.0
-    delta = part_change(instance, scale, state, part_a, at_a, size, -1.0)
-    add_part(instance, state, part_a, at_a, size, -1.0)
-    delta += part_change(instance, scale, state, part_b, at_b, size, -1.0)
-    add_part(instance, state, part_b, at_b, size, -1.0)
-    delta += part_change(instance, scale, state, part_a, at_b, size, 1.0)
-    add_part(instance, state, part_a, at_b, size, 1.0)
+    delta = change_part(instance, scale, state, part_a, at_a, size, -1.0)
+    delta += change_part(instance, scale, state, part_b, at_b, size, -1.0)
+    delta += change_part(instance, scale, state, part_a, at_b, size, 1.0)
     delta += part_change(instance, scale, state, part_b, at_a, size, 1.0)
     if delta > threshold:
         add_part(instance, state, part_a, at_b, size, -1.0)

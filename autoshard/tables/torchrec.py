@@ -47,7 +47,7 @@ except ImportError as error:
 
 from autoshard.tables.arrays import Devices
 from autoshard.tables.plan import plan_options
-from autoshard.tables.records import Option, Table, TablePlan
+from autoshard.tables.records import Option, PlacedTable, Table, TablePlan
 
 MOST = 20  # proposals
 RESERVE = 0.15  # the share of the memory that torchrec's planner keeps free by default
@@ -155,10 +155,8 @@ class TableProposer(Proposer):
             return
         proposal = []
         for name, placed in plan.tables.items():
-            chosen = copy.deepcopy(usable[name][placed.index][0])
-            for shard, rank in zip(chosen.shards, placed.devices):
-                shard.rank = rank  # for the partitioner
-            proposal.append(chosen)
+            proposal.append(copy.deepcopy(usable[name][placed.index][0]))
+            _place(proposal[-1], placed)  # for the partitioner
         self.queue.append(proposal)
 
 
@@ -175,7 +173,7 @@ class TablePartitioner(Partitioner):
         if any(option.dependency for option in proposal):
             return GreedyPerfPartitioner().partition(proposal, storage_constraint)
         devices = devices_of(storage_constraint)
-        if _is_placed(proposal) and _fits(proposal, devices):
+        if all(shard.rank is not None for option in proposal for shard in option.shards) and _fits(proposal, devices):
             return proposal
         options = [option_of(option, devices) for option in proposal]
         names = [option.fqn for option in proposal]
@@ -186,13 +184,13 @@ class TablePartitioner(Partitioner):
         if not plan.tables:
             raise PlannerError(f"can't find a plan: {plan.reason}", PlannerErrorType.PARTITION)
         for option, placed in zip(proposal, plan.tables.values()):
-            for shard, rank in zip(option.shards, placed.devices):
-                shard.rank = rank
+            _place(option, placed)
         return proposal
 
 
-def _is_placed(proposal: Sequence[ShardingOption]) -> bool:
-    return all(shard.rank is not None for option in proposal for shard in option.shards)
+def _place(option: ShardingOption, placed: PlacedTable) -> None:
+    for shard, rank in zip(option.shards, placed.devices):
+        shard.rank = rank
 
 
 def _fits(proposal: Sequence[ShardingOption], devices: Devices) -> bool:

@@ -139,17 +139,13 @@ def plan_with_tables(
         say("planning the two together", (k + 1) / (len(asked) + 1))
         limit = min(hbm, peak * share if share < 1 else hbm)
         solution = dense_plan(limit, pins)
-        both = beside(solution, _how(share, pins)) if solution is not None else None
-        if both is not None:
-            tried.append(both)
+        memory = "all the memory" if share == 1 else f"{share:.0%} of its peak"
+        how = f"{memory}, {'pooled rows by examples' if pins else 'any layout'}"
+        both = beside(solution, how) if solution is not None else None
+        tried += [both] if both is not None else []
     if not tried:
         raise Infeasible(f"the model and its {len(tables)} tables do not fit {hbm / 1e9:.3g} GB per device together; raise the memory")
     return Together(min(tried, key=lambda one: one.seconds), apart, tuple(tried))
-
-
-def _how(share: float, pins: dict[str, str]) -> str:
-    memory = "all the memory" if share == 1 else f"{share:.0%} of its peak"
-    return f"{memory}, {'pooled rows by examples' if pins else 'any layout'}"
 
 
 def _position(module: torch.nn.Module, name: str) -> int:
