@@ -16,6 +16,5 @@ from autoshard.calibrate.fitted import fitted as fitted
 from autoshard.calibrate.fitted import nearest as nearest
 from autoshard.calibrate.importers import parse as parse
 from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
-from autoshard.calibrate.rates import OpSample as OpSample
 from autoshard.calibrate.sigmoid import turning_points as turning_points
 from autoshard.calibrate.sigmoid import turning_sizes as turning_sizes

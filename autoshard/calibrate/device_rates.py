@@ -1,4 +1,4 @@
-"""Measured seconds of single ops on this rank's device, to which a roofline is fitted. Imports torch alone.
+"""Measured seconds of single ops on this rank's device, to which a roofline is fitted.
 
     matmul       (s, s) @ (s, s)                   FLOPs 2 s^3            bytes 3 s^2 itemsize
     attention    (8, s, 64), causal half not skipped     4 * 8 s^2 * 64   4 * 8 s 64 itemsize
@@ -13,24 +13,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from autoshard.calibrate.rates import OpSample
+
 ROUND, ROUNDS = 0.02, 5  # seconds of a round, number of rounds
 CPU_SIZES, CUDA_SIZES = (128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096, 8192, 16384)
 MEMORY_SIZES = (2**22, 2**24, 2**26, 2**28, 2**30)  # bytes: larger than caches, as the tensors of plans are
-
-
-@dataclass(frozen=True)
-class OpTime:
-    op: str  # matmul, attention, memory or launch
-    dtype: str
-    size: int
-    flops: float
-    bytes: float
-    seconds: float
 
 
 def sync(device: torch.device) -> None:
@@ -42,7 +33,7 @@ Clock = Callable[[], float]
 Agree = Callable[[float], float]
 
 
-def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float, rounds: int = ROUNDS) -> float:
+def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float) -> float:
     """Seconds of one call. agree: the largest of all ranks' numbers, where several ranks measure together."""
 
     def run(count: int) -> float:
@@ -58,7 +49,7 @@ def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock,
     count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
     if estimate > 10 * ROUND:  # slow: one call is a round
         return statistics.median([estimate, run(1), run(1)])
-    return statistics.median(run(count) for _ in range(rounds))
+    return statistics.median(run(count) for _ in range(ROUNDS))
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -66,10 +57,10 @@ def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 @torch.no_grad()
-def measure_device(device: torch.device, *, clock: Clock, seconds: float, agree: Agree = float) -> Iterator[OpTime]:
-    """Times of ops, small sizes first, each kind within its share of `seconds`; sizes that would exceed it are left out."""
+def measure_device(device: torch.device, *, clock: Clock, seconds: float, agree: Agree = float) -> Iterator[tuple[int, OpSample]]:
+    """Sizes and times of ops, small sizes first, each kind within its share of `seconds`; sizes that would exceed it are left out."""
     one = torch.zeros(1, device=device)
-    yield OpTime("launch", "float32", 1, 0, 0, median_seconds(lambda: one.add_(1), device, clock, agree))
+    yield 1, OpSample("launch", "float32", 0, 0, median_seconds(lambda: one.add_(1), device, clock, agree))
     share = seconds / (1 + 2 * len(dtypes(device)))
     yield from _while_it_fits(_memory_ops(device), device, clock, share, agree)
     for dtype in dtypes(device):
@@ -80,13 +71,13 @@ def measure_device(device: torch.device, *, clock: Clock, seconds: float, agree:
 Op = tuple[str, str, int, float, float, Callable[[], object]]
 
 
-def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share: float, agree: Agree) -> Iterator[OpTime]:
+def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share: float, agree: Agree) -> Iterator[tuple[int, OpSample]]:
     began = clock()
     for name, dtype, size, flops, moved, call in ops:
-        op_time = OpTime(name, dtype, size, flops, moved, median_seconds(call, device, clock, agree))
-        yield op_time
+        sample = OpSample(name, dtype, flops, moved, median_seconds(call, device, clock, agree))
+        yield size, sample
         spent = agree(clock() - began)
-        if spent + 8 * 4 * op_time.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 4 calls
+        if spent + 8 * 4 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 4 calls
             return
 
 

@@ -48,14 +48,9 @@ def increasing(z: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(len(members), median) for median, members in pools])
 
 
-def fit_piecewise(x: np.ndarray, t: np.ndarray) -> Curve:
-    times = np.exp(increasing(np.log(t)))
-    return PiecewiseCurve(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
-
-
-def fit_pchip(x: np.ndarray, t: np.ndarray) -> Curve:
-    times = np.exp(isotonic_regression(np.log(t)).x)
-    return PchipCurve(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
+def through(kind: type[PiecewiseCurve] | type[PchipCurve], x: np.ndarray, log_times: np.ndarray) -> Curve:
+    times = np.exp(log_times)
+    return kind(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
 
 
 def fit_p_norm(x: np.ndarray, t: np.ndarray) -> Curve:
@@ -80,8 +75,8 @@ def fit_alpha_beta(x: np.ndarray, t: np.ndarray) -> Curve:
 
 
 METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  # fit, and the least number of sizes
-    "piecewise": (fit_piecewise, 2),
-    "pchip": (fit_pchip, 2),
+    "piecewise": (lambda x, t: through(PiecewiseCurve, x, increasing(np.log(t))), 2),
+    "pchip": (lambda x, t: through(PchipCurve, x, isotonic_regression(np.log(t)).x), 2),
     "p_norm": (fit_p_norm, 3),
     "alpha_beta": (fit_alpha_beta, 2),
     "sigmoid": (fit_sigmoid, 6),

@@ -34,15 +34,12 @@ class Fitted:
 
 def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Sizes and seconds of the other series, of many those with the most equal fields: the `others` of `fit`."""
-    kept = [one for one in others if one is not series and len(set(one.sizes)) >= 2 and _sound(one)]
+    # a series with numbers that are not positive is refused when it is fitted itself
+    sound = [one for one in others if all(0 < value < math.inf for value in (*one.sizes, *one.seconds))]
+    kept = [one for one in sound if one is not series and len(set(one.sizes)) >= 2]
     same = ("system", "collective", "devices", "nodes")
     kept.sort(key=lambda one: -sum(getattr(one, key) == getattr(series, key) for key in same))
     return [(np.array(one.sizes), np.array(one.seconds)) for one in kept[:MANY]]
-
-
-def _sound(one: Series) -> bool:
-    """Whether all numbers are positive; a series with others is refused when it is fitted itself."""
-    return all(math.isfinite(value) and value > 0 for value in (*one.sizes, *one.seconds))
 
 
 def fitted(series: Series, method: str = "piecewise", others: Sequence[Series] = ()) -> Fitted:

@@ -292,10 +292,6 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
         if n != int(n) or nodes != int(nodes):
             raise ValueError(f"{at}: {n:g} devices on {nodes:g} nodes; expected whole numbers")
         bus = number("bus") if text_of("bus") else None
-        rows.append(
-            MeasuredRow(
-                line, what, int(n), number("size"), number("seconds"), text_of("system"), int(nodes),
-                text_of("dtype"), text_of("source"), bus,
-            )
-        )  # fmt: skip
+        texts = {key: text_of(key) for key in ("system", "dtype", "source")}
+        rows.append(MeasuredRow(line, what, int(n), number("size"), number("seconds"), nodes=int(nodes), bus_bandwidth=bus, **texts))
     return rows

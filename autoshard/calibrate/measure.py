@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.calibrate.device_rates import OpTime, measure_device, median_seconds
+from autoshard.calibrate.device_rates import measure_device, median_seconds
+from autoshard.calibrate.rates import OpSample
 from autoshard.lower import CollectiveCall, Groups
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -34,7 +35,7 @@ class Measured:
     """The measurements so far: seconds by (axis, collective) and size in bytes, and the times of the device's ops."""
 
     collectives: dict[tuple[int, str], dict[float, float]] = field(default_factory=dict)
-    device: list[OpTime] = field(default_factory=list)
+    device: list[OpSample] = field(default_factory=list)
     alone: dict[int, dict[float, float]] = field(default_factory=dict)  # axis -> the same of an all_gather in one group alone
     complete: bool = False
 
@@ -60,9 +61,9 @@ def measure(
     device = torch.device(device_mesh.device_type)
     agree, groups = agree_on(device), Groups.of(device_mesh)
     measured, began = Measured(), clock()
-    for op in measure_device(device, clock=clock, seconds=seconds / 5, agree=agree):
+    for of_size, op in measure_device(device, clock=clock, seconds=seconds / 5, agree=agree):
         measured.device.append(op)
-        yield f"device: {op.op} {op.dtype} {op.size}", 0.2 * min(1.0, (clock() - began) / (seconds / 5)), measured
+        yield f"device: {op.op} {op.dtype} {of_size}", 0.2 * min(1.0, (clock() - began) / (seconds / 5)), measured
     limit = largest or (2.0**30 if device.type == "cuda" else 2.0**26)
     keys = [(axis, collective) for axis, n in enumerate(device_mesh.shape) if n > 1 for collective in COLLECTIVES]
     measured.collectives = {key: {} for key in keys}
@@ -83,8 +84,8 @@ def measure(
         assert where is not None, "every rank is in the mesh"
         is_first = not any(c for k, c in enumerate(where) if k != axis)
         ask = CollectiveCall("all_gather", axis, buffer_of("all_gather", int(size) // 4, n, device))
-        seconds = median_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
-        measured.alone.setdefault(axis, {})[size] = seconds
+        taken = median_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
+        measured.alone.setdefault(axis, {})[size] = taken
         return f"all_gather on axis {axis}, one group alone: {size:.0f} bytes"
 
     def report(what: str) -> tuple[str, float, Measured]:
@@ -93,7 +94,8 @@ def measure(
     size = float(SMALLEST)
     while size <= limit:
         for key in keys:
-            expected = _expected(measured.collectives[key], size)
+            times = measured.collectives[key]
+            expected = max(times.values()) * size / max(times) if times else 0.0  # in proportion to the size
             if 5 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
                 yield report(time(key, size))
         size *= 4
@@ -112,11 +114,6 @@ def buffer_of(collective: str, floats: int, n: int, device: torch.device) -> tor
     """The input of one rank where the largest buffer has `floats` elements."""
     shape = {"all_reduce": (floats,), "all_gather": (floats // n,)}.get(collective, (n, floats // n))
     return torch.ones(shape, device=device)
-
-
-def _expected(times: dict[float, float], size: float) -> float:
-    """Seconds at a size above all measured ones: in proportion to the size."""
-    return max(times.values()) * size / max(times) if times else 0.0
 
 
 def _gap(curves: dict[tuple[int, str], dict[float, float]], left: float) -> tuple[tuple[int, str], float] | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from autoshard import report
 from autoshard.cli.app import INTERRUPTED, OK, app
-from autoshard.cli.loading import load_report
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked, Verbs
 from autoshard.reading import text_of
@@ -41,11 +41,11 @@ def fit(asked: Asked, output: Output) -> int:
         output.progress(f"fitting: {one.name}", k / len(series))
         curves.append(fitted(one, asked.method, () if asked.alone or asked.method != "piecewise" else series))
     output.write(asked.out, lambda path: save(path, [one.to_dict() for one in curves]))
-    output.write(asked.plot, lambda path: load_report().calibration.draw(path, [_drawn(one) for one in curves]))
+    output.write(asked.plot, lambda path: report.calibration.draw(path, [_drawn(one) for one in curves]))
     rows = [one.to_dict() for one in curves]
     record = {"curves": [{key: value for key, value in row.items() if key != "parameters"} for row in rows]}
     shown = [_row(one) for one in curves] if asked.table or len(curves) <= MANY else []
-    output.answer(record, lambda: load_report().calibration.errors_table(shown, _by_collective(curves)))
+    output.answer(record, lambda: report.calibration.errors_table(shown, _by_collective(curves)))
     return OK
 
 
@@ -119,21 +119,20 @@ def measure(asked: Asked, output: Output) -> int:
         return INTERRUPTED
     if record:
         output.note(f"wrote {out}")
-        output.answer(record, lambda: load_report().calibration.cluster_table(record))
+        output.answer(record, lambda: report.calibration.cluster_table(record))
     return OK
 
 
 def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) -> dict:
     """The content of the file; {} while too little is measured."""
-    from autoshard.calibrate import OpSample, cluster
+    from autoshard.calibrate import cluster
 
     if not all(any(len(t) >= 2 for (axis, _), t in measured.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
         return {}
-    samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in measured.device]
     known = {key: times for key, times in measured.collectives.items() if len(times) >= 2}
     about_it = {key: about[key] for key in ("backend", "device", "memory")} | {"assumptions": {**about, "seconds": elapsed}}
     alone = {axis: times for axis, times in measured.alone.items() if (axis, "all_gather") in known}
-    return cluster(shape, known, samples, complete=measured.complete, alone=alone, **about_it)
+    return cluster(shape, known, measured.device, complete=measured.complete, alone=alone, **about_it)
 
 
 @calibrate.command()
@@ -148,5 +147,5 @@ def show(asked: Asked, output: Output) -> int:
 
     chosen = [presets.preset(asked.name)] if asked.name is not None else presets.all_presets()
     rows = [asdict(one) for one in chosen]
-    output.answer({"prices": rows}, lambda: load_report().calibration.prices_table(rows))
+    output.answer({"prices": rows}, lambda: report.calibration.prices_table(rows))
     return OK
