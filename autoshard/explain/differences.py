@@ -46,6 +46,11 @@ class CostDifference:
     def extra_seconds(self) -> float:
         return self.after.seconds - self.before.seconds
 
+    def to_dict(self) -> dict:
+        ends = {side: term.to_dict() for side, term in vars(self).items()}
+        shared = {key: [end.pop(key) for end in ends.values()][0] for key in ("kind", "name", "module")}
+        return {**shared, **ends, "extra_seconds": self.extra_seconds}
+
 
 def op_term(formulated: Formulation, i: int, choice: Choice) -> CostTerm:
     op, candidate = formulated.graph.ops[i], formulated.candidate(i, choice)

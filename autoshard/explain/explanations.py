@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from autoshard.explain.differences import CostDifference, CostTerm
 from autoshard.solution import plain
 
+# fields: keys
+SECONDS = {"planned_cost": "planned_seconds"} | {name: f"{name}_seconds" for name in ("cost", "best", "bound", "extra", "local_extra")}
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -37,21 +40,8 @@ class Alternative:
 
     def to_dict(self) -> dict:
         """Plain containers; None in place of inf."""
-        sums = {f"{name}_seconds": getattr(self, name) for name in ("cost", "bound", "extra", "local_extra")}
-        rows = {name: [_row(one) for one in getattr(self, name)] for name in ("dearer", "cheaper", "local_dearer")}
-        kept = {
-            name: getattr(self, name)
-            for name in ("label", "pins", "reason", "proven", "peak_bytes", "local_reason", "dearer_seconds", "cheaper_seconds")
-        }
-        return plain({**kept, **sums, **rows, "changed": self.changed, "changed_ops": self.changed_ops}, "alternative")
-
-
-def _row(one: CostDifference) -> dict:
-    ends = {side: {key: value for key, value in term.to_dict().items() if key not in _SHARED} for side, term in vars(one).items()}
-    return {**{key: getattr(one.before, key) for key in _SHARED}, **ends, "extra_seconds": one.extra_seconds}
-
-
-_SHARED = ("kind", "name", "module")
+        rows = {name: [one.to_dict() for one in getattr(self, name)] for name in ("dearer", "cheaper", "local_dearer")}
+        return plain({SECONDS.get(key, key): value for key, value in {**vars(self), **rows}.items()}, "alternative")
 
 
 @dataclass(frozen=True)
@@ -83,8 +73,6 @@ class Explanation:
 
     def to_dict(self) -> dict:
         """Plain containers; None in place of inf."""
-        data = {key: value for key, value in vars(self).items() if key not in ("alternatives", "why_not", "cost", "planned_cost")}
-        data |= {"parts": [part.to_dict() for part in self.parts], "edges": [edge.to_dict() for edge in self.edges]}
-        about = {"name": data.pop("name"), "cost_seconds": self.cost, "planned_seconds": self.planned_cost, **data}
-        others = {"alternatives": [one.to_dict() for one in self.alternatives], "why_not": self.why_not and self.why_not.to_dict()}
-        return plain({**about, **others}, "explanation")
+        rows: dict = {name: [one.to_dict() for one in getattr(self, name)] for name in ("parts", "edges", "alternatives")}
+        rows["why_not"] = self.why_not and self.why_not.to_dict()
+        return plain({SECONDS.get(key, key): value for key, value in {**vars(self), **rows}.items()}, "explanation")

@@ -28,7 +28,7 @@ from autoshard.formulate import Formulation, op_collectives, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
 from autoshard.planning import Progress, allowed_by_pins, formulate_for
-from autoshard.problem import Problem, evaluate
+from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 
@@ -81,16 +81,15 @@ def link_groups(mesh: Mesh) -> list[tuple[int, ...]]:
 
 def scaled(mesh: Mesh, link: Sequence[int], theta: float) -> Mesh:
     """The mesh with transfers on these axes theta times as long; latencies stay."""
-    return replace(mesh, axes=tuple(_scaled(axis, theta) if k in link else axis for k, axis in enumerate(mesh.axes)))
 
+    def longer(curve: LinkCurve) -> LinkCurve:
+        first = curve.seconds[0]
+        return replace(curve, seconds=tuple(first + (t - first) * theta for t in curve.seconds), tail=curve.tail * theta)
 
-def _scaled(axis: Axis, theta: float) -> Axis:
-    return replace(axis, bandwidth=axis.bandwidth / theta, curves=tuple(_scaled_curve(curve, theta) for curve in axis.curves))
+    def slower(axis: Axis) -> Axis:
+        return replace(axis, bandwidth=axis.bandwidth / theta, curves=tuple(map(longer, axis.curves)))
 
-
-def _scaled_curve(curve: LinkCurve, theta: float) -> LinkCurve:
-    first = curve.seconds[0]
-    return replace(curve, seconds=tuple(first + (t - first) * theta for t in curve.seconds), tail=curve.tail * theta)
+    return replace(mesh, axes=tuple(slower(axis) if k in link else axis for k, axis in enumerate(mesh.axes)))
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,8 @@ class _Planner:
         """The best plan at theta: its seconds, its bound, its line; and the seconds of the saved plan with routes chosen anew."""
         if theta not in self.plans:
             self.planned(" and ".join(self.mesh.axes[k].name for k in self.link), 1 / theta)
-            formulated, problem = self._formulated(scaled(self.mesh, self.link, theta))
+            formulated = formulate_for(self.graph, self.candidates, scaled(self.mesh, self.link, theta), self.options)
+            problem = with_pins(formulated, allowed_by_pins(formulated, self.options))
             ours = evaluate(problem, self.choice).cost
             answer = solve(problem, solver=self.options.solver, time_limit=self.time_limit, starts=[self.choice]).in_passing()
             assert answer.choice is not None  # the saved plan is one
@@ -173,17 +173,11 @@ class _Planner:
         best, _, _, ours = self.at(1 / factor)  # PROBES reach to the ends of the search, which are planned already
         return {"bandwidth": bandwidth * factor, "plan_seconds": ours, "best_seconds": best, "regret": max(ours / best - 1, 0.0)}
 
-    def _formulated(self, mesh: Mesh) -> tuple[Formulation, Problem]:
-        formulated = formulate_for(self.graph, self.candidates, mesh, self.options)
-        return formulated, with_pins(formulated, allowed_by_pins(formulated, self.options))
-
 
 def _crossing(line: _Line, other: _Line, factor: float) -> float:
     """theta where line = factor * other; inf where they are parallel."""
     slope = line.slope - factor * other.slope
-    if slope == 0.0:
-        return math.inf
-    return (factor * other.at(0.0) - line.at(0.0)) / slope
+    return (factor * other.at(0.0) - line.at(0.0)) / slope if slope else math.inf
 
 
 def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int]) -> float:

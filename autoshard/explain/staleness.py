@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.explain.explanations import SECONDS
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
@@ -72,9 +73,8 @@ class Checked:
 
     def to_dict(self) -> dict:
         """Plain containers; None in place of inf."""
-        costs = {f"{name}_seconds": getattr(self, name) for name in ("cost", "best", "bound")} | {"planned_seconds": self.planned_cost}
-        kept = {name: getattr(self, name) for name in ("ok", "reasons", "notes", "excess", "within", "peak_bytes", "memory_limit")}
-        return plain({**kept, **costs}, "check")
+        known = {SECONDS.get(key, key): value for key, value in vars(self).items()}
+        return plain({**known, "ok": self.ok, "excess": self.excess}, "check")
 
 
 @dataclass(frozen=True)

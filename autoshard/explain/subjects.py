@@ -14,7 +14,6 @@ import numpy as np
 from autoshard.baselines import allowed, baselines
 from autoshard.explain.reopened import Way
 from autoshard.formulate import Formulation
-from autoshard.graph import Op
 from autoshard.layout import Layout, parse, text, why_illegal
 
 NEAR = 5  # similar names listed
@@ -38,17 +37,14 @@ def subject(formulated: Formulation, name: str) -> Subject:
     if of:  # of a source line
         return Subject(name, "block", tuple(i for i, _ in of))
     path = name.rstrip(".")
-    nodes = tuple(i for i, op in enumerate(graph.ops) if path and _is_under(op, path))
+    owners = (op.name.rpartition(".")[0] if op.is_placeholder else op.module for op in graph.ops)
+    nodes = tuple(i for i, owner in enumerate(owners) if path and f"{owner}.".startswith(f"{path}."))
     if nodes:
         return Subject(path, "block", nodes)
     near = near_names(formulated, path)
     raise ValueError(
         f"there is no parameter, buffer, input, op or block {name!r} in the plan" + (f"; near are {', '.join(near)}" if near else "")
     )
-
-
-def _is_under(op: Op, path: str) -> bool:
-    return op.name.startswith(path + ".") if op.is_placeholder else op.module == path or op.module.startswith(path + ".")
 
 
 def near_names(formulated: Formulation, name: str) -> list[str]:

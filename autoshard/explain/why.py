@@ -12,7 +12,6 @@ is below the costs that are known. For a block, the usual schemes are reported, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,18 +66,11 @@ def explain(
         alternatives, left_out = _alternatives(plan, about, most, time_limit)
         same = (one for one in alternatives if asked is not None and one.pins and one.pins == asked.pins and not one.reason)
         answered = None if asked is None else next(same, None) or _alternative(plan, about, asked, time_limit, explained=True)
-    return _explanation(plan, about, solution, alternatives, left_out, answered, watch.seconds()["cpu"])
+    answers: dict[str, Any] = {"alternatives": tuple(alternatives), "left_out": left_out, "why_not": answered}
+    return _explanation(plan, about, solution, **answers, cpu_seconds=watch.seconds()["cpu"])
 
 
-def _explanation(
-    plan: Reopened,
-    about: Subject,
-    solution: Solution,
-    alternatives: Sequence[Alternative],
-    left_out: Mapping[str, float],
-    answered: Alternative | None,
-    spent: Mapping[str, float],
-) -> Explanation:
+def _explanation(plan: Reopened, about: Subject, solution: Solution, **answers: Any) -> Explanation:
     formulated, choice, block = plan.formulated, plan.choice, about.kind == "block"
     op = formulated.graph.ops[about.nodes[0]]
     first = None if block else op.outputs[0]
@@ -106,10 +98,7 @@ def _explanation(
         status=solution.status,
         peak_bytes=plan.judged.peak,
         memory_limit=plan.options.memory_limit,
-        alternatives=tuple(alternatives),
-        left_out=left_out,
-        why_not=answered,
-        cpu_seconds=spent,
+        **answers,
     )
 
 
