@@ -43,7 +43,7 @@ FORMATS = {
     "sglang": ExportFormat(lambda solution, axis: engines.engine_plan(solution, "sglang", axis)),
     "fully_shard": ExportFormat(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
     "checkpoint_policy": ExportFormat(checkpoint_policy.policy_of),
-    "distribute_module": ExportFormat(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
+    "distribute_module": ExportFormat(lambda solution, _: partition.Partition(solution), python=partition.as_python),
 }
 apply_recipe = fully_shard.apply
 checkpoint_contexts = checkpoint_policy.contexts_of
@@ -90,7 +90,9 @@ def export(
     if not within >= 0:
         raise ValueError(f"within is {within}; expected a share of 0 or more, for example 0.05")
     content = None if path is None else _content(kind, Path(path))
-    _check_parameters(solution)
+    for name, row in solution.parameters.items():  # a file needs no more than layouts to be a plan
+        if missing := [field for field in ("shape", "dtype", "local_bytes") if field not in row]:
+            raise ValueError(f"parameter {name!r} of the plan has no {' and no '.join(missing)}, which an export needs; plan again")
     value = _exported(solution, kind, axis, within)
     if why := _why_not_held(solution, value, within):
         raise NotHeld(f"{kind} can't hold this plan: {why}; {_others(solution, kind, within)}")
@@ -123,13 +125,6 @@ def _others(solution: Solution, kind: str, within: float) -> str:
     if modules.NO_AXIS not in solution.modules:
         seconds += ", as far as this file has prices of them: plan again for those of fully_shard alone"
     return f"{seconds}; {', '.join(layouts)} carry its layouts or choices without the routes between them, and `parallelize` runs all of it"
-
-
-def _check_parameters(solution: Solution) -> None:
-    """ValueError where a parameter is not described: a file needs no more than layouts to be a plan."""
-    for name, row in solution.parameters.items():
-        if missing := [field for field in ("shape", "dtype", "local_bytes") if field not in row]:
-            raise ValueError(f"parameter {name!r} of the plan has no {' and no '.join(missing)}, which an export needs; plan again")
 
 
 def as_plain(value: Any, kind: str) -> Any:

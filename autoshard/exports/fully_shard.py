@@ -149,9 +149,9 @@ def _own_scheme(solution: Solution, axis: str | None) -> Scheme:
         return _named(solution, NO_AXIS, "data_parallel")
     if len(data) == 2 and solution.microbatches == 1 and not _is_sharded(solution, data[:1]):
         return _named(solution, NO_AXIS, "hsdp")
-    if solution.microbatches == 1:
-        return _named(solution, NO_AXIS, "zero3" if _gathered_again(solution, data) else "zero1")
-    return _named(solution, NO_AXIS, "zero3" if _gathered_again(solution, data) else "zero1" if _reduced_once(solution, data) else "zero2")
+    if _gathered_again(solution, data):
+        return _named(solution, NO_AXIS, "zero3")
+    return _named(solution, NO_AXIS, "zero1" if solution.microbatches == 1 or _reduced_once(solution, data) else "zero2")
 
 
 def _most(solution: Solution, axes: tuple[str, ...], layout_of: Callable[[str, dict], str | None], holds: Callable[[Any], bool]) -> bool:

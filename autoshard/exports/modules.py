@@ -39,11 +39,9 @@ NO_AXIS = ""  # the entry of `Solution.modules` without tensor parallelism
 
 def style(name: str) -> ParallelStyle:
     """The style as torch's object."""
-    if name in ("column_gathered", "features"):
-        return ColwiseParallel(output_layouts=Replicate())
-    if name == "vocabulary":
-        return RowwiseParallel(input_layouts=Replicate())
-    return ColwiseParallel() if name == "column" else RowwiseParallel()
+    by_rows = name in ("row", "vocabulary")
+    options = {} if name in ("row", "column") else {"input_layouts" if by_rows else "output_layouts": Replicate()}
+    return RowwiseParallel(**options) if by_rows else ColwiseParallel(**options)
 
 
 def parallelize_plan(solution: Solution, axis: str | None = None) -> Export:
@@ -78,14 +76,13 @@ def tp_plan(solution: Solution, axis: str | None = None) -> Export:
 
 def styles_as_text(plan: dict[str, ParallelStyle]) -> dict[str, str]:
     """`{"h.0.mlp.up": "ColwiseParallel()", ...}`: the Python expression of each style."""
-    return {module: _written(one) for module, one in plan.items()}
+    options = {ColwiseParallel: "output_layouts", RowwiseParallel: "input_layouts"}
 
+    def written(one: Any) -> str:
+        option = options[type(one)]
+        return f"{type(one).__name__}({f'{option}=Replicate()' if getattr(one, option) == (Replicate(),) else ''})"
 
-def _written(one: Any) -> str:
-    name = type(one).__name__
-    gathered = isinstance(one, ColwiseParallel) and one.output_layouts == (Replicate(),)
-    replicated = isinstance(one, RowwiseParallel) and one.input_layouts == (Replicate(),)
-    return f"{name}({'output_layouts=Replicate()' if gathered else 'input_layouts=Replicate()' if replicated else ''})"
+    return {module: written(one) for module, one in plan.items()}
 
 
 def as_python(plan: Export) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from autoshard.exports.record import Left, sent_tokens
+from autoshard.exports.record import Export, Left, sent_tokens
 from autoshard.exports.source import comments, rows
 from autoshard.layout import Layout, parse
 from autoshard.solution import Solution
@@ -17,24 +15,18 @@ from autoshard.solution import Solution
 LEFT = (Left("layouts of activations, and routes between them", "DTensor propagates from the parameters on, op by op"),)
 
 
-@dataclass(frozen=True, eq=False)
-class Partition:
+class Partition(Export):
     """`distribute_module(model, device_mesh, partition)`. It carries every parameter's layout on all axes.
 
     DTensor chooses the layouts of activations, op by op, so the cost of a step is not known. ValueError on another mesh, or for a
-    parameter that the plan lacks or has in another shape.
+    parameter that the plan lacks or has in another shape. As a dict: {"h.0.mlp.up.weight": ["Replicate()", "Shard(dim=0)"]}.
     """
 
-    mesh: tuple[int, ...]
-    layouts: dict[str, tuple[Layout, tuple[int, ...]]]  # layout and shape by parameter name
-    left: tuple[Left, ...] = LEFT
-    cost_seconds: float = float("inf")
-    extra_seconds: float = float("inf")
-
-    @property
-    def said(self) -> tuple[str, ...]:
-        price = "what it costs is not known: the tool that reads it decides the rest by itself"
-        return (price, *(f"not carried: {one.what}: {one.why}" for one in self.left))
+    def __init__(self, solution: Solution):
+        self.mesh = solution.mesh.shape
+        self.layouts = {name: (parse(row["layout"]), tuple(row["shape"])) for name, row in solution.parameters.items()}
+        texts = {name: [repr(placement) for placement in layout] for name, (layout, _) in self.layouts.items()}
+        super().__init__(texts, left=LEFT + sent_tokens(solution), plan_seconds=solution.cost)
 
     def __call__(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if tuple(device_mesh.shape) != self.mesh:
@@ -53,17 +45,6 @@ class Partition:
         if shape != planned:
             raise ValueError(f"parameter {name!r} is {shape}, planned was {planned}; plan again for this model")
         return layout
-
-
-def partition_fn(solution: Solution) -> Partition:
-    """The plan's layouts as a partition function."""
-    layouts = {name: (parse(row["layout"]), tuple(row["shape"])) for name, row in solution.parameters.items()}
-    return Partition(solution.mesh.shape, layouts, LEFT + sent_tokens(solution))
-
-
-def as_text(partition: Partition) -> dict[str, list[str]]:
-    """`{"h.0.mlp.up.weight": ["Replicate()", "Shard(dim=0)"]}`."""
-    return {name: [repr(placement) for placement in layout] for name, (layout, _) in partition.layouts.items()}
 
 
 def as_python(partition: Partition) -> str:

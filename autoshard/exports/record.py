@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from autoshard.layout import parse
@@ -17,6 +18,9 @@ class Left(NamedTuple):
     what: str  # generic names of tensors, or a kind of thing
     why: str
     plan: str = ""  # its layout in the plan
+
+    def __str__(self) -> str:
+        return f"not carried: {self.what}{f' ({self.plan})' if self.plan else ''}: {self.why}"
 
 
 class Export(dict):
@@ -41,28 +45,23 @@ class Export(dict):
     @property
     def said(self) -> tuple[str, ...]:
         """As sentences: one for the cost, one for each thing left out."""
-        if self.cost_seconds == float("inf"):
-            price = "what it costs is not known: the tool that reads it decides the rest by itself"
-        else:
+        price = "what it costs is not known: the tool that reads it decides the rest by itself"
+        if self.cost_seconds < math.inf:
             price = f"a step takes {self.cost_seconds:.4g} s as exported, {self.plan_seconds:.4g} s as planned: {self.extra_seconds:+.3g} s"
-        return (price, *(f"not carried: {one.what}{f' ({one.plan})' if one.plan else ''}: {one.why}" for one in self.left))
+        return (price, *map(str, self.left))
 
 
-def _of_sequence(solution: Solution) -> tuple[Left, ...]:
-    """That attention over a sharded sequence stays in the plan."""
+def _of_computation(solution: Solution) -> Iterator[Left]:
+    """Attention over a sharded sequence, and a loss in chunks of tokens."""
     attention = [(op, placed) for op, placed in solution.layouts.items() if op.startswith("attention") and placed.inputs]
     sharded = [placed.inputs[:2] for op, placed in attention if "backward" not in op and "S(2)" in placed.inputs[0].split(",")]
-    if not sharded:
-        return ()
-    why = "modules compute attention of all tokens that they are given; shard the sequence with the tool's own context parallelism"
-    order = " in head-tail order" if solution.sequence_order is not None else ""
-    return (Left(f"attention over a sharded sequence{order}", why, f"queries {sharded[0][0]}, keys {sharded[0][1]}"),)
-
-
-def _of_loss(solution: Solution) -> tuple[Left, ...]:
-    """That a loss in chunks of tokens stays in the plan."""
-    why = "modules compute the logits of all tokens that they are given; use a chunked cross entropy in the model"
-    return (Left(f"logits of {solution.chunked_loss} tokens at a time", why),) if solution.chunked_loss else ()
+    if sharded:
+        why = "modules compute attention of all tokens that they are given; shard the sequence with the tool's own context parallelism"
+        order = " in head-tail order" if solution.sequence_order is not None else ""
+        yield Left(f"attention over a sharded sequence{order}", why, f"queries {sharded[0][0]}, keys {sharded[0][1]}")
+    if solution.chunked_loss:
+        why = "modules compute the logits of all tokens that they are given; use a chunked cross entropy in the model"
+        yield Left(f"logits of {solution.chunked_loss} tokens at a time", why)
 
 
 def sent_tokens(solution: Solution) -> tuple[Left, ...]:
@@ -77,7 +76,7 @@ def sent_tokens(solution: Solution) -> tuple[Left, ...]:
 def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:
     """The export with the cost of `scheme`, which planning computed. known: the axis' entry of `Solution.modules`."""
     cost, peak = known["seconds"].get(scheme), known.get("peak_bytes", {}).get(scheme)
-    left = (*left, *_of_sequence(solution), *_of_loss(solution))
+    left = (*left, *_of_computation(solution))
     return Export(value, left=left, cost_seconds=math.inf if cost is None else cost, plan_seconds=solution.cost, peak_bytes=peak)
 
 

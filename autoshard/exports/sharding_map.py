@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from autoshard.exports.record import Export, Left, sent_tokens
-from autoshard.layout import Layout, parse, placement_text
+from autoshard.layout import Layout, parse, text
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
 from autoshard.torch_private import DTensorSpec, TensorMeta
@@ -38,7 +38,10 @@ def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> E
     for name, row in solution.parameters.items():
         module, _, attribute = name.rpartition(".")
         entry = modules.setdefault(module, {"node": name, "sharding": {}})
-        entry["sharding"][attribute] = _spec(name, row, device_mesh)
+        dtype = getattr(torch, row["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"parameter {name!r} has dtype {row['dtype']!r}, which this torch {torch.__version__} lacks; plan again")
+        entry["sharding"][attribute] = spec_of(row["shape"], dtype, parse(row["layout"]), device_mesh)
     return Export(modules, left=LEFT + sent_tokens(solution), plan_seconds=solution.cost)
 
 
@@ -46,13 +49,6 @@ def unbacked_mesh(mesh: Mesh) -> DeviceMesh:
     """A DeviceMesh of this shape without processes."""
     ranks = torch.arange(mesh.num_devices).reshape(mesh.shape)
     return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=0)
-
-
-def _spec(name: str, row: dict, device_mesh: DeviceMesh) -> DTensorSpec:
-    dtype = getattr(torch, row["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"parameter {name!r} has dtype {row['dtype']!r}, which this torch {torch.__version__} lacks; plan again")
-    return spec_of(row["shape"], dtype, parse(row["layout"]), device_mesh)
 
 
 def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mesh: DeviceMesh) -> DTensorSpec:
@@ -63,26 +59,16 @@ def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mes
 
 def as_text(sharding: dict[str, dict]) -> dict[str, dict]:
     """The same map with each spec as layout text."""
-    return {
-        module: {
-            "node": entry["node"],
-            "sharding": {attribute: ",".join(map(placement_text, spec.placements)) for attribute, spec in entry["sharding"].items()},
-        }
-        for module, entry in sharding.items()
-    }
+    texts = {key: {name: text(spec.placements) for name, spec in entry["sharding"].items()} for key, entry in sharding.items()}
+    return {module: {"node": entry["node"], "sharding": texts[module]} for module, entry in sharding.items()}
 
 
 def portable(solution: Solution) -> Export:
     """Plain data for tools without torch: the mesh, and per parameter its layout and placements, one per mesh axis."""
-    parameters = {
-        name: {
-            "layout": row["layout"],
-            "placements": [_placement(p) for p in parse(row["layout"])],
-            "shape": list(row["shape"]),
-            "dtype": row["dtype"],
-        }
-        for name, row in solution.parameters.items()
-    }
+    parameters = {}
+    for name, row in solution.parameters.items():
+        known = {"layout": row["layout"], "placements": [_placement(p) for p in parse(row["layout"])]}
+        parameters[name] = {**known, "shape": list(row["shape"]), "dtype": row["dtype"]}
     mesh = {"shape": list(solution.mesh.shape), "axis_names": list(solution.mesh.axis_names)}
     return Export({"format": 1, "mesh": mesh, "parameters": parameters}, left=LEFT + sent_tokens(solution), plan_seconds=solution.cost)
 
