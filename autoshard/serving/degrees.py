@@ -27,7 +27,7 @@ from functools import cache
 from torch import nn
 
 from autoshard.cost import axis_transfer_seconds, presets
-from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, Mesh
 from autoshard.planning import Progress
 from autoshard.serving.kv_cache import text_config
 from autoshard.serving.step_prices import StepPrice, price_of
@@ -132,18 +132,12 @@ def serve_plan(
         rows.append(_row(pricer, ServeRow(t, p, devices // (t * p)), batch, prompt, max_tokens, limit))
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_second, row.memory_bytes, row.tensor, row.pipeline))
     sharded = next((row.tensor for row in rows if row.tensor > 1 and row.fits and row.copies == 1), None)
-    solution = None if sharded is None else pricer.styled(sharded, prompt)
+    solution = None if sharded is None else pricer.prefill(sharded, 1, prompt).solution
     return ServePlan(tuple(rows), devices, make((devices, 1, 1)).device.name, batch, max_tokens, prompt, limit, solution)
 
 
 def _divisors(n: int) -> Iterator[int]:
     return (k for k in range(1, n + 1) if n % k == 0)
-
-
-def _replayed(device: Device) -> Device:
-    """The device running a graph of kernels, which the host launches at once."""
-    kernels = None if device.kernels is None else replace(device.kernels, host=0.0)
-    return replace(device, launch=0.0, kernels=kernels)
 
 
 class _Pricer:
@@ -166,17 +160,11 @@ class _Pricer:
         parts = 1 if self.fields is None or self.expert_parallel else tensor // math.gcd(tensor, getattr(self.config, self.fields.number))
         return heads, parts
 
-    def styled(self, tensor: int, tokens: int) -> Solution:
-        """A prefill in few layers, of one replica."""
-        return self.prefill(tensor, 1, tokens).solution
-
-    def together(self, replicas: int) -> int:
-        """How many replicas take a step together."""
-        return replicas if self.expert_parallel else 1
-
     def _price(self, tensor: int, replicas: int, graph) -> StepPrice:
         mesh = self.make((replicas, 1, tensor))
-        device = mesh.device if self.eager else _replayed(mesh.device)
+        device, kernels = mesh.device, mesh.device.kernels
+        if not self.eager:  # a graph of kernels, which the host launches at once
+            device = replace(device, launch=0.0, kernels=kernels and replace(kernels, host=0.0))
         axes = (mesh.axes[0], mesh.axes[2]) if replicas > 1 else mesh.axes[2:]
         return price_of(self.steps(*self.built(tensor)), graph, Mesh(axes, device))
 
@@ -187,9 +175,9 @@ class _Pricer:
             return f"{getattr(self.config, self.fields.number)} experts don't divide by {tensor * replicas}"
         if pipeline > len(steps.cache):
             return f"{len(steps.cache)} layers for {pipeline} stages"
-        of_experts = self.fields.features if self.fields is not None else None
-        names = dict.fromkeys(("num_attention_heads", "intermediate_size", of_experts))
-        for name in (one for one in names if one is not None and not (self.expert_parallel and one == of_experts)):
+        of_experts = "" if self.fields is None else self.fields.features
+        names = ["num_attention_heads", "intermediate_size", of_experts]
+        for name in (one for one in names if not (self.expert_parallel and one == of_experts)):
             size = getattr(self.config, name, None)
             if isinstance(size, int) and size % tensor:
                 return f"{name} {size} doesn't divide by {tensor}"
@@ -206,12 +194,12 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
     size = -(-sequences // groups)
     steps: Steps = pricer.steps(None, 1)
     axis = pricer.make((r, p, t)).axes[1] if p > 1 else None
-    together = pricer.together(r)
+    together = r if pricer.expert_parallel else 1  # replicas that take a step together
     prefill, decode = pricer.prefill(t, together, prompt), pricer.decode(t, together, size, (prompt + max_tokens) // 2)
-    of_prompt, of_token = (
-        _stage_seconds(price, p, axis, tokens * steps.hidden * steps.itemsize) for price, tokens in ((prefill, prompt), (decode, size))
-    )
-    first = prefill.seconds + (p - 1) * _transfer(axis, prompt * steps.hidden * steps.itemsize)
+    # from the last stage the new tokens go back to the first
+    sent = [0.0 if axis is None else axis_transfer_seconds(tokens * steps.hidden * steps.itemsize, axis) for tokens in (prompt, size)]
+    of_prompt, of_token = ([seconds + x for seconds, _, _ in price.stages(p)] for price, x in zip((prefill, decode), sent))
+    first = prefill.seconds + (p - 1) * sent[0]
     token = max(sum(of_token), groups * max(of_token))
     answer = max_tokens - prompt
     stages = [(weights, sum(steps.cache[i].bytes(max_tokens, t) for i in part)) for _, weights, part in decode.stages(p)]
@@ -227,15 +215,6 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
         most_sequences=max(most, 0) * r, copies=max(layer.copies(t) for layer in steps.cache),
         replicated_bytes=prefill.replicated, expert_bytes=prefill.experts,
     )  # fmt: skip
-
-
-def _transfer(axis: Axis | None, bytes: float) -> float:
-    return 0.0 if axis is None else axis_transfer_seconds(bytes, axis)
-
-
-def _stage_seconds(price: StepPrice, stages: int, axis: Axis | None, bytes: float) -> list[float]:
-    """Of each stage, with the transfer to the next one (from the last one the new tokens go back to the first)."""
-    return [seconds + _transfer(axis, bytes) for seconds, _, _ in price.stages(stages)]
 
 
 def _why_too_large(weights: float, activations: float, limit: float, most: int) -> str:

@@ -87,14 +87,14 @@ def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy of the model on the meta device, with caches enabled."""
-    model = copied(model, _meta)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.detach().to("meta")
+        return nn.Parameter(there, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+
+    model = copied(model, moved)
     text_config(model).use_cache = True
     return model
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    moved = tensor.detach().to("meta")
-    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def empty_cache(model: nn.Module, kind: str, batch: int, tokens: int) -> Any:

@@ -59,18 +59,13 @@ def price_of(steps: Steps, graph: Graph, mesh: Mesh) -> StepPrice:
     """The price of a step. mesh: one axis, of the tensor parallel devices; or two, of replicas that share experts and these."""
     scheme = MEGATRON_EXPERTS if len(mesh.axes) == 1 else MEGATRON_EXPERT_PARALLEL
     solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(baselines=False), Stopwatch(None)), scheme)
-    few, rest = [0.0] * len(steps.blocks), 0.0
+    few: dict[int | None, float] = dict.fromkeys([None, *range(len(steps.blocks))], 0.0)
     for name, row in solution.breakdown["blocks"].items():
-        seconds = row["compute"] + row["communication"]
-        layer = block_of_layer(name, steps.blocks)
-        if layer is None:
-            rest += seconds
-        else:
-            few[layer] += seconds
+        few[block_of_layer(name, steps.blocks)] += row["compute"] + row["communication"]
     weights, first, last, shared = _weights(steps, solution)
     parts = solution.peak["parts"]
     return StepPrice(
-        tuple(few[k] for k in steps.corresponding), rest, tuple(weights[k] for k in steps.corresponding), first, last, shared,
+        tuple(few[k] for k in steps.corresponding), few[None], tuple(weights[k] for k in steps.corresponding), first, last, shared,
         sum(held for kind, held in parts.items() if kind not in ("parameters", "inputs")),
         _of_layers(steps, solution, _experts(graph)), _of_layers(steps, solution, _replicated(solution)), solution,
     )  # fmt: skip

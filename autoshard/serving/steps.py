@@ -85,13 +85,10 @@ class Steps:
         cache.layers = []
         for k in range(len(self.blocks)):
             one = self.cache[self.corresponding.index(k)]
-            dims = (one.key_dim, one.value_dim)
-            cache.layers.append(
-                PagedLayer(*(torch.empty(batch, one.heads, one.tokens(tokens), d, dtype=dtype, device="meta") for d in dims))
-            )
-        return self._captured(
-            {"input_ids": torch.empty(batch, 1, dtype=torch.int64, device="meta"), cache_name(self.few) or "cache": cache}
-        )
+            shapes = [(batch, one.heads, one.tokens(tokens), d) for d in (one.key_dim, one.value_dim)]
+            cache.layers.append(PagedLayer(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)))
+        ids = torch.empty(batch, 1, dtype=torch.int64, device="meta")
+        return self._captured({"input_ids": ids, cache_name(self.few) or "cache": cache})
 
     def _captured(self, inputs: dict[str, Any]) -> Graph:
         transformers.AttentionInterface.register(PAGED, paged_attention)  # transformers builds no mask for a name that it doesn't know
