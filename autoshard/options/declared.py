@@ -54,13 +54,13 @@ def options_of(record: Any) -> dict[str, Declaration]:
 
 def defaults_of(record: Any) -> dict[str, Any]:
     """The defaults of the options of a record, by name."""
-    ours = [one for one in fields(record) if "option" in one.metadata]
+    ours = (one for one in fields(record) if "option" in one.metadata)
     return {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in ours}
 
 
-def having(record: Any, fact: str, value: Any = True) -> tuple[str, ...]:
-    """The names of the options of which this fact has this value."""
-    return tuple(name for name, option in options_of(record).items() if getattr(option, fact) == value)
+def having(record: Any, fact: str) -> tuple[str, ...]:
+    """The names of the options of which this fact is true."""
+    return tuple(name for name, option in options_of(record).items() if getattr(option, fact))
 
 
 def check_values(record: Any) -> None:

@@ -170,30 +170,21 @@ def check_layout(name: str, written: str, *, any_placement: bool = True) -> None
 
 def parse_pins(written: Sequence[str], option: str = "--pin") -> dict[str, str]:
     """`["wte.weight=R,S(0)"]` -> {"wte.weight": "R,S(0)"}."""
-    pins: dict[str, str] = {}
-    for name, layout in _named_layouts(written, option):
-        if name in pins:
-            raise ValueError(f"{option} gives {name!r} twice; give it one layout")
-        pins[name] = layout
-    return pins
+    named = parse_forbidden(written, option)
+    if twice := [name for name, layouts in named.items() if len(layouts) > 1]:
+        raise ValueError(f"{option} gives {twice[0]!r} twice; give it one layout")
+    return {name: layout for name, (layout,) in named.items()}
 
 
 def parse_forbidden(written: Sequence[str], option: str = "--forbid") -> dict[str, list[str]]:
     """`["wte.weight=R,R", "wte.weight=S(0),R"]` -> {"wte.weight": ["R,R", "S(0),R"]}."""
     forbidden: dict[str, list[str]] = {}
-    for name, layout in _named_layouts(written, option):
-        forbidden.setdefault(name, []).append(layout)
-    return forbidden
-
-
-def _named_layouts(written: Sequence[str], option: str) -> list[tuple[str, str]]:
-    layouts = []
     for item in written:
         name, equals, layout = (part.strip() for part in item.rpartition("="))
         if not equals or not name or not layout:
             raise ValueError(f"{option} {item!r} is not NAME=LAYOUT; write for example {option} 'wte.weight=R,S(0)'")
-        layouts.append((name, layout))
-    return layouts
+        forbidden.setdefault(name, []).append(layout)
+    return forbidden
 
 
 def _check_names(name: str, value: Any) -> None:
@@ -235,17 +226,15 @@ def bytes_per_parameter(optimizer: str | float) -> float:
     raise ValueError(f"unknown optimizer {optimizer!r}; expected {known}, or its bytes of state per parameter, for example 8")
 
 
-def parse_optimizer(written: str) -> str | float:
+def _read_optimizer(name: str, typed: str) -> str | float:
     """`adamw`, or `12` -> 12.0 bytes of state per parameter."""
     try:
-        return float(written)
+        return float(typed)
     except ValueError:
-        return written
+        return typed
 
 
-OPTIMIZER = ValueKind(
-    lambda name, value: bytes_per_parameter(value), lambda name, typed: parse_optimizer(typed), str, {"type": ["string", "number"]}
-)
+OPTIMIZER = ValueKind(lambda name, value: bytes_per_parameter(value), _read_optimizer, str, {"type": ["string", "number"]})
 PRECISION = ValueKind(
     lambda name, value: Precision.of(value), lambda name, typed: Precision.parse(typed), str,
     {"type": "string", "description": "dtypes of mixed precision: bfloat16:reduce=float32,output=float32"},
