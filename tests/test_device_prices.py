@@ -17,7 +17,7 @@ from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
-from autoshard.report.planned import plan_report
+from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.solution import Solution, load
 from autoshard.strategies.candidates import Candidate
@@ -105,14 +105,14 @@ def test_a_plan_says_which_constants_it_used_how_far_off_they_were_and_its_inter
     solution = plan(module, inputs, Mesh.from_bandwidths((2,), device="h100"), training=True, baselines=False)
     steps, counted = H100.kernels.overlapped, solution.objective_seconds
     assert solution.interval == (counted * steps.low, counted * steps.high) and steps.low < 1 < steps.high
-    shown = " ".join(as_text(plan_report(solution)).split())
+    shown = " ".join(as_text(planned_report(solution)).split())
     told = f"{steps.runs} steps on h100 that they were not fitted to were {100 * steps.error:.0f} % off in the median"
     assert f"{H100.kernels.source}; {told}" in shown
     assert "as 80 % of published training steps were" in shown
     again = Solution.from_dict(json.loads(json.dumps(solution.to_dict())))
     assert again.mesh == solution.mesh and again.interval == solution.interval
     untested = plan(module, inputs, Mesh.from_bandwidths((2,), device=BARE), training=True, baselines=False)
-    assert "data sheets, of which ops are assumed to reach one share" in " ".join(as_text(plan_report(untested)).split())
+    assert "data sheets, of which ops are assumed to reach one share" in " ".join(as_text(planned_report(untested)).split())
 
 
 @pytest.mark.parametrize("wrong", [3, {"matmul": 0.5}, {**asdict(H100.kernels), "memory": "much"}])

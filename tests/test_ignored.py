@@ -13,7 +13,7 @@ from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.cli.app import app
 from autoshard.mesh import Mesh
-from autoshard.report.planned import plan_report
+from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from tests.helpers_models import Model
 
@@ -43,7 +43,7 @@ def test_a_checkpoint_in_the_forward_is_said_to_be_ignored(how):
     solution, plain = plan(how), plan(None)
     assert solution.ignored.startswith("torch.utils.checkpoint in the forward")
     assert "recompute=N" in solution.ignored
-    assert "ignored torch.utils.checkpoint" in " ".join(as_text(plan_report(solution)).split())
+    assert "ignored torch.utils.checkpoint" in " ".join(as_text(planned_report(solution)).split())
     assert solution.peak_bytes == plain.peak_bytes  # nothing of it is in the plan
     assert plain.ignored is None and plan(how, training=False).ignored is None
 

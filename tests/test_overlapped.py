@@ -20,7 +20,7 @@ from autoshard.planning.plan import plan_graph
 from autoshard.planning.question import ask
 from autoshard.planning.random_choice import random_choice
 from autoshard.problem import evaluate
-from autoshard.report.planned import plan_report, summary
+from autoshard.report.planned import planned_report, summary
 from autoshard.report.proof import proof, verdict
 from autoshard.report.terminal import as_text
 from autoshard.simulate.chains import full_streams, longest_chain
@@ -165,7 +165,7 @@ def test_the_prices_of_streams_prove_the_optimum_of_two_equal_streams():
 
 def test_reports_name_the_objective():
     solution, serial = planned("mlp", (2, 2), 1, "overlapped"), planned("mlp", (2, 2), 1, "serial")
-    words = " ".join(as_text(plan_report(solution)).split())
+    words = " ".join(as_text(planned_report(solution)).split())
     assert "overlapped" in words and "one task after the other" in words and "overlapped" in verdict(solution)
     assert "overlap" not in verdict(serial) + proof(serial)
     record = summary(solution)

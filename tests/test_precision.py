@@ -24,7 +24,7 @@ from autoshard.lower.program import Redistribute, lower
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report.planned import plan_report
+from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.solution import replay
 from autoshard.strategies import candidates
@@ -234,7 +234,7 @@ def test_the_other_verbs_follow_the_policy():
     solution = planned("gpt2", "bf16", baselines=False)
     assert not replay(solution, captured("gpt2", "bf16")).misfits and replay(solution, captured("gpt2", None)).misfits
     assert simulate(module, inputs, solution, overlap=False).seconds == pytest.approx(solution.cost)
-    assert "precision bfloat16:reduce=float32" in as_text(plan_report(solution), width=1000)
+    assert "precision bfloat16:reduce=float32" in as_text(planned_report(solution), width=1000)
 
 
 def test_the_pass_takes_a_policy_for_a_module_only():

@@ -5,7 +5,7 @@ import pytest
 
 from autoshard import report
 from autoshard.report.blocks import sections
-from autoshard.report.planned import plan_report, summary, verify_report
+from autoshard.report.planned import planned_report, summary, verify_report
 from autoshard.report.terminal import as_text, exported
 from autoshard.solution import Placed
 from autoshard.units import percent, seconds, size
@@ -100,7 +100,7 @@ def test_the_time_of_modules_without_parameters_is_not_lost():
 
 
 def report_of(**changes) -> str:
-    return as_text(plan_report(linear_solution(**changes)))
+    return as_text(planned_report(linear_solution(**changes)))
 
 
 def test_the_report_says_what_one_asks_first():
@@ -166,7 +166,7 @@ def test_a_long_report_fits_the_width_and_loses_no_layout(width):
             for name in ("data_parallel", "megatron_sp")
         },
     )
-    said = as_text(plan_report(solution), width)
+    said = as_text(planned_report(solution), width)
     assert max(map(len, said.splitlines())) <= width
     assert "h.0 .. h.39: same" in said and "S(0),S(1)" in said and "[red]brackets[/]" in said
 
@@ -219,5 +219,5 @@ def test_what_is_plain_is_exported_as_it_is():
 
 
 def test_an_optimal_plan_within_a_gap_is_not_called_the_fastest():
-    words = as_text(plan_report(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
+    words = as_text(planned_report(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
     assert "no plan is faster by more than 0.05 %" in words and "no plan is faster under" not in words

@@ -21,7 +21,7 @@ from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report.planned import plan_report
+from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.routes import Routes
 from autoshard.strategies import Candidate, candidates, register_rule
@@ -401,7 +401,7 @@ def test_the_offer_to_pad_is_what_the_padded_model_saves():
     (offer,) = found.padding
     assert (offer["dim"], offer["from"], offer["to"]) == (0, 20, 24)
     assert offer["saves_seconds"] == pytest.approx(found.cost - padded.cost, rel=1e-3) and padded.cost < 0.9 * found.cost
-    assert f"padding {offer['parameter']} rows 20 -> 24 would save" in as_text(plan_report(found), 200)
+    assert f"padding {offer['parameter']} rows 20 -> 24 would save" in as_text(planned_report(found), 200)
     assert not padded.padding
 
 

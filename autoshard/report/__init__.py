@@ -4,8 +4,8 @@ from importlib import import_module
 from types import ModuleType
 
 _PAGES = (
-    "calibration changes explained frontier launchers page_of_launch pipeline plan_tables planned programs redistribution serving tables "
-    "terminal timeline"
+    "calibration changes explained frontier html launchers page_of_launch pipeline plan_tables planned programs redistribution serving "
+    "tables terminal timeline"
 ).split()
 
 

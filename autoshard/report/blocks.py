@@ -93,12 +93,16 @@ def named(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more blocks"
 
 
-def _total(tree: object) -> float | None:
-    """All seconds of a block, summed over its parts."""
+def flat(tree: object, path: str = "") -> list[tuple[str, float]]:
+    """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
     if isinstance(tree, Mapping):
-        parts = [part for part in map(_total, tree.values()) if part is not None]
-        return sum(parts) if parts else None
-    return float(tree) if isinstance(tree, (int, float)) else None
+        return [row for key, item in tree.items() for row in flat(item, f"{path} {key}".strip())]
+    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
+
+
+def _total(tree: object) -> float | None:
+    parts = [part for _, part in flat(tree)]
+    return sum(parts) if parts else None
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -93,7 +93,7 @@ def timeline_chart(timeline: Timeline) -> dict:
     names = list(rows)
     for i, task in enumerate(timeline.tasks):
         rows[names[task.stream if overlap else 0]].append((task.kind, timeline.times.begin[i], timeline.times.end[i]))
-    near = ticks(0, timeline.seconds, _fine, 80)
+    near = ticks(0, timeline.seconds, lambda value: f"{value * 1e3:.6g} ms" if value else "0", 80)
     return {**lanes(rows, timeline.seconds, TASKS), "near": near, "phases": _phases(timeline)}
 
 
@@ -114,11 +114,6 @@ def lanes(rows: Mapping[str, Sequence[Span]], end: float, order: Sequence[str], 
 def _in_order(kinds: Iterable[str], order: Sequence[str]) -> list[str]:
     """The kinds of the order first, then the others by name."""
     return sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
-
-
-def _fine(value: float) -> str:
-    """For ticks that are close: milliseconds with as many digits as it takes."""
-    return f"{value * 1e3:.6g} ms" if value else "0"
 
 
 def _boxes(spans: Sequence[tuple[float, float]], end: float, apart: bool) -> str:
@@ -157,7 +152,8 @@ def _phases(timeline: Timeline) -> list[dict]:
 
 def frontier_chart(points: Sequence[Mapping], here: tuple[float, float] | None) -> dict | None:
     """Dots of memory against seconds, the steps between them, bounds below; None with fewer than two points that have both."""
-    known = sorted(((p["memory_bytes"], p["seconds"], p["bound_seconds"]) for p in points if _both(p)), key=lambda p: p[:2])
+    triples = ((p["memory_bytes"], p["seconds"], p["bound_seconds"]) for p in points)
+    known = sorted((p for p in triples if None not in p[:2]), key=lambda p: p[:2])
     if len(known) < 2:
         return None
     here = here if here is not None and all(map(math.isfinite, here)) else None
@@ -183,10 +179,6 @@ def frontier_chart(points: Sequence[Mapping], here: tuple[float, float] | None) 
         "x": ticks(x0, x1, size),
         "y": ticks(y0, y1, seconds, 4),
     }
-
-
-def _both(point: Mapping) -> bool:
-    return point["memory_bytes"] is not None and point["seconds"] is not None
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

@@ -21,29 +21,25 @@ if TYPE_CHECKING:
 NO_MODEL = "it was not given"
 
 
-def html_report(
-    plan: AnyPlan,
-    timeline: Timeline | None = None,
-    frontier: Mapping | None = None,
-    *,
-    no_model: str = NO_MODEL,
-) -> str:
+PAGES: Mapping[type, tuple[str, Any]] = {ProgramsSolution: ("programs", programs), Pipeline: ("pipeline", pipeline)}  # of other kinds
+
+
+def html_report(plan: AnyPlan, timeline: Timeline | None = None, frontier: Mapping | None = None, *, no_model: str = NO_MODEL) -> str:
     """The page. Of one program: timeline of simulate, for the time line, memory over time and the ops; frontier: memory against seconds.
 
     no_model: why there is no time line, as the end of a sentence. ValueError where `frontier` is no record of a frontier.
     """
-    if isinstance(plan, ProgramsSolution):
-        return page("programs", programs.SECTIONS, programs.content(plan))
-    if isinstance(plan, Pipeline):
-        return page("pipeline", pipeline.SECTIONS, pipeline.content(plan))
+    if not isinstance(plan, Solution):
+        template, of = PAGES[type(plan)]
+        return page(template, of.SECTIONS, of.content(plan))
     content = page_of_plan.content(plan, timeline, frontier)
     return page("plan", page_of_plan.SECTIONS, {"prices_of": "listed above", "no_model": no_model.strip().rstrip("."), **content})
 
 
 def shown_sections(plan: Any, *, has_timeline: bool = False, has_frontier: bool = False) -> dict[str, bool]:
     """By id whether the section has content, or one sentence that says what it would take."""
-    if isinstance(plan, (ProgramsSolution, Pipeline)):
-        return dict.fromkeys(programs.SECTIONS if isinstance(plan, ProgramsSolution) else pipeline.SECTIONS, True)
+    if type(plan) in PAGES:
+        return dict.fromkeys(PAGES[type(plan)][1].SECTIONS, True)
     return {**dict.fromkeys(page_of_plan.SECTIONS, True), "timeline": has_timeline, "frontier": has_frontier}
 
 

@@ -44,9 +44,8 @@ def ranked_launches(answer: Any, top: int) -> tuple[list[str], ReportTable, list
     best, grouped = ranked.launch(0), ranked.grouped(top)
     rows = ranked.rows_at([row for row, _ in grouped])
     head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} likely to fit in {size(site.memory)}"
-    model = (
-        f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {best.global_batch} sequences of {best.seq} tokens per step, {best.precision}"
-    )
+    batch = f"{best.global_batch} sequences of {best.seq} tokens per step"
+    model = f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {batch}, {best.precision}"
     low, high = (rate / rows[0]["tokens_per_second_per_device"] - 1 for rate in rows[0]["tokens_per_second_per_device_interval"])
     rates = f"tokens/s are of one GPU: four of five measured runs were {-low:.0%} slower to {high:.0%} faster"
     first = "" if ranked.simplest == 0 else "The first row is the simplest launch within 2 % of the fastest, which is number 1. "
@@ -224,11 +223,11 @@ def bytes_table(stages: list[Mapping[str, Any]]) -> ReportTable:
     return ReportTable("", numbers("", *titles), rows, "tight")
 
 
-def why_text(why: Mapping[str, float], say: Callable[[float], str], most: int = 4) -> str:
+def why_text(why: Mapping[str, float], say: Callable[[float], str]) -> str:
     """`bubble -0.41 s, data parallel +0.12 s`: the largest differences, down to a fiftieth of the first."""
     largest = max(map(abs, why.values()), default=0.0)
     parts = [f"{kind} {'-' if more < 0 else '+'}{say(abs(more))}" for kind, more in why.items() if abs(more) >= largest / 50 > 0]
-    return ", ".join(parts[:most]) or f"the same {'seconds' if say is seconds else 'bytes'}"
+    return ", ".join(parts[:4]) or f"the same {'seconds' if say is seconds else 'bytes'}"
 
 
 WHY = (("why", seconds), ("why_bytes", size))  # keys of a change: differences by kind
@@ -257,9 +256,8 @@ def plot(answer: Any) -> Figure:
     for label, color, chosen in (("without pipeline", "#4c78a8", pipeline == 1), ("with pipeline", "#f58518", pipeline > 1)):
         axes.loglog(memory[chosen[:DRAWN]], times[chosen[:DRAWN]], ".", color=color, label=label, markersize=4)
     axes.loglog(memory[:1], times[:1], "o", color="#2a6f3e", label="the best that fits" if p.fits[0] else "the fastest", zorder=3)
-    axes.axvline(
-        ranked.site.memory / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=f"{ranked.site.device}: {size(ranked.site.memory)}"
-    )
+    device = f"{ranked.site.device}: {size(ranked.site.memory)}"
+    axes.axvline(ranked.site.memory / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=device)
     axes.set(xlabel="memory per device (GB)", ylabel="seconds per step")
     best = ranked.launch(0)
     axes.legend(frameon=False, fontsize=8)

@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.report import launchers
 from autoshard.report.charts import frontier_chart
 from autoshard.report.page import page
-from autoshard.report.values import Number, ReportTable, TableRow, numbers, share
+from autoshard.report.values import Number, ReportTable, TableRow, by_kind, numbers
 from autoshard.units import seconds, size
 
 # id: heading, in the order of the page
@@ -25,9 +25,7 @@ COLORS = {  # kinds of seconds and of bytes: those of the style sheet
 Ranked = tuple[list[str], ReportTable, list[str | None]]
 
 
-def launch_page(
-    record: Mapping[str, Any], title: str, *, fits: Mapping[str, Any] | None = None, ranked: Ranked | None = None
-) -> str:  # fmt: skip
+def launch_page(record: Mapping[str, Any], title: str, *, fits: Mapping[str, Any] | None = None, ranked: Ranked | None = None) -> str:
     """The page of a launch as text: the record of `check`, with that of `fits` or with `launchers.ranked_launches` of `degrees`."""
     return page("launch", SECTIONS, content(record, title, fits, ranked))
 
@@ -72,13 +70,8 @@ def _of_legal(record: Mapping[str, Any], fits: Mapping[str, Any] | None) -> dict
 
 
 def _by_kind(what: str, parts: Mapping[str, float], say: Callable[[float], str]) -> ReportTable:
-    """Kinds that take something, the largest first, with a bar each."""
-    total = sum(parts.values())
-    rows = [
-        TableRow((kind, say(part), share(part, total)), kind=COLORS.get(kind, kind), share=100 * part / total)
-        for kind, part in parts.items() if part > 1e-9 * total
-    ]  # fmt: skip
-    return ReportTable("", ("what", *numbers(what, "share")), [*rows, TableRow(("together", say(total), ""), strong=True)])
+    """Kinds that take something, the largest first."""
+    return by_kind("", what, {kind: part for kind, part in parts.items() if part > 1e-9 * sum(parts.values())}, say, COLORS)
 
 
 def _change(change: Mapping[str, Any]) -> TableRow:

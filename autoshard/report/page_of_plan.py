@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from autoshard.report.module_tree import MANY_OPS, op_rows, ops_once, tree
 from autoshard.report.proof import plan_card
 from autoshard.report.step_tables import hidden_table, saved_rows, saved_table
 from autoshard.report.timeline import critical_table
-from autoshard.report.values import ReportTable, TableRow, numbers, share
+from autoshard.report.values import ReportTable, by_kind, numbers
 from autoshard.solution import Solution
 from autoshard.units import seconds, size
 
@@ -89,26 +88,17 @@ def _memory(s: Solution, timeline: Timeline | None) -> dict[str, Any]:
     own = s.peak.get("parts")
     own = own if isinstance(own, Mapping) else {}
     parts = {part["kind"]: part["bytes"] for part in chart["parts"]} if chart else own
+    parts = dict(sorted(parts.items(), key=lambda item: -item[1]))  # the largest first
     saved = saved_rows(s, timeline)
     largest = [(str(row["name"]), size(row["bytes"])) for row in s.peak.get("largest") or ()]
     return {
         "memory": chart,
-        "held": _held("In that peak" if chart else "In the peak", parts) if parts else None,
+        "held": by_kind("In that peak" if chart else "In the peak", "bytes", parts, size) if parts else None,
         "peak_place": plan_tables.peak_place(s) if own else "",
         "largest": ReportTable("The largest tensors then", ("tensor", *numbers("bytes")), largest),
         "saved": saved_table(saved, has_bytes=timeline is not None),
         "kept": [row for row in saved if row["way"] == "kept"],
     }
-
-
-def _held(title: str, parts: Mapping[str, float]) -> ReportTable:
-    """Bytes by kind, the largest first."""
-    total = math.fsum(parts.values()) or 1.0
-    rows = [
-        TableRow((kind.replace("_", " "), size(held), share(held, total)), kind=kind, share=100 * held / total)
-        for kind, held in sorted(parts.items(), key=lambda item: -item[1])
-    ]
-    return ReportTable(title, ("what", *numbers("bytes", "share")), [*rows, TableRow(("together", size(total), ""), strong=True)])
 
 
 def _shards(s: Solution, timeline: Timeline | None) -> dict[str, Any]:

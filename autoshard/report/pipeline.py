@@ -54,14 +54,8 @@ def stages_table(pipeline: Pipeline) -> ReportTable:
         times = map(seconds, (s.forward_seconds, s.backward_seconds, s.once_seconds, s.send_seconds))
         memory = (size(s.peak_bytes), str(s.in_flight), "yes" if s.recompute else "no")
         rows.append((f"{s.first}-{s.last - 1}", str(s.group), f"{ranks} ({s.device})", shape_text(s.mesh), *times, *memory))
-    columns = (
-        "layers",
-        "group",
-        "devices",
-        "mesh",
-        *numbers("forward", "backward", "per step", "sends", "peak", "in flight"),
-        "recomputed",
-    )
+    timed = numbers("forward", "backward", "per step", "sends", "peak", "in flight")
+    columns = ("layers", "group", "devices", "mesh", *timed, "recomputed")
     return ReportTable("Stages", columns, rows)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.mesh import Axis
-from autoshard.report.blocks import seconds_elsewhere, sections
+from autoshard.report.blocks import flat, seconds_elsewhere, sections
 from autoshard.report.proof import usual_verdict
 from autoshard.report.values import Code, ReportTable, TableRow, numbers, share
 from autoshard.solution import Solution, parts, price_errors
@@ -28,18 +28,10 @@ def usual(solution: Solution) -> list[dict]:
         cost, over = row.get("cost_seconds"), row.get("fits") is False
         cost = cost if cost is not None and math.isfinite(cost) else None
         counts = row.get("step_seconds") if solution.overlapped and cost is not None else cost
-        rows.append(
-            {
-                "name": name,
-                "seconds": cost,
-                "step_seconds": row.get("step_seconds"),
-                "ratio": counts / ours if counts is not None and 0 < ours < math.inf else None,
-                "peak_bytes": row.get("peak_bytes"),
-                "fits": not over and cost is not None,
-                "matched": str(row.get("matched") or ""),
-                "status": "over the memory limit" if over else usual_verdict(row),
-            }  # fmt: skip
-        )
+        ratio = counts / ours if counts is not None and 0 < ours < math.inf else None
+        status = "over the memory limit" if over else usual_verdict(row)
+        known = {"name": name, "seconds": cost, "ratio": ratio, "fits": not over and cost is not None, "status": status}
+        rows.append({**{key: row.get(key) for key in ("step_seconds", "peak_bytes")}, **known, "matched": str(row.get("matched") or "")})
     return sorted(rows, key=lambda row: math.inf if row["ratio"] is None else row["ratio"])
 
 
@@ -74,13 +66,6 @@ def time_table(solution: Solution) -> ReportTable | None:
             kind = name if name == "compute" else first if first in COLLECTIVES else "other"
             rows.append(TableRow(("", what, seconds(value), share(value, total)), kind=kind, share=100 * value / total))
     return ReportTable("Where the time goes", ("", "what", *numbers("time", "share")), rows) if rows else None
-
-
-def flat(tree: object, path: str = "") -> list[tuple[str, float]]:
-    """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
-    if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in flat(item, f"{path} {key}".strip())]
-    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
 
 
 def parameters_table(solution: Solution) -> ReportTable | None:

@@ -30,13 +30,8 @@ def planned_report(solution: Solution, meshes: Sequence[Mapping] | None = None) 
     """The meshes compared (rows of `MeshPlans.to_dicts`), the plan, and the price of its pins where that was asked for."""
     compared = () if meshes is None else (meshes_table(meshes),)
     pins = (pins_table(solution.pin_prices, solution.cost),) if solution.pin_prices else ()
-    return shown(*(spaced(table) for table in compared), plan_report(solution), *(spaced(table) for table in pins))
-
-
-def plan_report(solution: Solution) -> RenderableType:
-    """The full report of a plan."""
     tables = (plan_tables.usual_table, plan_tables.time_table, plan_tables.parameters_table, plan_tables.replicated_table)
-    return spaced(header(solution), *(table(solution) for table in tables))
+    return spaced(*compared, header(solution), *(table(solution) for table in tables), *pins)
 
 
 def header(solution: Solution) -> ReportTable:
@@ -135,37 +130,28 @@ def verify_report(report: Mapping) -> RenderableType:
     return shown(table, *said)
 
 
+# keys of the record that are named as they are in a Solution
+SAME = (
+    "status", "objective", "step_seconds", "solver", "peak", "training", "microbatches", "baselines", "fingerprint", "prices",
+    "assumptions",
+)  # fmt: skip
+
+
 def summary(solution: Solution) -> dict:
     """Plain data, which `plan --json` and `show --json` print; None where a number isn't known. Cost, bound and gap are of tasks one after
     the other, `step_seconds` of the time line; `status` is of the objective, and `overlapped` has its own seconds, bound and gap."""
+    figures = {"cost_seconds": solution.cost, "bound_seconds": solution.bound, "gap": solution.gap, "peak_bytes": solution.peak_bytes}
     return {
-        "status": solution.status,
-        "objective": solution.objective,
+        **{key: getattr(solution, key) for key in SAME},
+        **{key: value if math.isfinite(value) else None for key, value in figures.items()},
         "proof": proof(solution),
-        "cost_seconds": _finite(solution.cost),
-        "bound_seconds": _finite(solution.bound),
-        "step_seconds": solution.step_seconds,
         "interval_seconds": None if solution.interval is None else list(solution.interval),
-        "gap": _finite(solution.gap),
         "overlapped": {**solution.overlapped, "gap": solution.objective_gap} if solution.overlapped else None,
-        "solver": solution.solver,
-        "peak_bytes": _finite(solution.peak_bytes),
-        "peak": solution.peak,
-        "training": solution.training,
-        "microbatches": solution.microbatches,
         "mesh": {"shape": list(solution.mesh.shape), **solution.mesh.to_dict()},
         **{key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")},
-        "baselines": solution.baselines,
         "replicated_ops": list(solution.replicated_ops),
         "parameters": {name: row["layout"] for name, row in solution.parameters.items()},
-        "fingerprint": solution.fingerprint,
-        "prices": solution.prices,
-        "assumptions": solution.assumptions,
         "cpu_seconds": solution.seconds.get("cpu", {}),
         "wall_seconds": solution.seconds.get("wall", {}),
         **({} if solution.pin_prices is None else {"pins": list(solution.pin_prices)}),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -22,17 +22,11 @@ def programs_record(plan: ProgramsSolution) -> dict[str, Any]:
     """What `plan --json` and `show --json` print: seconds per unit, bytes per device."""
     layouts = {name: {key: row["layout"] for key, row in solution.parameters.items()} for name, solution in plan.programs.items()}
     return {
-        "status": plan.status,
+        **{key: getattr(plan, key) for key in ("status", "gap", "solver", "peak_bytes", "home", "devices", "switches")},
         "cost_seconds": plan.cost,
         "bound_seconds": plan.bound,
-        "gap": plan.gap,
-        "solver": plan.solver,
-        "peak_bytes": plan.peak_bytes,
         "mesh": list(plan.mesh.shape),
-        "home": plan.home,
         "programs": {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in plan.rows()},
-        "devices": plan.devices,
-        "switches": plan.switches,
         "copies": list(plan.copies),
         "parameters": layouts,
         "cpu_seconds": plan.seconds.get("cpu", {}),

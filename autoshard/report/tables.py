@@ -50,12 +50,9 @@ def bars(plan: Mapping) -> ReportTable:
 
 
 def verdict(plan: Mapping) -> str:
-    if plan["status"] == "optimal":
-        return f"slowest device {seconds(plan['slowest_device_seconds'])}: proven best"
-    return (
-        f"slowest device {seconds(plan['slowest_device_seconds'])}; no plan takes less than {seconds(plan['bound_seconds'])} "
-        f"(gap {plan['gap']:.2%})"
-    )
+    slowest = f"slowest device {seconds(plan['slowest_device_seconds'])}"
+    bound = f"no plan takes less than {seconds(plan['bound_seconds'])} (gap {plan['gap']:.2%})"
+    return f"{slowest}: proven best" if plan["status"] == "optimal" else f"{slowest}; {bound}"
 
 
 def draw(path: str, plan: Mapping) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -24,7 +25,8 @@ def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
 
 def shown(*parts: RenderableType | ReportTable | None) -> Group:
     """The parts one below the other, without those that are None."""
-    return Group(*(_renderable(part) for part in parts if part is not None))
+    known = (_table(part) if isinstance(part, ReportTable) else part for part in parts if part is not None)
+    return Group(*(Text(part) if isinstance(part, str) else part for part in known))
 
 
 def spaced(*parts: RenderableType | ReportTable | None) -> Group:
@@ -32,8 +34,9 @@ def spaced(*parts: RenderableType | ReportTable | None) -> Group:
     return shown(*(item for part in parts if part is not None for item in (part, "")))
 
 
-def _renderable(part: RenderableType | ReportTable) -> RenderableType:
-    return Text(part) if isinstance(part, str) else _table(part) if isinstance(part, ReportTable) else part
+def pairs(rows: Iterable[tuple[str, str]]) -> Group:
+    """Names, and a text beside each."""
+    return shown(ReportTable("", ("", ""), list(rows), "pairs"))
 
 
 def _table(table: ReportTable) -> Table:

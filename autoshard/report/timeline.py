@@ -27,7 +27,7 @@ MICRO = 1e6
 NUMBERED = 900  # boxes; more are drawn without their numbers
 
 
-def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
+def draw_run(run: ScheduleRun, path: str) -> None:
     """A pipeline's time line: a row per device, a box per unit with the number of its microbatch, sends as thin lines below."""
     schedule, devices = run.schedule, run.schedule.devices
     figure = blank(12, 1.2 + 0.55 * devices)
@@ -49,11 +49,11 @@ def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
     colors |= {"transfer": "#e15759"} if run.sends else {}
     axes.legend(handles=legend_of(colors), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=5, frameon=False, fontsize=8)
     shape = f"{schedule.name}: {devices} stages, {schedule.microbatches} microbatches"
-    titled(axes, title or f"{shape}, {seconds(run.seconds)}, bubble {run.bubble:.1%}")
+    titled(axes, f"{shape}, {seconds(run.seconds)}, bubble {run.bubble:.1%}")
     save(figure, path, dpi=130, bbox_inches="tight")
 
 
-def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
+def draw_timeline(timeline: Timeline, path: str) -> None:
     """One rank's streams over time, and below them the bytes that it holds."""
     names = timeline.streams
     colors = {**OF_KIND, **COLLECTIVES}
@@ -71,7 +71,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     kinds = sorted({kind for _, kind in rows})
     top.legend(handles=legend_of({kind: colors.get(kind, "#76b7b2") for kind in kinds}), loc="lower right", fontsize=7, ncols=6)
     said = f"{seconds(timeline.seconds)}, peak {size(timeline.peak_bytes)} at {seconds(timeline.peak_seconds)}"
-    top.set_title(title or said, fontsize=10, loc="left")
+    top.set_title(said, fontsize=10, loc="left")
     memory = timeline.memory
     kinds = [kind for kind in memory if kind not in ("seconds", "total")]
     if kinds:
@@ -85,10 +85,8 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
     """The record of `simulate --json` as tables."""
     said = f"{seconds(record['seconds'])} per step"
     if record["bubble"] is not None:
-        said += (
-            f", peak {size(record['peak_bytes'])} per device; communication that nothing hides: "
-            f"{seconds(record['exposed_communication_seconds'])}; bubble {record['bubble']:.1%}"
-        )
+        exposed = f"communication that nothing hides: {seconds(record['exposed_communication_seconds'])}"
+        said += f", peak {size(record['peak_bytes'])} per device; {exposed}; bubble {record['bubble']:.1%}"
     parts: list[str | ReportTable] = [said]
     if record.get("interval_seconds") is not None:
         low, high = record["interval_seconds"]
@@ -96,12 +94,9 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
         parts.append(f"prices: {record['prices']}; {tested_on(record['tested'])}")
     if record.get("cost_seconds") is not None:
         parts.append(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}")
-    if len(record["configurations"]) > 1:
-        parts += ["", _configurations(record["configurations"])]
-    if len(record["stages"]) > 1:
-        parts += ["", _stages(record["stages"])]
-    if critical:
-        parts += ["", critical_table(critical)]
+    parts += ["", _configurations(record["configurations"])] if len(record["configurations"]) > 1 else []
+    parts += ["", _stages(record["stages"])] if len(record["stages"]) > 1 else []
+    parts += ["", critical_table(critical)] if critical else []
     return shown(*parts)
 
 
@@ -144,9 +139,9 @@ def save_trace(trace: Mapping, path: str) -> None:
     write_atomically(json.dumps(trace, allow_nan=False), path)
 
 
-def trace_of(timeline: Timeline, *, name: str = "every rank") -> dict:
+def trace_of(timeline: Timeline) -> dict:
     """One rank: its compute stream, a stream per mesh axis, its memory; events on the critical path say so."""
-    events = [_named("process_name", 0, 0, name)]
+    events = [_named("process_name", 0, 0, "every rank")]
     events += [_named("thread_name", 0, k, stream) for k, stream in enumerate(timeline.streams)]
     critical = set(timeline.critical_path)
     for i, task in enumerate(timeline.tasks):
@@ -171,20 +166,18 @@ def _memory(timeline: Timeline) -> list[dict]:
         total = float(memory["total"][n])
         if at not in peaks or total >= peaks[at][0]:
             peaks[float(at)] = (total, {kind: float(memory[kind][n]) for kind in kinds})
-    return [
-        {"name": "memory_bytes", "ph": "C", "ts": at * MICRO, "pid": 0, "tid": 0, "args": values}
-        for at, (_, values) in sorted(peaks.items())
-    ]
+    event = {"name": "memory_bytes", "ph": "C", "pid": 0, "tid": 0}
+    return [{**event, "ts": at * MICRO, "args": values} for at, (_, values) in sorted(peaks.items())]
 
 
-def trace_of_run(run: ScheduleRun, names: Sequence[str] | None = None) -> dict:
+def trace_of_run(run: ScheduleRun) -> dict:
     """All devices of a pipeline: what each runs, and what it sends to which other one."""
     devices = run.schedule.devices
     events = []
     links = sorted({(send.device, send.to) for send in run.sends})
     thread = {pair: 1 + [b for a, b in links if a == pair[0]].index(pair[1]) for pair in links}
     for d in range(devices):
-        events.append(_named("process_name", d, 0, names[d] if names else f"stage {d}"))
+        events.append(_named("process_name", d, 0, f"stage {d}"))
         events.append(_named("thread_name", d, 0, "compute"))
         events += [_named("thread_name", a, thread[a, b], f"to stage {b}") for a, b in links if a == d]
     for span in run.spans:
@@ -203,7 +196,5 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict:
 
 
 def _complete(name: str, category: str, pid: int, tid: int, begin: float, end: float, arguments: dict) -> dict:
-    return {
-        "name": name, "cat": category, "ph": "X", "ts": begin * MICRO, "dur": (end - begin) * MICRO, "pid": pid, "tid": tid,
-        "args": arguments,
-    }  # fmt: skip
+    times = {"ts": begin * MICRO, "dur": (end - begin) * MICRO}
+    return {"name": name, "cat": category, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments}

@@ -5,7 +5,8 @@ ReportTable("Prices", ("what", *numbers("time", "share"), "known from"), [("mm",
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -46,6 +47,18 @@ class ReportTable:
 
     def full_rows(self) -> Iterator[TableRow]:
         return (row if isinstance(row, TableRow) else TableRow(row) for row in self.rows)
+
+
+def by_kind(
+    title: str, what: str, parts: Mapping[str, float], say: Callable[[float], str], colors: Mapping[str, str] | None = None
+) -> ReportTable:  # fmt: skip
+    """Seconds or bytes by kind, with a bar each. colors: the kinds whose colour they have, where it isn't their own."""
+    total = math.fsum(parts.values()) or 1.0
+    rows = [
+        TableRow((kind.replace("_", " "), say(part), share(part, total)), kind=(colors or {}).get(kind, kind), share=100 * part / total)
+        for kind, part in parts.items()
+    ]
+    return ReportTable(title, ("what", *numbers(what, "share")), [*rows, TableRow(("together", say(total), ""), strong=True)])
 
 
 def share(part: float, total: float) -> str:
