@@ -52,11 +52,11 @@ def test_a_plan_is_the_same_as_itself(plans, capsys):
 
 def test_doctor_says_which_features_are_left(monkeypatch):
     versions = {name: "1" for name in (*doctor_verb.NEEDED, *doctor_verb.OPTIONAL)}
-    gpus = doctor_verb.TorchHere("13.0", 8, "", ())
+    gpus = {"cuda": "13.0", "gpus": 8, "untested": None, "moved": []}
     assert all(state.startswith("yes") for state in doctor_verb._features(versions, [], gpus).values())
-    for here, why in ((replace(gpus, gpus=0), "no GPU is visible"), (replace(gpus, gpus=0, cuda=None), "this torch is built without CUDA")):
+    for here, why in ((gpus | {"gpus": 0}, "no GPU is visible"), (gpus | {"gpus": 0, "cuda": None}, "this torch is built without CUDA")):
         assert doctor_verb._features(versions, [], here)["verify --device cuda, and ranks on GPUs"] == why
-    left = doctor_verb._features(versions | {"numba": None, "highspy": None}, ["highspy"], replace(gpus, moved=("torch 9 has no x",)))
+    left = doctor_verb._features(versions | {"numba": None, "highspy": None}, ["highspy"], gpus | {"moved": ["torch 9 has no x"]})
     assert list(left.values())[:3] == ["highspy is missing; torch 9 has no x"] * 2 + ["numba is missing"]
 
 
@@ -73,5 +73,6 @@ def test_doctor_tries_every_solver(capsys, monkeypatch):
     assert main(["doctor", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["ok"] and record["versions"]["torch"] and set(record["solvers"].values()) == {"ok"}
-    monkeypatch.setattr(doctor_verb, "_selftest", lambda: selftest.selftest(8.0))  # negative control: 8 is not the optimum
+    tried = selftest.selftest
+    monkeypatch.setattr(selftest, "selftest", lambda: tried(8.0))  # negative control: 8 is not the optimum
     assert main(["doctor"]) == 1 and "wrong" in capsys.readouterr().out

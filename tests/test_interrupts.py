@@ -12,7 +12,7 @@ import pytest
 
 from autoshard import api
 from autoshard.cli import main, pipeline_verb
-from autoshard.cli.output import INTERRUPT_EFFECTS, SILENCE, Patience, interrupt_effect
+from autoshard.cli.output import INTERRUPT_EFFECTS, SILENCE, Lines, interrupt_effect
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
 from autoshard.tables import Table, plan_tables, planner
@@ -141,11 +141,11 @@ class Clock:
 def lines_until(end: float, stages: dict[float, str]) -> list[tuple[float, str]]:
     """What is said until `end`; stages: by when they begin, the first at 0."""
     clock, said = Clock(), []
-    patience = Patience(lambda line: said.append((clock.now, line)), clock)
+    lines = Lines(lambda line: said.append((clock.now, line)), clock)
     while clock.now <= end:
         if clock.now in stages:
-            patience.doing(stages[clock.now])
-        patience.look()
+            lines.update(stages[clock.now], 0.0)
+        lines.look()
         clock.now += 0.5
     return said
 
@@ -154,25 +154,25 @@ def test_no_verb_is_silent_for_ten_seconds():
     said = lines_until(100.0, {0.0: "capturing the model", 30.0: "solving"})
     times = [0.0, *(at for at, _ in said), 100.0]
     assert max(b - a for a, b in zip(times, times[1:])) < 10 and SILENCE < 10
-    assert said[0][1] == "capturing the model, 9 s so far; Ctrl-C ends it without an answer"
-    assert said[-1][1] == "solving, 99 s so far; Ctrl-C ends the search: the best plan so far, if there is one, is the answer"
+    assert said[0][1] == "capturing the model, 9 s so far; Ctrl-C ends it without an answer" and (30.0, "solving ...") in said
+    assert said[-1][1] == "solving, 93 s so far; Ctrl-C ends the search: the best plan so far, if there is one, is the answer"
 
 
 def test_nothing_is_said_where_a_line_was():
     clock, said = Clock(), []
-    patience = Patience(said.append, clock)
+    lines = Lines(said.append, clock)
     for clock.now in range(60):
-        patience.doing("solving", said=clock.now % 5 == 0)
-        patience.look()
-    assert said == []
+        lines.update(f"step {clock.now // 5}: solving", 0.0)
+        lines.look()
+    assert said == [f"step {k} ..." for k in range(12)]
 
 
 def test_nothing_is_said_when_it_is_over():
     clock, said = Clock(), []
-    patience = Patience(said.append, clock)
-    patience.stop()
+    lines = Lines(said.append, clock)
+    lines.stop()
     clock.now = 60.0
-    patience.look()
+    lines.look()
     assert said == []
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from autoshard import report
 from autoshard.cli.app import OK, app
-from autoshard.cli.loading import load_api, load_report
+from autoshard.cli.loading import load_api
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked, Verbs
 
@@ -51,7 +52,7 @@ def show(asked: Asked, output: Output) -> int:
     autoshard cache show plans.db 3f9a
     """
     plan = _plan(asked)
-    output.answer(load_report().planned.summary(plan), lambda: load_report().planned.planned_report(plan))
+    output.answer(report.planned.summary(plan), lambda: report.planned.planned_report(plan))
     return OK
 
 
@@ -83,8 +84,6 @@ def export(asked: Asked, output: Output) -> int:
 def _table(entries: list[dict[str, Any]]) -> Table:
     table = Table("key", "mesh", "ops", "seconds", "status", "autoshard")
     for one in entries:
-        mesh = "x".join(map(str, one.get("mesh", ())))
-        table.add_row(
-            one["key"][:12], mesh, str(one.get("ops")), f"{one.get('seconds', 0):.6g}", str(one.get("status")), str(one.get("autoshard"))
-        )
+        ops, status, version = (str(one.get(key)) for key in ("ops", "status", "autoshard"))
+        table.add_row(one["key"][:12], "x".join(map(str, one.get("mesh", ()))), ops, f"{one.get('seconds', 0):.6g}", status, version)
     return table

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import may_be_programs, settings_of
+from autoshard.cli.model_source import may_be_programs, names_model, settings_of
 from autoshard.cli.table import CONFIGURATIONS, CONSTANTS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
 from autoshard.options import Options, having
@@ -64,7 +64,7 @@ def _forward(given: Given, values: Mapping[str, Any]) -> bool:
 
 def _is_model(given: Given, values: Mapping[str, Any]) -> bool:
     target = str(values.get("target"))
-    return target.startswith("hf:") or ".py:" in target or target == "mlp"
+    return names_model(target) or target == "mlp"
 
 
 def is_launch(path: str, launcher: str | None) -> bool:
@@ -81,12 +81,7 @@ def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
 
 
 def _is_file(given: Given, values: Mapping[str, Any]) -> bool:
-    """A plan's, or a launcher's configuration."""
     return not _is_model(given, values)
-
-
-def _one_stage(given: Given, values: Mapping[str, Any]) -> bool:
-    return {values.get("pipeline"), values.get("microbatches")} == {(1,)}
 
 
 def _has_no(link: str) -> Callable[[Given, Mapping[str, Any]], bool]:
@@ -151,7 +146,10 @@ RULES = (
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
-    Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
+    Ineffective(
+        ("simulate",), ("schedule", "chunks"), lambda given, values: {values.get("pipeline"), values.get("microbatches")} == {(1,)},
+        "on one stage and one microbatch", "add --pipeline or --microbatches",
+    ),
     Ineffective(("simulate",), ("trust",), _is_model, "on a model, which is run anyway"),
     Ineffective(("simulate",), ("no_join",), _is_model, "on a model, whose reductions are not joined"),
     Ineffective(("certify", "check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
@@ -210,7 +208,7 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
     if twice := [key for key in own if key in settings]:
         key = twice[0]
         raise ValueError(f"--{key} {own[key]} and --set {key}={settings[key]} are the same; leave one out")
-    if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
+    if (written := values.get("model") or values.get("target")) is not None and names_model(written):
         settings_of(written, settings | own)
     if verb == "pipeline":
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
@@ -270,7 +268,8 @@ def check_files(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
     written = [(key, path) for key in RESULTS for path in _paths(values.get(key))]
     for k, (key, path) in enumerate(written):
         for other, taken in [*read, *written[:k]]:
-            if (verb, other) not in REPLACES and _same(path, taken):
+            same = os.path.realpath(path) == os.path.realpath(taken) and not os.path.realpath(path).startswith("/dev/")
+            if same and (verb, other) not in REPLACES:
                 raise ValueError(f"{names[key]} {path} is the file of {names[other]}, which would be lost; give another name")
     if twice := [path for path, count in Counter(map(os.path.realpath, _paths(values.get("files")))).items() if count > 1]:
         raise ValueError(f"{names['files']} has {twice[0]} twice; give it once")
@@ -286,7 +285,3 @@ def _file(written: str) -> str:
     if ".py:" in written:
         return written.partition(".py:")[0] + ".py"
     return written if os.path.exists(written) or "#" not in written else written.rpartition("#")[0]
-
-
-def _same(a: str, b: str) -> bool:
-    return os.path.realpath(a) == os.path.realpath(b) and not os.path.realpath(a).startswith("/dev/")

@@ -10,8 +10,8 @@ import importlib.metadata
 import platform
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -53,9 +53,14 @@ def doctor(asked: Asked, output: Output) -> int:
     output.progress("trying the solvers", 0.0)
     versions = {name: _version(name) for name in ("autoshard", *NEEDED, *OPTIONAL)}
     missing = [name for name in NEEDED if versions[name] is None]
-    solvers = {} if {"numpy", "highspy"} & set(missing) else _selftest()
-    here = _torch_here() if versions["torch"] else TorchHere(None, 0, "", ("torch is not installed",))
-    ok = not missing and not here.moved and all(state == "ok" for state in solvers.values())
+    solvers: dict[str, str] = {}
+    if not {"numpy", "highspy"} & set(missing):
+        from autoshard.solvers import selftest  # here: an installation that lacks something is to be told so
+
+        solvers = selftest.selftest()
+    nothing = {"cuda": None, "gpus": 0, "untested": None, "moved": ["torch is not installed"]}
+    here = _torch_here() if versions["torch"] else nothing
+    ok = not missing and not here["moved"] and all(state == "ok" for state in solvers.values())
     record = {
         "ok": ok,
         "python": platform.python_version(),
@@ -63,7 +68,7 @@ def doctor(asked: Asked, output: Output) -> int:
         "versions": versions,
         "missing": missing,
         "solvers": solvers,
-        "torch": {"cuda": here.cuda, "gpus": here.gpus, "untested": here.untested or None, "moved": list(here.moved)},
+        "torch": here,
         "neighbours": {name: version for name in NEIGHBOURS if (version := _version(name))},
         "features": _features(versions, missing, here),
     }
@@ -78,69 +83,51 @@ def _version(name: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class TorchHere:
-    """What this torch has."""
-
-    cuda: str | None  # the version that it was built for
-    gpus: int
-    untested: str  # a sentence about a version that the tests did not run with
-    moved: tuple[str, ...]  # a sentence for each name that it has no more
-
-
-def _torch_here() -> TorchHere:
+def _torch_here() -> dict[str, Any]:
+    """What this torch has: the version of CUDA that it was built for, GPUs, a sentence about a version that the tests did not run with,
+    and one for each name that it has no more."""
     try:
         import torch  # here, as what follows: an installation that lacks something is to be told so
 
         from autoshard.torch_private import VERSION, check_all, untested
     except ImportError as error:
-        return TorchHere(None, 0, "", (f"torch can't be imported: {error}",))
-    new = untested(VERSION)
-    return TorchHere(torch.version.cuda, torch.cuda.device_count(), new, tuple(check_all()) if new else ())
+        return {"cuda": None, "gpus": 0, "untested": None, "moved": [f"torch can't be imported: {error}"]}
+    new = untested(VERSION) or None
+    return {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "untested": new, "moved": list(check_all()) if new else []}
 
 
-def _features(versions: dict[str, str | None], missing: list[str], here: TorchHere) -> dict[str, str]:
+def _features(versions: dict[str, str | None], missing: list[str], here: dict[str, Any]) -> dict[str, str]:
     """By feature: "yes", or what it waits for."""
-    stopped = "; ".join([*(f"{name} is missing" for name in missing), *here.moved])
+    stopped = "; ".join([*(f"{name} is missing" for name in missing), *here["moved"]])
     features = {"plan, show, check, explain, simulate, export, verify, and ranks on CPUs": stopped or "yes"}
-    gpus = f"yes: {here.gpus} visible" if here.gpus else "no GPU is visible" if here.cuda else "this torch is built without CUDA"
+    none = "no GPU is visible" if here["cuda"] else "this torch is built without CUDA"
+    gpus = f"yes: {here['gpus']} visible" if here["gpus"] else none
     features["verify --device cuda, and ranks on GPUs"] = stopped or gpus
     for name, use in OPTIONAL.items():
         features[use.partition(": ")[0]] = "yes" if versions[name] else f"{name} is missing"
     return features
 
 
-def _selftest() -> dict[str, str]:
-    from autoshard.solvers import selftest  # here: an installation that lacks something is to be told so
-
-    return selftest.selftest()
-
-
 def _device_table(record: dict) -> Table:
     table = Table.grid(padding=(0, 2))
     for row in record["cannot_run"]:
         table.add_row(row["line"] or row["module"] or row["op"], row["target"], row["why"])
-    device, stopped = record["device"], len(record["cannot_run"])
-    answer = f"all {record['ops']} ops can" if record["ok"] else f"{stopped} of {record['ops']} ops can't"
-    table.add_row(f"{answer} run on {device}")
+    answer = f"all {record['ops']} ops can" if record["ok"] else f"{len(record['cannot_run'])} of {record['ops']} ops can't"
+    table.add_row(f"{answer} run on {record['device']}")
     return table
 
 
 def _table(record: dict) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row("python", f"{record['python']} ({sys.executable}), {record['platform']}")
+    rows = [("python", f"{record['python']} ({sys.executable}), {record['platform']}")]
     for name, version in record["versions"].items():
         why = f" (only for {OPTIONAL[name]})" if name in OPTIONAL else "; run `pip install -e .` in autoshard's folder"
-        table.add_row(name, version or f"missing{why}")
-    for name, version in record["neighbours"].items():
-        table.add_row(name, version)
-    for name, state in record["solvers"].items():
-        table.add_row(f"solver {name}", state)
-    if record["torch"]["untested"]:
-        table.add_row("torch", record["torch"]["untested"])
-    for name, state in record["features"].items():
-        table.add_row(name, state)
-    table.add_row("", "all is well" if record["ok"] else "something is missing or wrong: see above")
+        rows.append((name, version or f"missing{why}"))
+    rows += [*record["neighbours"].items(), *((f"solver {name}", state) for name, state in record["solvers"].items())]
+    rows += [("torch", record["torch"]["untested"])] if record["torch"]["untested"] else []
+    rows += [*record["features"].items(), ("", "all is well" if record["ok"] else "something is missing or wrong: see above")]
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -156,9 +143,8 @@ def demo(asked: Asked, _: None) -> int:
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = asked.out or str(Path(folder) / "gpt2-small-2x4.json")
-        return _verb("plan", *MODEL, "--set", "batch=512", "--mesh", "2x4", "--train", "--out", plan) or _verb(
-            "verify", plan, *MODEL, "--set", "batch=8", "--set", "seq=16"
-        )
+        code = _verb("plan", *MODEL, "--set", "batch=512", "--mesh", "2x4", "--train", "--out", plan)
+        return code or _verb("verify", plan, *MODEL, "--set", "batch=8", "--set", "seq=16")
 
 
 def _verb(*arguments: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import config_folder, may_have
+from autoshard.cli.model_source import config_folder, may_have, names_model
 from autoshard.mesh import DEVICES, parse_shape
 from autoshard.options import SIZE, ValueKind, check_layout
 from autoshard.reading import content_of, data_of, parsed, refuse_other
@@ -100,14 +100,14 @@ def _model(name: str, value: str) -> None:
 
 
 def _model_or_plan(name: str, value: str) -> None:
-    if value.startswith("hf:") or ".py:" in value:
+    if names_model(value):
         _model(name, value)
     elif value != "mlp":
         PLAN.check(name, value)
 
 
 def _model_or_configuration(name: str, value: str) -> None:
-    if value.startswith("hf:") or ".py:" in value:
+    if names_model(value):
         _model(name, value)
     elif Path(value).suffix in (".toml", ".sh", ".yaml", ".yml", ".json"):
         _readable(name, value, "a launcher's configuration")

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.loading import load_api, load_report
+from autoshard import report
+from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from autoshard.cli.output import Output
@@ -41,7 +42,7 @@ def checked_launch(output: Output, asked: Asked, path: str, **options: Any) -> t
 
 def write_page(output: Output, path: str | None, record: Mapping[str, Any], title: str, **more: Any) -> None:
     """Write the page of a launch, where a path is given."""
-    output.write(path, lambda out: write_atomically(load_report().page_of_launch.launch_page(record, title, **more), out))
+    output.write(path, lambda out: write_atomically(report.page_of_launch.launch_page(record, title, **more), out))
 
 
 def site_of(asked: Asked, launcher: str) -> Any:
@@ -52,7 +53,7 @@ def site_of(asked: Asked, launcher: str) -> Any:
     return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside, bias)
 
 
-def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) -> Any:
+def sizes_of(model: str, settings: Mapping[str, Any]) -> Any:
     """The sizes of MODEL: of hf:DIR from its config alone, else from the module's shapes on the meta device."""
     if model.startswith("hf:"):
         file = config_folder(model.removeprefix("hf:")) / "config.json"
@@ -60,7 +61,7 @@ def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) 
         layers = settings.get("layers")
         of_layers = {} if layers is None else {"num_hidden_layers": layers, "n_layer": layers}
         return load_launchers().sizes_of_config({**config, **of_layers}, str(file))
-    module, _ = load_model(model, settings, training=training)
+    module, _ = load_model(model, settings, training=True)
     return load_launchers().sizes_of_module(module)
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from autoshard.cli.combinations import is_launch
-from autoshard.cli.model import load_model
+from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import Device, Mesh
@@ -18,12 +18,6 @@ def load_api() -> ModuleType:
     from autoshard import api  # here: torch takes seconds to import, which --help and `solve` shouldn't
 
     return api
-
-
-def load_report() -> ModuleType:
-    from autoshard import report  # here: as above
-
-    return report
 
 
 def load_cluster(path: str) -> Mesh:
@@ -41,27 +35,17 @@ def load_device(device: str) -> str | Device:
     return load(device)
 
 
-def load_plan(path: str, mesh: tuple[int, ...] | None) -> Any:
+def load_plan(path: str, mesh: tuple[int, ...] | None = None) -> Any:
     """A plan of one program. ValueError where the file has another kind."""
-    _refuse_configuration(path)
-    return load_api().load_one(path, _mesh(mesh))
+    return load_any_plan(path, mesh, "load_one")
 
 
-def load_any_plan(path: str, mesh: tuple[int, ...] | None) -> Any:
-    """A plan of one program, of several, or of stages."""
-    _refuse_configuration(path)
-    return load_api().load(path, _mesh(mesh))
-
-
-def _refuse_configuration(path: str) -> None:
-    """ValueError for a file that by its ending is no plan, but a launcher's configuration."""
+def load_any_plan(path: str, mesh: tuple[int, ...] | None, load: str = "load") -> Any:
+    """A plan of one program, of several, or of stages. ValueError for a file that by its ending is a launcher's configuration."""
     if is_launch(path, None) and Path(path).is_file():
         verbs = "`autoshard check`, `fits`, `show` and `explain` answer for it"
         raise ValueError(f"{path} looks like a launcher's configuration, not like a plan; {verbs}")
-
-
-def _mesh(shape: tuple[int, ...] | None) -> Mesh | None:
-    return None if shape is None else Mesh.from_bandwidths(shape)
+    return getattr(load_api(), load)(path, None if mesh is None else Mesh.from_bandwidths(mesh))
 
 
 def model_of(
@@ -87,6 +71,15 @@ def model_of(
             f"runs what the plan names{without}"
         )
     return named, settings
+
+
+def model_for(output: Output, plan: Any, asked: Asked, path: str, **words: str) -> tuple[Any, Any]:
+    """The module and example inputs of a plan of one program, which have its sizes."""
+    written, settings = model_of(plan, asked.model, asked.settings, path, asked.trust, **words)
+    output.progress("building the model", 0.0)
+    module, example_inputs = load_model(written, settings, training=plan.training)
+    check_sizes(module, example_inputs, plan, path)
+    return module, example_inputs
 
 
 def models_for(output: Output, plan: Any, asked: Asked) -> tuple[Any, Any]:

@@ -17,6 +17,11 @@ HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "ex
 HUB_NAME = r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?"  # of a repository: ORG/NAME, or NAME of an old one
 
 
+def names_model(written: str) -> bool:
+    """Whether this is a MODEL, and no file of a plan or of a configuration."""
+    return written.startswith("hf:") or ".py:" in written
+
+
 def config_folder(written: str) -> Path:
     """The folder that holds the config.json of hf:`written`: itself, or that of a repository in the local cache of the Hugging Face hub.
 

@@ -38,7 +38,7 @@ class Output(AbstractContextManager):
         self.as_json, self.quiet = as_json, quiet
         self.stdout = sys.stdout
         self.others = redirect_stdout(sys.stderr)
-        self.progress_shown = Quiet() if quiet else Bar() if Console(file=sys.stderr).is_terminal else Lines()
+        self.progress_shown = Quiet() if quiet else Bar() if Console(file=sys.stderr).is_terminal else Lines().watching()
 
     def __enter__(self) -> Output:
         self.others.__enter__()
@@ -92,26 +92,6 @@ class Quiet:
     def update(self, what: str, fraction: float) -> None: ...
 
     def stop(self) -> None: ...
-
-
-class Lines(Quiet):
-    """Progress where stderr is a file: one line per stage, from two seconds on, and one where a stage takes long."""
-
-    def __init__(self) -> None:
-        self.began, self.stage = time.monotonic(), ""
-        self.patience = Patience(complain)
-        self.patience.start()
-
-    def update(self, what: str, fraction: float) -> None:
-        stage = what.partition(":")[0]
-        is_new = stage != self.stage and time.monotonic() - self.began > PATIENCE
-        if is_new:
-            self.stage = stage
-            complain(f"{stage} ...")
-        self.patience.doing(what, said=is_new)
-
-    def stop(self) -> None:
-        self.patience.stop()
 
 
 class Bar(Quiet):
@@ -239,25 +219,29 @@ def interrupt_effect(what: str) -> str:
     return INTERRUPT_EFFECTS[max((beginning for beginning in INTERRUPT_EFFECTS if what.startswith(beginning)), key=len)]
 
 
-class Patience:
-    """Prints a line where none was printed for SILENCE seconds. say: prints a line. clock: in seconds."""
+class Lines(Quiet):
+    """Progress where stderr is a file: a line per stage, from two seconds on, and one where none was printed for SILENCE seconds.
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
-        self.say, self.clock, self.what = say, clock, "starting"
+    say: prints a line. clock: in seconds.
+    """
+
+    def __init__(self, say: Callable[[str], None] = complain, clock: Callable[[], float] = time.monotonic) -> None:
+        self.say, self.clock, self.what, self.stage = say, clock, "starting", ""
         self.began = self.said = clock()
         self.over = threading.Event()
 
-    def start(self) -> None:
+    def watching(self) -> Lines:
         threading.Thread(target=self._watch, daemon=True).start()
+        return self
 
     def stop(self) -> None:
         self.over.set()
 
-    def doing(self, what: str, *, said: bool = False) -> None:
-        """Note what is being done; said: whether a line has been printed about it."""
-        self.what = what
-        if said:
-            self.said = self.clock()
+    def update(self, what: str, fraction: float) -> None:
+        self.what, stage = what, what.partition(":")[0]
+        if stage != self.stage and self.clock() - self.began > PATIENCE:
+            self.stage, self.said = stage, self.clock()
+            self.say(f"{stage} ...")
 
     def look(self) -> None:
         """Print a line if it is due."""

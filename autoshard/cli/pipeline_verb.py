@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import active_children, get_context
 from typing import Any
 
+from autoshard import report
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.loading import load_api, load_report
+from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
@@ -41,11 +42,10 @@ def pipeline(asked: Asked, output: Output) -> int:
             planned = api.plan(module, example_inputs, cluster, executor=executor, progress=output.progress, **options)
         except api.Infeasible as error:
             return say_no(output, error, {"configurations": []})
-    report = load_report().pipeline
     output.write(asked.out, planned.save)
-    output.write(asked.csv, lambda path: report.write_csv(planned.configurations, path))
-    output.write(asked.plot, lambda path: report.plot_speed_up(planned, path))
-    output.answer(planned.to_dict(layouts=False), lambda: report.pipeline_report(planned))
+    output.write(asked.csv, lambda path: report.pipeline.write_csv(planned.configurations, path))
+    output.write(asked.plot, lambda path: report.pipeline.plot_speed_up(planned, path))
+    output.answer(planned.to_dict(layouts=False), lambda: report.pipeline.pipeline_report(planned))
     return OK
 
 

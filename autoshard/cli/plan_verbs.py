@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autoshard import report
 from autoshard.cli.app import NO, OK, app, say_no
-from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_device, load_plan, load_report, models_for
+from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_device, load_plan, models_for
 from autoshard.cli.model import load_model, load_model_or_programs
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
@@ -33,10 +34,13 @@ def plan(asked: Asked, output: Output) -> int:
     if asked.free and asked.keep is None:
         raise ValueError(f"--free {asked.free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
     check_mesh_words(asked.mesh, asked.cluster, asked.keep, asked.devices)
-    kept = None if asked.keep is None else load_plan(asked.keep, None)
+    kept = None if asked.keep is None else load_plan(asked.keep)
     mesh = None if asked.mesh == AUTO else one_mesh(asked, kept)
-    planning = wanted_gap(inherited(asked.planning, kept))
-    _note_blocks(Options(**planning), output)
+    planning = inherited(asked.planning, kept)
+    planning = {"gap": WANTED_GAP, "accepted": ACCEPTED, **planning} if "gap" not in planning else planning
+    options = Options(**planning)
+    if options.recompute == "auto" and options.training and options.tie_blocks:
+        output.note("--recompute auto chooses blocks, not single tensors, beside --tie-blocks")
     output.progress("building the model", 0.0)
     loaded = load_model_or_programs(asked.model, asked.settings, training=planning.get("training", False))
     if isinstance(loaded, Mapping):
@@ -49,13 +53,8 @@ def plan(asked: Asked, output: Output) -> int:
         output.note(edits_note(planning["keep"], load_api().edited_layouts(kept), asked.keep))
     per_node = asked.devices_per_node or DEVICES_PER_NODE
     shapes = load_api().mesh_shapes(asked.devices, per_node) if mesh is None else []
-    options = {**planning, "assumptions": {"model": asked.model, "set": asked.settings}}
-    return _plan(module, example_inputs, mesh, [mesh_of(asked, shape, per_node) for shape in shapes], options, output, asked.out)
-
-
-def _note_blocks(asked: Options, output: Output) -> None:
-    if asked.recompute == "auto" and asked.training and asked.tie_blocks:
-        output.note("--recompute auto chooses blocks, not single tensors, beside --tie-blocks")
+    noted = {**planning, "assumptions": {"model": asked.model, "set": asked.settings}}
+    return _plan(module, example_inputs, mesh, [mesh_of(asked, shape, per_node) for shape in shapes], noted, output, asked.out)
 
 
 def _plan(
@@ -73,7 +72,6 @@ def _plan(
     except api.Infeasible as error:
         return say_no(output, error, error.to_dict())
     output.write(out, solution.save)
-    report = load_report()
     record = report.planned.summary(solution) | ({} if compared is None else {"meshes": compared})
     output.answer(record, lambda: report.planned.planned_report(solution, compared))
     return OK
@@ -83,8 +81,7 @@ def _plan_programs(programs: Mapping[str, Any], mesh: Mesh | None, asked: Asked,
     """Plan programs together, and print what sharing costs each of them."""
     if mesh is None:
         raise ValueError(f"{asked.model} returns several programs, which have no --mesh auto and no --keep; leave it out")
-    api, report = load_api(), load_report()
-    per_unit = None if asked.switches == "none" else float(asked.switches or 1)
+    api, per_unit = load_api(), None if asked.switches == "none" else float(asked.switches or 1)
     try:
         plan = api.plan(programs, mesh, switches=per_unit, progress=output.progress, **planning)
     except api.Infeasible as error:
@@ -110,7 +107,7 @@ def verify(asked: Asked, output: Output) -> int:
     options = {name: getattr(asked, name) for name in ("random", "seed", "plant_fault", "device")}
     mark = asked.solution if asked.mark else None
     record = load_api().verify(module, example_inputs, loaded, mark=mark, progress=output.progress, **options)
-    output.answer(record, lambda: load_report().planned.verify_report(record))
+    output.answer(record, lambda: report.planned.verify_report(record))
     return OK if record["ok"] else NO
 
 
@@ -133,12 +130,12 @@ def frontier(asked: Asked, output: Output) -> int:
         swept = api.frontier(module, example_inputs, devices, progress=output.progress, **options)
     except api.Infeasible as error:
         return say_no(output, error)
-    record, report = swept.to_dict(), load_report().frontier
+    record = swept.to_dict()
     output.write(asked.out, swept.save)
-    output.write(asked.csv, lambda path: report.write_csv(record, path))
-    output.write(asked.plot, lambda path: report.draw(record, path))
+    output.write(asked.csv, lambda path: report.frontier.write_csv(record, path))
+    output.write(asked.plot, lambda path: report.frontier.draw(record, path))
     output.write(asked.save_dir, lambda folder: _save_plans(swept, output, Path(folder)))
-    output.answer(record, lambda: report.frontier_report(record))
+    output.answer(record, lambda: report.frontier.frontier_report(record))
     return OK
 
 
@@ -156,11 +153,6 @@ Shape = tuple[int, ...]
 AUTO = "auto"  # the --mesh that compares all shapes
 WANTED_GAP = 1e-3  # relative: prices carry errors of several percent, so nobody waits for the digits behind it
 ACCEPTED = (0.01, 60.0)  # (relative gap, seconds): after a minute this is enough
-
-
-def wanted_gap(planning: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the gap at which planning ends: the one that is asked for, else a sensible one."""
-    return {"gap": WANTED_GAP, "accepted": ACCEPTED, **planning} if "gap" not in planning else dict(planning)
 
 
 def check_mesh_words(mesh: Shape | str | None, cluster: str | None, keep: str | None = None, devices: int | None = None) -> None:

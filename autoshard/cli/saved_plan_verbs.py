@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from autoshard import report
 from autoshard.cli.app import NO, OK, app, say_no
 from autoshard.cli.combinations import is_launch
 from autoshard.cli.launchers import checked_launch, write_page
-from autoshard.cli.loading import load_any_plan, load_api, load_plan, load_report, model_of
-from autoshard.cli.model import check_sizes, load_model
+from autoshard.cli.loading import load_any_plan, load_api, load_plan, model_for, model_of
+from autoshard.cli.model_source import names_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.writing import write_atomically
@@ -57,7 +58,6 @@ def show(asked: Asked, output: Output) -> int:
 
 
 def _print(output: Output, loaded: Any) -> None:
-    report = load_report()
     if hasattr(loaded, "programs"):
         output.answer(report.programs.programs_record(loaded), lambda: report.programs.programs_report(loaded))
     elif hasattr(loaded, "stages"):
@@ -68,7 +68,7 @@ def _print(output: Output, loaded: Any) -> None:
 
 def _compare(output: Output, asked: Asked) -> bool:
     """Print the differences of two plans, and return whether they are the same."""
-    report, both = load_report(), (asked.solution, asked.other)
+    both = (asked.solution, asked.other)
     kinds = {is_launch(path, asked.launcher) for path in both}
     if len(kinds) == 2:
         raise ValueError(f"one of {' and '.join(both)} is a launcher's configuration and the other a plan; give two of a kind")
@@ -82,28 +82,26 @@ def _compare(output: Output, asked: Asked) -> bool:
 
 def _show_launch(output: Output, asked: Asked, *, explained: bool = False) -> int:
     """Print what a launcher's configuration takes, without what would be better; or write its page, with it."""
-    html, report = getattr(asked, "html", None), load_report().launchers
+    html = getattr(asked, "html", None)
     record = checked_launch(output, asked, asked.solution, changes=html is not None)[0].to_dict()
     write_page(output, html, record, asked.solution)
-    more = [report.sensitivity_table(record)] if explained and record["legal"] else []
-    output.answer(record, lambda: report.launch_table(record, asked.solution, *more))
+    more = [report.launchers.sensitivity_table(record)] if explained and record["legal"] else []
+    output.answer(record, lambda: report.launchers.launch_table(record, asked.solution, *more))
     return OK
 
 
 def _write(output: Output, loaded: Any, asked: Asked) -> None:
     """Write the page of a plan."""
-    from autoshard.report import html  # here: as in loading
-
-    out, no_model = asked.html, asked.no_model
-    points = None if asked.frontier is None else html.load_frontier(asked.frontier)
+    out = asked.html
+    points = None if asked.frontier is None else report.frontier.load_frontier(asked.frontier)
     several = _several(asked.solution, loaded)
     if several and (asked.model is not None or asked.settings or points is not None):
         raise ValueError(several)
     page, why = (load_api().html_report(loaded), "") if several else _page(output, loaded, asked, points)
-    if why and not no_model:
+    if why and not asked.no_model:
         output.note(f"without a time line: {why}")
     output.write(out, lambda path: write_atomically(page, path))
-    sections = html.shown_sections(loaded, has_timeline=not why, has_frontier=points is not None)
+    sections = report.html.shown_sections(loaded, has_timeline=not why, has_frontier=points is not None)
     num_bytes = len(page.encode())
     record = {"out": out, "bytes": num_bytes, "sections": sections, "no_model": why or None}
     output.answer(record, lambda: Text(f"{out}: {num_bytes / 1e3:.0f} kB, opens in any browser"))
@@ -123,11 +121,9 @@ def _page(output: Output, loaded: Any, asked: Asked, points: dict | None) -> tup
         why = "it was left out" if asked.no_model else "the plan doesn't say which model it is for"
         return api.html_report(loaded, frontier=points, no_model=why), why
     without = "; or --no-model, for a page without a time line"
-    written, keywords = model_of(loaded, asked.model, asked.settings, path, asked.trust, option="--model", without=without)
+    model_of(loaded, asked.model, asked.settings, path, asked.trust, option="--model", without=without)  # where nobody said to run it
     try:
-        output.progress("building the model", 0.0)
-        module, inputs = load_model(written, keywords, training=loaded.training)
-        check_sizes(module, inputs, loaded, path)
+        module, inputs = model_for(output, loaded, asked, path)
         return api.html_report(loaded, module, inputs, frontier=points, progress=output.progress), ""
     except (ValueError, OSError) as error:
         if named:
@@ -152,7 +148,10 @@ def explain(asked: Asked, output: Output) -> int:
     """
     if is_launch(asked.solution, asked.launcher):
         return _show_launch(output, asked, explained=True)
-    _check_words(asked.name, asked.why_not)
+    if asked.name is not None and names_model(asked.name):
+        raise ValueError(f"NAME is {asked.name!r}, which is a model; give it as --model {asked.name}, and as NAME what to explain")
+    if asked.why_not is not None and asked.name is None:
+        raise ValueError(f"--why-not {asked.why_not!r} asks about nothing; name a parameter, op or block before it")
     loaded = load_any_plan(asked.solution, asked.mesh)
     if hasattr(loaded, "programs"):
         if asked.name is not None or asked.robust:
@@ -165,27 +164,21 @@ def explain(asked: Asked, output: Output) -> int:
     if asked.name is None:
         _prices(loaded, record, shown)
     if asked.name is not None or asked.robust:
-        written, keywords = model_of(loaded, asked.model, asked.settings, asked.solution, asked.trust, option="--model")
-        output.progress("building the model", 0.0)
-        module, example_inputs = load_model(written, keywords, training=loaded.training)
-        check_sizes(module, example_inputs, loaded, asked.solution)
+        module, example_inputs = model_for(output, loaded, asked, asked.solution, option="--model")
         options: dict[str, Any] = {"time_limit": asked.time_limit, "progress": output.progress}
     if asked.name is not None:
         options_of_name = {"why_not": asked.why_not, "most": asked.alternatives}
         record["explained"] = load_api().explain(module, example_inputs, loaded, asked.name, **options_of_name, **options).to_dict()
-        shown.append(lambda: load_report().explained.explained(record["explained"]))
+        shown.append(lambda: report.explained.explained(record["explained"]))
     if asked.robust:
         record["robust"] = load_api().robustness(module, example_inputs, loaded, slack=asked.within, **options)
-        shown.append(lambda: load_report().explained.robustness_table(record["robust"]))
+        shown.append(lambda: report.explained.robustness_table(record["robust"]))
     output.answer(record, lambda: Group(*(part() for part in shown)))
     return OK
 
 
 def _programs(output: Output, plan: Any) -> int:
     """What sharing costs each of several programs, and the parts of each one's cost."""
-    from rich.text import Text
-
-    report = load_report()
     prices: dict[str, dict] = {}
     parts: list[Callable[[], RenderableType]] = [partial(report.programs.programs_report, plan)]
     for name, one in plan.programs.items():
@@ -195,19 +188,12 @@ def _programs(output: Output, plan: Any) -> int:
     return OK
 
 
-def _check_words(name: str | None, why_not: str | None) -> None:
-    if name is not None and (".py:" in name or name.startswith("hf:")):
-        raise ValueError(f"NAME is {name!r}, which is a model; give it as --model {name}, and as NAME what to explain")
-    if why_not is not None and name is None:
-        raise ValueError(f"--why-not {why_not!r} asks about nothing; name a parameter, op or block before it")
-
-
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:
     """The parts of the cost, with the errors of their prices."""
     record["interval_seconds"] = None if loaded.interval is None else list(loaded.interval)
     record["fingerprint"] = loaded.fingerprint.get("prices")
-    record["prices"] = load_report().plan_tables.price_parts(loaded)
-    shown.append(lambda: load_report().explained.prices_report(loaded))
+    record["prices"] = report.plan_tables.price_parts(loaded)
+    shown.append(lambda: report.explained.prices_report(loaded))
 
 
 @app.command()
@@ -235,5 +221,5 @@ def export(asked: Asked, output: Output) -> int:
     record = {"format": asked.kind, "export": plain, "left": [one._asdict() for one in value.left]}
     record |= {"cost_seconds": value.cost_seconds, "plan_cost_seconds": loaded.cost, "extra_seconds": value.extra_seconds}
     if asked.out is None or output.as_json:
-        output.answer(record, lambda: load_report().terminal.exported_text(plain))
+        output.answer(record, lambda: report.terminal.exported_text(plain))
     return OK

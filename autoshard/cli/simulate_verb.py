@@ -8,9 +8,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from autoshard import report
 from autoshard.cli.app import OK, app
-from autoshard.cli.loading import load_api, load_cluster, load_device, load_plan, load_report, model_of
-from autoshard.cli.model import check_sizes, load_model
+from autoshard.cli.loading import load_api, load_cluster, load_device, load_plan, model_for
+from autoshard.cli.model import load_model
+from autoshard.cli.model_source import names_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import Axis, Mesh
@@ -35,7 +37,7 @@ def simulate(asked: Asked, output: Output) -> int:
     how: dict[str, Any] = {"overlap": not asked.no_overlap, "prefetch": asked.prefetch}
     if asked.constants != "physical":
         simulated = Simulated(record_of_mlp(asked.target, asked.constants, asked.settings, grid))
-    elif _is_model(asked.target):
+    elif names_model(asked.target):
         if asked.model is not None:
             raise ValueError(f"{asked.target} is a model, and {asked.model} too; give one of them, or a plan and its model")
         grid, mesh_of = _measured(asked.cluster, grid, output) if asked.cluster is not None else (grid, _nodes(asked))
@@ -47,7 +49,7 @@ def simulate(asked: Asked, output: Output) -> int:
         simulated = _of_plan(asked, output, {**how, "join": not asked.no_join})
     _write(simulated, asked, output)
     critical = None if simulated.timeline is None or simulated.run is not None else simulated.timeline.critical_seconds
-    output.answer(simulated.record, lambda: load_report().timeline.simulation_report(simulated.record, critical))
+    output.answer(simulated.record, lambda: report.timeline.simulation_report(simulated.record, critical))
     return OK
 
 
@@ -70,18 +72,11 @@ def _of_model(asked: Asked, grid: Grid, mesh_of: MeshMaker, output: Output, how:
 
 
 def _of_plan(asked: Asked, output: Output, how: Mapping[str, Any]) -> Simulated:
-    solution = load_plan(asked.target, None)
+    solution = load_plan(asked.target)
     measured = None if asked.cluster is None else load_cluster(asked.cluster)
-    written, keywords = model_of(solution, asked.model, asked.settings, asked.target, asked.trust)
-    output.progress("building the model", 0.0)
-    module, inputs = load_model(written, keywords, training=solution.training)
-    check_sizes(module, inputs, solution, asked.target)
+    module, inputs = model_for(output, solution, asked, asked.target)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
     return Simulated(record_of_plan(solution, timeline, measured=measured is not None), timeline)
-
-
-def _is_model(target: str) -> bool:
-    return target.startswith("hf:") or ".py:" in target
 
 
 def _nodes(asked: Asked) -> MeshMaker:
@@ -118,17 +113,12 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
 
 
 def _write(simulated: Simulated, asked: Asked, output: Output) -> None:
-    report, timeline, run = load_report(), simulated.timeline, simulated.run
+    timeline, run = simulated.timeline, simulated.run
     output.progress("writing", 0.95)
-
-    def save_trace(path: str) -> None:
-        report.timeline.save_trace(report.timeline.trace_of(timeline) if run is None else report.timeline.trace_of_run(run), path)
-
-    def draw(path: str) -> None:
-        report.timeline.draw_timeline(timeline, path) if run is None else report.timeline.draw_run(run, path)
-
-    output.write(asked.trace, save_trace, "; open it in ui.perfetto.dev")
-    output.write(asked.picture, draw)
+    room, of = report.timeline, timeline if run is None else run
+    draw, trace = (room.draw_timeline, room.trace_of) if run is None else (room.draw_run, room.trace_of_run)
+    output.write(asked.trace, lambda path: room.save_trace(trace(of), path), "; open it in ui.perfetto.dev")
+    output.write(asked.picture, lambda path: draw(of, path))
 
 
 # -- records of --json --------------------------------------------------------------------------------------------------------------
@@ -142,16 +132,10 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
     best, stages = simulations[0], []
     for d in range(best.parallel.pipeline):
         mine = best.parts[d :: best.parallel.pipeline]
-        stages.append(
-            {
-                "mesh": list(best.mesh.shape),
-                "forward_seconds": math.fsum(part.forward for part in mine),
-                "backward_seconds": math.fsum(part.backward for part in mine),
-                "finish_seconds": math.fsum(part.finish for part in mine),
-                "peak_bytes": best.peak_bytes if best.run is None else best.run.peak_bytes[d],
-                "send_bytes": math.fsum(part.send for part in mine),
-            }
-        )
+        times = {f"{what}_seconds": math.fsum(getattr(part, what) for part in mine) for what in ("forward", "backward", "finish")}
+        peak = best.peak_bytes if best.run is None else best.run.peak_bytes[d]
+        sent = math.fsum(part.send for part in mine)
+        stages.append({"mesh": list(best.mesh.shape), **times, "peak_bytes": peak, "send_bytes": sent})
     rows = [one.to_dict() for one in simulations]
     top = {key: rows[0][key] for key in OF_THE_BEST}
     overlap = best.timeline is None or best.timeline.program.overlap
@@ -160,23 +144,16 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
 
 def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
     """A plan's time line as a record. measured: under other prices than the plan's own; `cost_seconds` is then the cost under those."""
-    row = {
-        "seconds": timeline.seconds,
-        "peak_bytes": timeline.peak_bytes,
-        "schedule": "sequential",
-        "microbatches": solution.microbatches,
-        "bubble": 0.0,
-        "exposed_communication_seconds": timeline.exposed_communication_seconds,
-    }
+    known = {key: getattr(timeline, key) for key in ("seconds", "peak_bytes", "exposed_communication_seconds")}
+    row = {**known, "schedule": "sequential", "microbatches": solution.microbatches, "bubble": 0.0}
+    row = {key: row[key] for key in OF_THE_BEST}
     program = timeline.program
     return {
         **row,
         **_sure(program.formulation.mesh.device, timeline.seconds, overlap=program.overlap),
-        "cost_seconds": _cost(timeline.program) if measured else solution.cost,
+        "cost_seconds": _cost(program) if measured else solution.cost,
         "plan_peak_bytes": solution.peak_bytes,
-        "compute_seconds": timeline.compute_seconds,
-        "communication_seconds": timeline.communication_seconds,
-        "critical_seconds": timeline.critical_seconds,
+        **{key: getattr(timeline, key) for key in ("compute_seconds", "communication_seconds", "critical_seconds")},
         "stages": [{"mesh": list(solution.mesh.shape), "seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes}],
         "configurations": [row],
     }

@@ -12,33 +12,7 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.cli.kinds import (
-    CLUSTER,
-    DEVICE,
-    DEVICE_OR_FILE,
-    FOLDER,
-    LAYOUT,
-    MESH,
-    MESH_OR_AUTO,
-    MODEL,
-    MODEL_OR_CONFIGURATION,
-    MODEL_OR_PLAN,
-    NODES,
-    OUT,
-    PERCENT,
-    PICTURE,
-    PLAN,
-    PRICED,
-    SETTINGS,
-    SHARE,
-    SITE_DEVICE,
-    SIZE_OR_NONE,
-    SWITCHES,
-    WORKERS,
-    each,
-    file,
-    plan,
-)
+from autoshard.cli import kinds
 from autoshard.mesh import DEVICES_PER_NODE
 from autoshard.options import (
     COUNTS,
@@ -103,40 +77,42 @@ def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None, default: 
     return Argument(kind, help, metavar=metavar, default=default)
 
 
-TEXTS = each(TEXT)
+TEXTS = kinds.each(TEXT)
 CACHED = arg("The file or URL of a cache, as `autosharding_pass(cache=)` takes it.")
 CACHED_KEY = arg("The first letters of an entry's key.")
-CERTIFIED = file("what `autoshard certify --out` or `autoshard plan --out` wrote")
-CONTEST, SCHEME = file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
-MEASURED = each(file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
+CERTIFIED = kinds.file("what `autoshard certify --out` or `autoshard plan --out` wrote")
+CONTEST, SCHEME = kinds.file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
+MEASURED = kinds.each(kinds.file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
 SECONDS = number(above=True, finite=False)
 LAUNCHER, PRECISION, RUNS_ON = one_of(tuple(LAUNCHERS), "launcher"), one_of(PRECISIONS), one_of(("cpu", "cuda"), "device")
-OLD_MESH = opt("For old plans, whose files don't say: the mesh, 2x4.", MESH)
-THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", MODEL, default=None)
-MODEL_OPTION = opt("file.py:function; without it and with --trust the one the plan was made for.", MODEL, metavar="MODEL")
+OLD_MESH = opt("For old plans, whose files don't say: the mesh, 2x4.", kinds.MESH)
+THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", kinds.MODEL, default=None)
+MODEL_OPTION = opt("file.py:function; without it and with --trust the one the plan was made for.", kinds.MODEL, metavar="MODEL")
 NUMBERS_HELP = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
 
 SHARED: dict[str, Typed] = {
-    "model": arg("file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.", MODEL),
-    "solution": arg("A plan, as `autoshard plan --out` writes it.", PLAN, "SOLUTION"),
+    "model": arg(
+        "file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.", kinds.MODEL
+    ),
+    "solution": arg("A plan, as `autoshard plan --out` writes it.", kinds.PLAN, "SOLUTION"),
     "trust": opt("Run the code of the model that the plan names, where no model is given.", SWITCH),
-    "cluster": opt("A file of `calibrate measure`, instead of a mesh and bandwidths.", CLUSTER),
-    "mesh": opt("Sizes of the mesh, slowest axis first: 2x4.", MESH),
+    "cluster": opt("A file of `calibrate measure`, instead of a mesh and bandwidths.", kinds.CLUSTER),
+    "mesh": opt("Sizes of the mesh, slowest axis first: 2x4.", kinds.MESH),
     "intra_node_bandwidth": opt("Bytes per second per device, inside a node. Default: the device's own.", SIZE),
     "inter_node_bandwidth": opt("Bytes per second of one node's link to the others.", SIZE, default="400GB/s"),
     "device": opt(
-        "a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE, default="h100"
+        "a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", kinds.DEVICE_OR_FILE, default="h100"
     ),
     "devices_per_node": opt("Default: all axes but the first.", count()),
     "tf32": opt('Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.', SWITCH),
-    "prices": opt("Take bandwidths and device from `calibrate show`: a100, h100, b200, mi300x, ...", PRICED),
-    "settings": opt("A keyword for the model's function; repeatable.", SETTINGS, "--set", metavar="KEY=VALUE"),
+    "prices": opt("Take bandwidths and device from `calibrate show`: a100, h100, b200, mi300x, ...", kinds.PRICED),
+    "settings": opt("A keyword for the model's function; repeatable.", kinds.SETTINGS, "--set", metavar="KEY=VALUE"),
     "batch": opt("As --set batch=N: examples in the model's inputs.", count()),
     "seq": opt("As --set seq=N: tokens of each example.", count()),
     "dtype": opt("As --set dtype=NAME: bfloat16, float32, ... of the weights.", one_of(DTYPES)),
     "as_json": opt("Print one JSON object instead of tables.", SWITCH, "--json"),
     "quiet": opt("No progress, no notes.", SWITCH),
-    "out": opt("Write the plan here: .json, or .pkl.", OUT),
+    "out": opt("Write the plan here: .json, or .pkl.", kinds.OUT),
 }
 
 
@@ -148,12 +124,12 @@ NAMED = ("batch", "seq", "dtype")  # settings of models with an option of their 
 OF_MODELS, LINKS, ANSWER = shared("settings", *NAMED), shared("intra_node_bandwidth", "inter_node_bandwidth"), shared("as_json", "quiet")
 PRICES_OF_MESH = LINKS | shared("device", "tf32", "prices", "devices_per_node")
 SITE = {  # of a launch
-    "device": opt("a100, h100, h200, b200, ...: one of autoshard/cost/devices.", SITE_DEVICE, default="h100"),
+    "device": opt("a100, h100, h200, b200, ...: one of autoshard/cost/devices.", kinds.SITE_DEVICE, default="h100"),
     "per_node": opt("Devices of a node.", count(), default=8),
     "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
 }
-EVIDENCE = opt("A file with what own runs needed, by which answers are corrected; `fits --observed` writes it.", OUT)
-HTML = opt("Write a page of HTML here.", OUT)
+EVIDENCE = opt("A file with what own runs needed, by which answers are corrected; `fits --observed` writes it.", kinds.OUT)
+HTML = opt("Write a page of HTML here.", kinds.OUT)
 SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
 OF_LAUNCH = {  # what a launcher's configuration may leave open, and where it runs
     "launcher": opt("Of a configuration: torchtitan, megatron, accelerate or nanotron. Default: by the file's ending.", LAUNCHER),
@@ -171,34 +147,34 @@ ONLY = {  # of launches, by the names of their columns
     "schedule": opt("Only these schedules of pipelines: none, 1F1B, Interleaved1F1B, ZBVZeroBubble.", some_of(LAUNCH_SCHEDULES)),
     "recompute": opt("Only these kinds of recomputation.", some_of(RECOMPUTED)),
 }  # fmt: skip
-LAUNCH_OUT = opt("Write a configuration here, as the launcher reads it.", OUT)
+LAUNCH_OUT = opt("Write a configuration here, as the launcher reads it.", kinds.OUT)
 RECORDS: dict[str, type] = {"pipeline": PipelineOptions}  # by verb; of the other verbs Options
 # by verb, in the order of its --help
 OWN: dict[str, dict[str, Typed]] = {
     "plan": {
         **shared("model"),
-        "mesh": opt("Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", MESH_OR_AUTO),
+        "mesh": opt("Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", kinds.MESH_OR_AUTO),
         **OF_MODELS, **shared("cluster"),
         "devices": opt("With --mesh auto: how many.", count()),
         **shared("out"), **PRICES_OF_MESH,
         "devices_per_node": opt("Default: all axes but the first; 8 with --mesh auto.", count()),
-        "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
+        "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", kinds.PLAN, metavar="SOLUTION"),
         "free": opt("With --keep: parameters to plan anew; repeatable.", TEXTS, metavar="GLOB"),
         "switches": opt(
             "Of several programs: how often per unit copies of parameters are made anew; 0: once; none: there are no copies. Default: 1.",
-            SWITCHES,
+            kinds.SWITCHES,
         ),
         **ANSWER,
     },
     "show": {
         "solution": arg(
-            "A plan, as `autoshard plan --out` writes it; or a launcher's configuration.", plan(PLAN_OR_CONFIGURATION, ("pipeline",)),
+            "A plan, as `autoshard plan --out` writes it; or a launcher's configuration.", kinds.plan(PLAN_OR_CONFIGURATION, ("pipeline",)),
             "SOLUTION",
         ),
-        "other": arg("Another one, to compare it with.", PLAN, "OTHER", default=None),
+        "other": arg("Another one, to compare it with.", kinds.PLAN, "OTHER", default=None),
         "html": HTML,
         "model": MODEL_OPTION, **shared("settings", "trust"),
-        "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", file("what `autoshard frontier --out` wrote")),
+        "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", kinds.file("what `autoshard frontier --out` wrote")),
         "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
         "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
         "mesh": OLD_MESH, **OF_LAUNCH, **ANSWER,
@@ -216,10 +192,10 @@ OWN: dict[str, dict[str, Typed]] = {
         **shared("model", "mesh"), **OF_MODELS, **shared("cluster"),
         "points": opt("How many proven points to look for.", count(), default=12),
         "gap": opt("Up to which gap a point counts as proven, relative.", number(), default=1e-3),
-        "out": opt("Write the points and bounds here, as JSON.", OUT),
-        "csv": opt("Write the points here, as CSV.", OUT),
-        "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
-        "save_dir": opt("Write the plan of every point into this folder: point-00.json, ...", FOLDER),
+        "out": opt("Write the points and bounds here, as JSON.", kinds.OUT),
+        "csv": opt("Write the points here, as CSV.", kinds.OUT),
+        "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", kinds.PICTURE),
+        "save_dir": opt("Write the plan of every point into this folder: point-00.json, ...", kinds.FOLDER),
         "time_limit": opt("Seconds for the sweep.", SECONDS, default=TIME_LIMIT),
         **PRICES_OF_MESH,
         "recompute": opt("Blocks to recompute in the backward pass: a number, or all.", recomputed(("all",)), default="0"),
@@ -228,26 +204,26 @@ OWN: dict[str, dict[str, Typed]] = {
     "pipeline": {
         **shared("model"),
         "devices": opt("How many devices, in equal nodes.", count()),
-        "nodes": opt("Instead: N nodes of M devices, 2x8:h100; repeatable.", each(NODES), metavar="NxM:DEVICE"),
+        "nodes": opt("Instead: N nodes of M devices, 2x8:h100; repeatable.", kinds.each(kinds.NODES), metavar="NxM:DEVICE"),
         **OF_MODELS,
         "memory": opt("Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", SIZES),
         "inference": opt("The forward pass alone.", SWITCH),
         "training": opt("A training step (this is the default).", SWITCH, "--train"),
         **LINKS,
-        "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu.", DEVICE, default="h100"),
+        "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu.", kinds.DEVICE, default="h100"),
         **shared("tf32"),
         "devices_per_node": opt("With --devices.", count(), default=DEVICES_PER_NODE),
-        "workers": opt("Processes that plan stages; 1: this one.", WORKERS, default=2),
+        "workers": opt("Processes that plan stages; 1: this one.", kinds.WORKERS, default=2),
         "dask": opt("Plan stages on this Dask cluster: tcp://host:8786.", metavar="URL"),
-        "out": opt("Write the pipeline with all its layouts here, as JSON.", OUT),
-        "csv": opt("Write all configurations here.", OUT),
-        "plot": opt("Draw speed-up over devices here: .png, .svg or .pdf.", PICTURE),
+        "out": opt("Write the pipeline with all its layouts here, as JSON.", kinds.OUT),
+        "csv": opt("Write all configurations here.", kinds.OUT),
+        "plot": opt("Draw speed-up over devices here: .png, .svg or .pdf.", kinds.PICTURE),
         **ANSWER,
     },
     "simulate": {
         "target": arg(
             "A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline; or mlp, with --constants.",
-            MODEL_OR_PLAN, "SOLUTION|MODEL",
+            kinds.MODEL_OR_PLAN, "SOLUTION|MODEL",
         ),
         "model": THE_MODEL, **OF_MODELS, **shared("trust"),
         "data": opt(f"Data-parallel degree. {NUMBERS_HELP}", COUNTS, default="1"),
@@ -263,51 +239,51 @@ OWN: dict[str, dict[str, Typed]] = {
         "no_overlap": opt("Collectives and kernels one after the other.", SWITCH),
         "no_join": opt("Of a plan: small reductions of gradients one by one.", SWITCH),
         "prefetch": opt("Parameters fetched ahead of their use.", count(0), default=12),
-        "cluster": opt("Prices from a file of `calibrate measure`; a model uses all its devices.", CLUSTER),
+        "cluster": opt("Prices from a file of `calibrate measure`; a model uses all its devices.", kinds.CLUSTER),
         **LINKS, **shared("device", "tf32"),
         "devices_per_node": opt("Default: those of one stage.", count()),
         "constants": opt(
             "physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.", one_of(CONSTANTS), default="physical"
         ),
-        "trace": opt("Write a trace here, for ui.perfetto.dev.", OUT),
-        "picture": opt("Draw the time line here: .png, .svg or .pdf.", PICTURE),
+        "trace": opt("Write a trace here, for ui.perfetto.dev.", kinds.OUT),
+        "picture": opt("Draw the time line here: .png, .svg or .pdf.", kinds.PICTURE),
         **ANSWER,
     },
     "explain": {
-        "solution": arg("A plan, or a launcher's configuration.", plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
+        "solution": arg("A plan, or a launcher's configuration.", kinds.plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
         "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn.", default=None),
-        "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", LAYOUT, metavar="LAYOUT"),
+        "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", kinds.LAYOUT, metavar="LAYOUT"),
         "alternatives": opt("With NAME: how many other layouts to report.", count(0), default=5),
         "model": MODEL_OPTION, **shared("settings", "trust"),
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
-        "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE, default=0.0),
+        "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", kinds.SHARE, default=0.0),
         "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS, default=60.0),
         "mesh": OLD_MESH, **OF_LAUNCH, **ANSWER,
     },
     "certify": {
         "numbers": arg("The numbers that prove a plan, as --out writes them; with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|PLAN"),
         "model": THE_MODEL, **shared("settings", "trust"),
-        "out": opt("Write the numbers here, as JSON: all that the check needs.", OUT),
-        "problem": opt("Write the plan's problem here, for another solver: .mps, .lp, or .json as `autoshard solve` reads it.", OUT),
+        "out": opt("Write the numbers here, as JSON: all that the check needs.", kinds.OUT),
+        "problem": opt("Write the plan's problem here, for another solver: .mps, .lp, or .json as `autoshard solve` reads it.", kinds.OUT),
         "mesh": OLD_MESH, **ANSWER,
     },
     "check": {
-        "solution": arg("A plan, or a launcher's configuration.", plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
+        "solution": arg("A plan, or a launcher's configuration.", kinds.plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
         "model": THE_MODEL, **shared("settings", "trust"),
-        "within": opt("How far it may be above the best plan now: 5%, or 0.05.", PERCENT, default="5%"),
+        "within": opt("How far it may be above the best plan now: 5%, or 0.05.", kinds.PERCENT, default="5%"),
         "no_solve": opt("Do not plan anew; compare with a bound that is found faster.", SWITCH),
         "any_graph": opt("Accept a graph other than the one planned, if the layouts fit it: another batch size.", SWITCH),
-        "cluster": opt("Today's prices: a file of `calibrate measure`. Default: those of the plan.", CLUSTER),
+        "cluster": opt("Today's prices: a file of `calibrate measure`. Default: those of the plan.", kinds.CLUSTER),
         "time_limit": opt("Seconds for planning anew.", SECONDS, default=600.0),
         "mesh": OLD_MESH,
         **OF_LAUNCH, "html": HTML, "out": LAUNCH_OUT, **ANSWER,
     },
     "fits": {
         "target": arg(
-            "A launcher's configuration (.toml, .sh, .yaml); or file.py:function or hf:DIR, a model.", MODEL_OR_CONFIGURATION,
+            "A launcher's configuration (.toml, .sh, .yaml); or file.py:function or hf:DIR, a model.", kinds.MODEL_OR_CONFIGURATION,
             "MODEL|CONFIG",
         ),
-        "model": arg("With a configuration that doesn't say its model: file.py:function or hf:DIR.", MODEL, default=None),
+        "model": arg("With a configuration that doesn't say its model: file.py:function or hf:DIR.", kinds.MODEL, default=None),
         **OF_LAUNCH,
         "seq": opt(f"{SEQ} Default of a model: 8192.", count()),
         "microbatch": opt("Sequences of a microbatch. Default of a model: 1.", count()),
@@ -342,7 +318,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "html": HTML,
         "row": opt("Where the seconds of the launch with this number go, which --out then writes; 1 is the best.", count()),
         "out": LAUNCH_OUT,
-        "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
+        "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", kinds.PICTURE),
         **ANSWER,
     },
     "serve-plan": {
@@ -352,16 +328,16 @@ OWN: dict[str, dict[str, Typed]] = {
         "batch": opt("Sequences that are served at the same time.", count(), default=REQUIRED),
         "prompt": opt("Tokens of a prompt. Default: half of --max-tokens.", count()),
         **shared("settings", "dtype"),
-        "device": opt("One of `calibrate show`: a100, h100, h200, b200, mi300x, ...", PRICED, default="h100"),
+        "device": opt("One of `calibrate show`: a100, h100, h200, b200, mi300x, ...", kinds.PRICED, default="h100"),
         "devices_per_node": opt("How many devices a node has.", count(), default=DEVICES_PER_NODE),
         "memory": opt("Memory of a device: 72GB. Default: all it has.", SIZE),
         "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
         "eager": opt("Every kernel is launched from the host: no CUDA graphs.", SWITCH),
         **ANSWER,
     },
-    "demo": {"out": opt("Keep the plan in this file.", OUT)},
+    "demo": {"out": opt("Keep the plan in this file.", kinds.OUT)},
     "doctor": {
-        "model": arg("file.py:function or hf:DIR: the model whose ops are looked up for --device.", MODEL, default=None),
+        "model": arg("file.py:function or hf:DIR: the model whose ops are looked up for --device.", kinds.MODEL, default=None),
         "device": opt("cuda: can each op run there? No GPU is needed.", RUNS_ON),
         "training": opt("Look at a training step instead of a forward pass.", SWITCH, "--train"),
         **OF_MODELS, **shared("as_json"),
@@ -374,16 +350,16 @@ OWN: dict[str, dict[str, Typed]] = {
             one_of(EXPORTS, "export"), "--format", "--to", default="sharding_map",
         ),
         "axis": opt("Mesh axis that module styles shard over. Default: where the plan shards most."),
-        "within": opt("How much longer than the plan a step may take as exported: 5%, or 0.05.", PERCENT, default="5%"),
+        "within": opt("How much longer than the plan a step may take as exported: 5%, or 0.05.", kinds.PERCENT, default="5%"),
         "mesh": OLD_MESH,
-        "out": opt("Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", OUT),
+        "out": opt("Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", kinds.OUT),
         "as_json": opt("Print one JSON object: the export, what it leaves out, its price.", SWITCH, "--json"),
         **shared("quiet"),
     },
     "redistribute": {
         "problem": arg(
             "Problems as JSON: shape, mesh, src, src_bs, dst, dst_bs; one or a list.",
-            file("one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
+            kinds.file("one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
         ),
         "planner": opt("astar, dijkstra, memory_constrained or naive.", one_of(PLANNERS), default="astar"),
         "prices": opt("mesh (the links of a cluster) or tensorcraft (as published).", one_of(("mesh", "tensorcraft")), default="mesh"),
@@ -394,7 +370,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "top_k": opt("memory_constrained: stop after so many ways.", count()),
         "table": opt("Print the table (the default without --json or --latex).", SWITCH),
         "latex": opt("Print the table as LaTeX.", SWITCH),
-        "draw": opt("Write a picture of the first problem's route, PNG.", PICTURE),
+        "draw": opt("Write a picture of the first problem's route, PNG.", kinds.PICTURE),
         **ANSWER,
     },
     "solve": {
@@ -402,23 +378,23 @@ OWN: dict[str, dict[str, Typed]] = {
         "solver": opt("auto, prices, ilp, cvxpy, dp, dual or exhaustive.", one_of(SOLVERS, "solver"), default="auto"),
         "time_limit": opt("Seconds; then the best answer so far is returned, with its bound.", SECONDS, default=TIME_LIMIT),
         "gap": opt("Stop when the answer is proven to be within this of the best, relative.", number(), default=0.0),
-        "out": opt("Write the choices here, as JSON.", OUT),
+        "out": opt("Write the choices here, as JSON.", kinds.OUT),
         **ANSWER,
     },
     "tables": {
-        "spec": arg("Tables as CSV (name,rows,columns,...) or JSON.", file("tables as CSV in a file named .csv, or JSON")),
-        "devices": opt("How many devices, or a mesh such as 2x8: nodes x devices of a node.", MESH, default="8"),
+        "spec": arg("Tables as CSV (name,rows,columns,...) or JSON.", kinds.file("tables as CSV in a file named .csv, or JSON")),
+        "devices": opt("How many devices, or a mesh such as 2x8: nodes x devices of a node.", kinds.MESH, default="8"),
         "hbm": opt("Memory of a device.", SIZE, default="80GB"),
-        "host_memory": opt("Memory of a host, shared by its devices; default: no table is placed there.", SIZE_OR_NONE),
+        "host_memory": opt("Memory of a host, shared by its devices; default: no table is placed there.", kinds.SIZE_OR_NONE),
         **LINKS,
         "host_bandwidth": opt("Bytes per second between a device and its host's memory.", SIZE, default="32GB/s"),
         **shared("device"),
         "batch": opt("Examples per device and step.", count(), default=512),
-        "reserve": opt("Share of all memory that is kept free.", SHARE, default=0.15),
+        "reserve": opt("Share of all memory that is kept free.", kinds.SHARE, default=0.15),
         "effort": opt("Times the usual number of search moves.", SECONDS, default=1.0),
         "seed": opt("Of the search; the same seed yields the same plan.", count(0), default=0),
-        "out": opt("Write the plan as JSON.", OUT),
-        "plot": opt("Write a bar plot of the load per device, PNG or SVG.", PICTURE),
+        "out": opt("Write the plan as JSON.", kinds.OUT),
+        "plot": opt("Write a bar plot of the load per device, PNG or SVG.", kinds.PICTURE),
         "every": opt("Print every table, not only those that take longest.", SWITCH, "--all"),
         **ANSWER,
     },
@@ -426,13 +402,13 @@ OWN: dict[str, dict[str, Typed]] = {
     "cache show": {"location": CACHED, "key": CACHED_KEY, **ANSWER},
     "cache prune": {"location": CACHED, "most": opt("Bytes that the entries may take: 1GB.", SIZE, default=REQUIRED), **ANSWER},
     "cache export": {
-        "location": CACHED, "key": CACHED_KEY, "out": opt("Write the plan here: .json, or .pkl.", OUT, default=REQUIRED), **ANSWER,
+        "location": CACHED, "key": CACHED_KEY, "out": opt("Write the plan here: .json, or .pkl.", kinds.OUT, default=REQUIRED), **ANSWER,
     },
     "calibrate fit": {
         "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),
-        "out": opt("Write the curves here, as JSON.", OUT),
+        "out": opt("Write the curves here, as JSON.", kinds.OUT),
         "method": opt("piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).", one_of(METHODS), default="piecewise"),
-        "plot": opt("Draw curves and errors here: .png, .svg or .pdf.", PICTURE),
+        "plot": opt("Draw curves and errors here: .png, .svg or .pdf.", kinds.PICTURE),
         "table": opt("Show every curve, also where there are many.", SWITCH),
         "collective": opt("Of files that don't say it."),
         "devices": opt("Of files that don't say it.", count()),
@@ -442,13 +418,13 @@ OWN: dict[str, dict[str, Typed]] = {
     },
     "calibrate measure": {
         "mesh": replace(SHARED["mesh"], default=REQUIRED),
-        "out": opt("Write the cluster here, again and again while it is measured.", OUT, default="cluster.json"),
+        "out": opt("Write the cluster here, again and again while it is measured.", kinds.OUT, default="cluster.json"),
         "seconds": opt("Time to measure in, without starting up.", number(1.0), default=40.0),
         "largest": opt("Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", SIZE),
         "backend": opt("nccl, gloo, or auto.", one_of(("auto", "nccl", "gloo")), default="auto"),
         **ANSWER,
     },
-    "calibrate show": {"name": arg("One of them; default all.", PRICED, default=None), **shared("as_json")},
+    "calibrate show": {"name": arg("One of them; default all.", kinds.PRICED, default=None), **shared("as_json")},
 }  # fmt: skip
 
 

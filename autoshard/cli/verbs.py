@@ -44,7 +44,7 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         order = self.make_parser(ctx).parse_args(args=list(args))[-1]
-        check_repeated(called(p) for p in order if _has_one_value(p))
+        check_repeated(called(p) for p in order if p.param_type_name == "option" and not (p.multiple or getattr(p, "is_flag", False)))
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -119,10 +119,6 @@ def _declared(name: str, option: Any, default: Any) -> inspect.Parameter:
     info = typer.Argument(**facts) if isinstance(option, Argument) else typer.Option(*option.typed_as(name), **facts)
     kind = option.kind.typed if default is not None else option.kind.typed | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
-
-
-def _has_one_value(parameter: Any) -> bool:
-    return parameter.param_type_name == "option" and not (parameter.multiple or parameter.is_flag)
 
 
 def called(parameter: Any) -> str:

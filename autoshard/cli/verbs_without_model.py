@@ -13,21 +13,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from autoshard import report
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.loading import load_device, load_report
+from autoshard.cli.loading import load_device
 from autoshard.cli.output import Output, finite
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import Mesh
-from autoshard.problem import Problem, read_contest, write_choice
+from autoshard.problem import read_contest, write_choice
 from autoshard.reading import data_of, rows_of, text_of
 from autoshard.units import size
 from autoshard.writing import write_atomically
 
 if TYPE_CHECKING:
-    from autoshard.solvers import Infeasibility
     from autoshard.tables import Table as EmbeddingTable
 
 
@@ -65,16 +64,12 @@ def solve(asked: Asked, output: Output) -> int:
         "reduced": dict(answer.reduced),
         "interrupted": answer.interrupted,
     }
-    if answer.infeasibility is not None and numbers is not None:
-        record["infeasibility"] = _infeasibility(numbers, answer.infeasibility)
+    if (why := answer.infeasibility) is not None and numbers is not None:
+        # the smallest limit that works is between the two numbers; the nodes hold the most bytes at the time
+        nodes = [{"node": node, "name": numbers.names[node], "bytes": amount} for node, amount in why.nodes]
+        record["infeasibility"] = {"smallest_limit": list(why.smallest_limit), "time": why.time, "nodes": nodes}
     output.answer(record, lambda: _table(record, answer.status.advice))
     return NO if answer.choice is None or (answer.interrupted and answer.status is not Status.OPTIMAL) else OK
-
-
-def _infeasibility(problem: Problem, why: Infeasibility) -> dict:
-    """The smallest limit that works is between the two numbers of `smallest_limit`; `nodes` hold the most bytes at `time`."""
-    nodes = [{"node": node, "name": problem.names[node], "bytes": amount} for node, amount in why.nodes]
-    return {"smallest_limit": list(why.smallest_limit), "time": why.time, "nodes": nodes}
 
 
 def _progress(cost: float, bound: float) -> tuple[str, float]:
@@ -83,21 +78,19 @@ def _progress(cost: float, bound: float) -> tuple[str, float]:
     return f"solving: best {cost:.10g}, bound {bound:.10g}", max(0.0, bound / cost) if known else 0.0
 
 
-def _table(record: dict, advice: str) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row("status", f"{record['status']}: {advice}")
+def _table(record: dict, advice: str) -> Group:
+    rows = [("status", f"{record['status']}: {advice}")]
     for key in ("cost", "bound", "gap", "peak", "limit"):
         value = record[key]
-        table.add_row(key, "-" if value is None or not math.isfinite(value) else f"{value:.12g}")
+        rows.append((key, "-" if value is None or not math.isfinite(value) else f"{value:.12g}"))
     if why := record.get("infeasibility"):
         low, high = why["smallest_limit"]
-        table.add_row("smallest limit", f"{high:.12g}" if low == high else f"between {low:.12g} and {high:.12g}")
-        table.add_row("at time", f"{why['time']}, where most is held by")
-        for node in why["nodes"]:
-            table.add_row("", f"node {node['name']}: {node['bytes']:.12g} bytes")
-    table.add_row("left to search", ", ".join(f"{value} {key}" for key, value in record["reduced"].items()) or "everything")
-    table.add_row("seconds", ", ".join(f"{key} {value:.2f}" for key, value in record["seconds"].items()))
-    return table
+        rows.append(("smallest limit", f"{high:.12g}" if low == high else f"between {low:.12g} and {high:.12g}"))
+        rows.append(("at time", f"{why['time']}, where most is held by"))
+        rows += [("", f"node {node['name']}: {node['bytes']:.12g} bytes") for node in why["nodes"]]
+    rows.append(("left to search", ", ".join(f"{value} {key}" for key, value in record["reduced"].items()) or "everything"))
+    rows.append(("seconds", ", ".join(f"{key} {value:.2f}" for key, value in record["seconds"].items())))
+    return report.terminal.pairs(rows)
 
 
 @app.command()
@@ -117,15 +110,15 @@ def tables(asked: Asked, output: Output) -> int:
     plan = plan_tables(read_tables(asked.spec), mesh, progress=output.progress, **options)
     record = plan.to_dict()
     output.write(asked.out, lambda path: write_atomically(json.dumps(finite(record), indent=1) + "\n", path))
-    output.write(asked.plot if plan.devices else None, lambda path: load_report().tables.draw(path, record))
+    output.write(asked.plot if plan.devices else None, lambda path: report.tables.draw(path, record))
     assumed = Text(f"{mesh_line(mesh)}\n{limits_line(asked.hbm, asked.host_memory, asked.reserve)}\n")
-    output.answer(record, lambda: Group(assumed, load_report().tables.table_of(record, asked.every)))
+    output.answer(record, lambda: Group(assumed, report.tables.table_of(record, asked.every)))
     return OK if plan.devices else NO
 
 
 def mesh_line(mesh: Mesh) -> str:
     """The device and the links that times are computed from, written as in the report of `autoshard plan`."""
-    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(load_report().plan_tables.axis_line, mesh.axes)])
+    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(report.plan_tables.axis_line, mesh.axes)])
 
 
 def limits_line(hbm: float, host_memory: float | None, reserve: float) -> str:
@@ -158,7 +151,6 @@ def redistribute(asked: Asked, output: Output) -> int:
     """
     from autoshard import relayout as room  # here: it needs torch, which --help shouldn't
 
-    report = load_report().redistribution
     options = {key: value for key, value in (("max_depth", asked.max_depth), ("top_k", asked.top_k)) if value is not None}
     if options and asked.planner != "memory_constrained":
         raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {asked.planner}")
@@ -175,20 +167,14 @@ def redistribute(asked: Asked, output: Output) -> int:
         first = first or route
     if first is not None:
         layouts = [first.problem.source, *(step.after for step in first.steps)]
-        names = ["source", *(report.operation(step) for step in records[0]["steps"])]
+        points = [[i * n // min(n, SAMPLES) for i in range(min(n, SAMPLES))] for n in first.problem.shape]
+        held = [[room.holds(first.problem, layout, d, some) for d, some in enumerate(points)] for layout in layouts]
+        names = ["source", *(report.redistribution.operation(step) for step in records[0]["steps"])]
         title = f"{first.problem.name}  {records[0]['source']}  ->  {records[0]['target']}"
-        output.write(asked.draw, lambda path: report.draw(path, title, names, _panels(first.problem, layouts)))
+        output.write(asked.draw, lambda path: report.redistribution.draw(path, title, names, held))
     if asked.latex and not output.as_json:
-        output.plain(report.latex(records))
+        output.plain(report.redistribution.latex(records))
     if output.as_json or asked.table or not asked.latex:
         answer = {"routes": records, "planner": asked.planner, "prices": asked.prices}
-        output.answer(answer, lambda: report.route_table(records))
+        output.answer(answer, lambda: report.redistribution.route_table(records))
     return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO
-
-
-def _panels(problem, layouts) -> list[list[list[list[int]]]]:
-    """Per layout, dim, rank and sampled index, whether the rank holds it."""
-    from autoshard.relayout import holds
-
-    points = [[i * n // min(n, SAMPLES) for i in range(min(n, SAMPLES))] for n in problem.shape]
-    return [[holds(problem, layout, d, some) for d, some in enumerate(points)] for layout in layouts]

@@ -1,13 +1,18 @@
-"""`autoshard fits`: will a launch fit, with odds. `autoshard degrees`: every launch of a launcher on some devices, predicted and sorted."""
+"""`autoshard fits`: will a launch fit, with odds. `autoshard degrees`: every launch of a launcher on some devices, predicted and sorted.
+`autoshard serve-plan`: degrees for serving a language model, with its cache in memory, and their seconds."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
+from autoshard import report
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.launchers import launcher_of, load_launchers, model_builder, read_launch, site_of, sizes_of, write_page
-from autoshard.cli.loading import load_api, load_report
+from autoshard.cli.loading import load_api
+from autoshard.cli.model import load_model
+from autoshard.cli.model_source import names_model
 from autoshard.cli.output import Output
 from autoshard.cli.table import ONLY
 from autoshard.cli.verbs import Asked
@@ -38,7 +43,7 @@ def fits(asked: Asked, output: Output) -> int:
     autoshard fits llama3_70b.toml --devices 64 --observed train.log --evidence memory.json
     """
     room = load_launchers()
-    is_model = asked.target.startswith("hf:") or ".py:" in asked.target
+    is_model = names_model(asked.target)
     launcher = launcher_of(asked.target, asked.launcher or ("torchtitan" if is_model else None))
     described = _described(room, asked, launcher) if is_model else read_launch(asked.target, asked, launcher)[0]
     site = site_of(asked, launcher)
@@ -48,7 +53,7 @@ def fits(asked: Asked, output: Output) -> int:
         record["observed"] = _observed(output, asked, answer)
     if asked.html is not None:
         write_page(output, asked.html, room.check_launch(described, launcher, site).to_dict(), asked.target, fits=record)
-    output.answer(record, lambda: load_report().launchers.fits_table(record, asked.target))
+    output.answer(record, lambda: report.launchers.fits_table(record, asked.target))
     return OK if record["ok"] else NO
 
 
@@ -107,10 +112,46 @@ def degrees(asked: Asked, output: Output) -> int:
         output.note(f"row {shown + 1} is tight: it fits with a chance of {prices.chance[shown]:.0%}")
     best = answer.ranked.launch(shown)
     output.write(asked.out, lambda out: write_atomically(room.configuration_text(launcher, room.LaunchConfig(best, sizes)), out))
-    output.write(asked.plot, lambda plot: load_report().launchers.draw(answer, plot))
+    output.write(asked.plot, lambda plot: report.launchers.draw(answer, plot))
     if asked.html is not None:
-        ranked = load_report().launchers.ranked_launches(answer, asked.top or TABLE_ROWS)
+        ranked = report.launchers.ranked_launches(answer, asked.top or TABLE_ROWS)
         checked = room.check_launch(room.LaunchConfig(best, sizes), launcher, answer.ranked.site, ranked=answer.ranked, changes=False)
         write_page(output, asked.html, checked.to_dict(), f"{asked.model}, launch {shown + 1}", ranked=ranked)
-    output.answer(record, lambda: load_report().launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))
+    output.answer(record, lambda: report.launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))
     return OK if answer.ranked.prices.fits[0] else NO
+
+
+SERVED = "bfloat16"  # weights of hf: models, where nobody says
+
+
+@app.command("serve-plan")
+def serve_plan(asked: Asked, output: Output) -> int:
+    """Degrees for serving MODEL: memory with the cache, time to first token, time per output token, and the style of every module.
+
+    MODEL is hf:DIR, or file.py:function that returns a model of transformers. Exit code 1 where no degrees fit.
+
+    \b
+    autoshard serve-plan hf:llama-3-70b --devices 8 --device h100 --max-tokens 32768 --batch 64
+    autoshard serve-plan hf:llama-3-8b --devices 4 --max-tokens 8192 --prompt 4096 --batch 128 --memory 72GB --json
+    """
+    if asked.prompt is not None and asked.prompt >= asked.max_tokens:
+        raise ValueError(f"--prompt is {asked.prompt} of --max-tokens {asked.max_tokens}; expected fewer, so that an answer has room")
+    usual = {"dtype": SERVED} if asked.model.startswith("hf:") else {}
+    output.progress("building the model", 0.0)
+    module, _ = load_model(asked.model, usual | asked.settings)
+    from autoshard.serving import serve_plan as planned  # here: transformers takes seconds to import
+
+    names = ("max_tokens", "batch", "prompt", "device", "devices_per_node", "expert_parallel", "eager")
+    options = {name: getattr(asked, name) for name in names}
+    plan = planned(module, asked.devices, memory_limit=asked.memory, progress=output.progress, **options)
+    record = plan.to_dict() | {"model": asked.model, "styles": _styles(plan.solution)}
+    output.answer(record, lambda: report.serving.serving_report(record))
+    return OK if plan.best is not None else NO
+
+
+def _styles(solution) -> dict[str, dict[str, str]]:
+    """The style of every module as each launcher writes it, whatever else the priced step does; empty where no row that fits shards
+    modules without copies of heads."""
+    if solution is None:
+        return {}
+    return {kind: dict(load_api().export(solution, kind, within=math.inf)) for kind in ("tp_plan", "vllm", "sglang")}
