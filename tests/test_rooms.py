@@ -71,11 +71,11 @@ TABLE = {
 
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
-    "version": 3, "certify": 107, "cycles": 24, "units": 34, "torch_private": 185, "writing": 164, "precision": 77, "options": 620,
+    "version": 3, "certify": 107, "cycles": 24, "units": 31, "torch_private": 185, "writing": 164, "precision": 77, "options": 609,
     "reading": 317, "devices": 309, "mesh": 281, "layout": 175, "graph": 2338, "capture": 3433, "strategies": 2403, "cost": 2294,
     "routes": 666, "problem": 364, "solvers": 5062, "formulate": 1544, "baselines": 1241, "solution": 1939, "simulate": 1359,
-    "planning": 4719, "pipeline": 3427, "explain": 1459, "lower": 5892, "runtime": 4715, "calibrate": 1215, "launch": 4102, "exports": 1090,
-    "relayout": 1888, "tables": 2337, "serving": 702, "report": 3400, "api": 1474, "cli": 3707, "pytest_plugin": 36,
+    "planning": 4719, "pipeline": 3427, "explain": 1431, "lower": 5892, "runtime": 4715, "calibrate": 1190, "launch": 4102, "exports": 1048,
+    "relayout": 1853, "tables": 2325, "serving": 673, "report": 3325, "api": 1474, "cli": 3565, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
