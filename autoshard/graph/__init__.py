@@ -41,6 +41,7 @@ from autoshard.graph.records import Ref as Ref
 from autoshard.graph.records import Result as Result
 from autoshard.graph.records import Tensor as Tensor
 from autoshard.graph.records import Value as Value
+from autoshard.graph.records import hash_of as hash_of
 from autoshard.graph.records import is_dense as is_dense
 from autoshard.graph.records import leaves as leaves
 from autoshard.graph.records import replace_refs as replace_refs

@@ -7,8 +7,6 @@
 in them only. A program with one microbatch has neither. The other ops of the graph are those of one microbatch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value

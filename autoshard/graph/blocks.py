@@ -13,12 +13,11 @@ place. A place is (block, instance, position): instances are the layers from the
 the same operator, literals, and shapes of inputs and outputs, and therefore the same candidates.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from autoshard.graph.records import Graph, Op
@@ -105,7 +104,7 @@ def _repeated_blocks(graph: Graph) -> Blocks:
     return Blocks(tuple(places))
 
 
-def _shifts(first: int, group: dict[int, Repetition], linked: BlockLinks) -> dict[int, int]:
+def _shifts(first: int, group: dict[int, Repetition], linked: "BlockLinks") -> dict[int, int]:
     """The d_r for which item b of repetition r belongs to instance (b + d_r) // P_r: that of most of its inputs or readers.
 
     A read between an item b of a known instance v and an item b' of s belongs to that instance if v P_s <= b' + d_s < (v + 1) P_s,
@@ -118,26 +117,15 @@ def _shifts(first: int, group: dict[int, Repetition], linked: BlockLinks) -> dic
                 continue
             known, unknown = (r, s) if r in shifts else (s, r)
             P = group[unknown].period
-            opened: Counter[int] = Counter()
+            opened: Counter[int] = Counter()  # per point, how many intervals begin there minus how many end there
             for i, a in link.reads if r in shifts else [read[::-1] for read in link.reads]:
                 low = (group[known].coordinate(i) + shifts[known]) // group[known].period * P - group[unknown].coordinate(a)
                 opened[low] += 1
                 opened[low + P] -= 1
-            shifts[unknown] = _most_open(opened)
+            ends = sorted(opened)
+            overlapping = list(accumulate(opened[at] for at in ends))
+            shifts[unknown] = ends[overlapping.index(max(overlapping))]
     return shifts
-
-
-def _most_open(opened: Counter[int]) -> int:
-    """The least point that is in most intervals. opened: per point, how many intervals begin there minus how many end there."""
-    count = most = best = 0
-    for at in sorted(opened):
-        count += opened[at]
-        if count > most:
-            most, best = count, at
-    return best
-
-
-# -- symbols ----------------------------------------------------------------------------------------------------------------
 
 
 def symbols(graph: Graph, label: Callable[[Op], object] = lambda op: None) -> list[int]:
@@ -162,9 +150,6 @@ def symbols(graph: Graph, label: Callable[[Op], object] = lambda op: None) -> li
         op_symbols.append(symbol)
         roots.append(symbol if op.is_placeholder else root)
     return op_symbols
-
-
-# -- repetitions ------------------------------------------------------------------------------------------------------------
 
 
 def repetitions(items: Sequence[int]) -> list[Repetition]:
@@ -211,9 +196,6 @@ def _free(taken: bytearray, start: int, stop: int) -> list[tuple[int, int]]:
         start = stop if high < 0 else high
         intervals.append((low, start))
     return intervals
-
-
-# -- links ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

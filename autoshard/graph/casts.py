@@ -12,14 +12,12 @@ Whether a parameter is gathered before or after its cast is a layout like any ot
 added is part of the policy: an op of kind "cast_then_reduce" leaves them pending (`pending`), one of kind "reduce_then_cast" wants none.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from autoshard.graph.records import Const, Graph, Op, Ref, Result, Tensor, Value
+from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value
 from autoshard.graph.rewriting import Rewriting
 from autoshard.precision import FLOATS, Precision
 
@@ -45,7 +43,9 @@ class _Mixing(Rewriting):
         super().__init__(graph)
         self.precision = precision
         self.stored = {
-            i: stored[op.name] for i, op in enumerate(graph.ops) if op.kind in ("parameter", "input") and _differs(op, stored.get(op.name))
+            i: dtype
+            for i, op in enumerate(graph.ops)
+            if op.kind in ("parameter", "input") and op.outputs[0] and (dtype := stored.get(op.name)) in FLOATS and op.output.dtype != dtype
         }
         self.views = {i for i in self.stored if graph.ops[i].kind == "parameter"}  # cast parameters and their views in the forward
         for i, op in enumerate(graph.ops):
@@ -56,7 +56,8 @@ class _Mixing(Rewriting):
         self.gradients: dict[Value, str] = {}  # of a gradient, the dtype in which its parameter is stored
         for result in graph.results:
             if result.kind == "gradient" and result.value is not None and result.name in graph.index:
-                self.gradients[result.value] = self._stored_dtype(graph.index[result.name])
+                i = graph.index[result.name]
+                self.gradients[result.value] = self.stored.get(i, graph.tensor((i, 0)).dtype)
         self.casts: dict[tuple[Value, bool], Value] = {}  # (old value, whether its reader is of the backward pass): new value
         self.ends: dict[Value, Value] = {}  # old value: the new value that the program returns in its place
         self.summed: deque[Callable[[], None]] = deque()  # the casts of sums that are to come, oldest first
@@ -74,13 +75,8 @@ class _Mixing(Rewriting):
             self._finish(value)
         while self.summed:
             self.summed.popleft()()
-        return self.graph({r: self.ends[r.value] for r in self.source.results if r.value in self.ends and self._is_end(r)})
-
-    def _is_end(self, result: Result) -> bool:
-        return result.kind == "output" or result.value in self.gradients and result.kind == "gradient"
-
-    def _stored_dtype(self, i: int) -> str:
-        return self.stored.get(i, self.source.tensor((i, 0)).dtype)
+        ends = [r for r in self.source.results if r.kind == "output" or (r.kind == "gradient" and r.value in self.gradients)]
+        return self.graph({r: self.ends[r.value] for r in ends if r.value in self.ends})
 
     def _is_cast_output(self, value: Value) -> bool:
         dtype = self.source.tensor(value).dtype
@@ -140,10 +136,6 @@ class _Mixing(Rewriting):
             name += "_cast"
         literals = ((Ref(0),), (("dtype", Const("dtype", dtype)),))
         return self.add(Op(name, CAST, (source,), literals, (replace(tensor, dtype=dtype),), kind, module, None, backward))
-
-
-def _differs(op: Op, dtype: str | None) -> bool:
-    return dtype is not None and op.outputs[0] is not None and dtype in FLOATS and op.output.dtype != dtype
 
 
 # Ops that the partial sums of a gradient pass on their way to its cast, beside views.

@@ -10,8 +10,6 @@ one more matmul of the vocabulary, and in exchange no tensor of T x V elements.
 Only a loss whose logits nobody else reads is replaced: not one of a model that returns them, nor one with class weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from autoshard.graph.records import Graph, Op, Ref, Tensor, Value

@@ -4,8 +4,6 @@ Dropout is native_dropout, attention with dropout, and x * m where m is drawn by
 product is x. All other ops must be the same, on the same values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 from autoshard.graph.records import Graph, Op, Ref, Value

@@ -10,8 +10,6 @@ from the bottom of the model (`Repetition.coordinate`).
              read connects the two sides of the points, as from b < B_r to b' >= B_s or back                      `_Group.points`
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ A graph whose sequence is in this order inside computes what it computed before 
 Causal attention that isn't among the natural ops gets the number of parts as an argument, from which it knows the positions of its tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +60,6 @@ def joined(runs: list[tuple[int, int]]) -> Runs:
     return tuple(out)
 
 
-# -- graphs -----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SequenceOrder:
     """What differs in a graph whose sequence is in head-tail order."""
@@ -79,7 +74,7 @@ class SequenceOrder:
         return {"head_tail": self.head_tail, "to": to, "back": back, "natural": list(self.natural)}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> SequenceOrder:
+    def from_dict(data: Mapping[str, Any]) -> "SequenceOrder":
         """ValueError where the data is no order."""
         try:
             to, back = (tuple((str(name), int(k), int(dim)) for name, k, dim in data[key]) for key in ("to", "back"))

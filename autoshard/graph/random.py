@@ -1,7 +1,5 @@
 """Ops that draw random numbers, by how many they draw. The capture marks them with the kind RANDOM, and the order in which they draw."""
 
-from __future__ import annotations
-
 from autoshard.graph.records import Op, Tensor
 
 RANDOM = "random"  # the kind of an op

@@ -11,8 +11,6 @@ Nothing else has to change: the originals are freed after their last forward rea
 like all ops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -67,14 +65,9 @@ def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:
 
 
 def _saved(graph: Graph, members: frozenset[int]) -> set[Value]:
-    saved = set()
-    for i in members:
-        for k in range(len(graph.ops[i].outputs)):
-            value = (i, k)
-            read = any(graph.ops[j].backward for j, _ in graph.users.get(value, ()))
-            if read and value not in graph.returned and not _is_kept(graph, members, value):
-                saved.add(value)
-    return saved
+    values = [(i, k) for i in members for k in range(len(graph.ops[i].outputs))]
+    read = [value for value in values if any(graph.ops[j].backward for j, _ in graph.users.get(value, ()))]
+    return {value for value in read if value not in graph.returned and not _is_kept(graph, members, value)}
 
 
 def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> set[int]:

@@ -4,8 +4,6 @@ A value is `(op index, output index)`. A time is an op index. Storage: the outpu
 the storage of input i; every other output owns its bytes, from its op until the last op that reads it or one of its views.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -207,20 +205,26 @@ class Graph:
 
     def fingerprint(self) -> str:
         """A hash of ops, wiring, literals, shapes, results and ties; the same on every machine."""
-        digest = hashlib.sha256()
-        for op in self.ops:
-            digest.update(repr((op.name, op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias)).encode())
-        digest.update(repr((self.results, self.tied)).encode())
-        return digest.hexdigest()
+        ops = ((op.name, op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias) for op in self.ops)
+        return hash_of(*ops, (self.results, self.tied))
 
     def structure(self) -> str:
         """As `fingerprint` without sizes: equal for the same model with another batch size or width."""
-        digest = hashlib.sha256()
-        for op in self.ops:
-            ranks = tuple(None if t is None else len(t.shape) for t in op.outputs)
-            digest.update(repr((op.name, op.target, op.inputs, ranks, op.kind, op.alias)).encode())
-        digest.update(repr(self.results).encode())
-        return digest.hexdigest()
+        ranks = (tuple(None if t is None else len(t.shape) for t in op.outputs) for op in self.ops)
+        return hash_of(*((op.name, op.target, op.inputs, of, op.kind, op.alias) for op, of in zip(self.ops, ranks)), self.results)
+
+    def origin(self, value: Value) -> int:
+        """The op that a value comes from, when views, casts and other ops of one input are followed back."""
+        while len(self.ops[value[0]].inputs) == 1:
+            value = self.ops[value[0]].inputs[0]
+        return value[0]
+
+
+def hash_of(*rows: object) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
 
 
 def replace_refs(literals: object, values: tuple) -> object:

@@ -1,7 +1,5 @@
 """A graph that is made from another one op by op: ops are kept, put in or left out, and what they read is renumbered."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

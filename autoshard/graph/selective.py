@@ -14,8 +14,6 @@ recomputed. That place is the same whatever is chosen, so that all choices are a
     selective(graph, chosen)     the graph of one choice: the copies that it recomputes, an OFFLOADED and a RELOADED op per offloaded value
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -270,7 +268,8 @@ class _Selecting(Rewriting):
             value = (self.source.index[op], int(k))
             if offload.before not in self.source.index:
                 raise ValueError(f"the plan copies {name!r} back before {offload.before!r}, an op that this model lacks; plan this model")
-            self.leave.setdefault(last_forward_use(self.source, value), []).append(value)
+            last = max((j for j, _ in _forward_readers(self.source, value)), default=value[0])
+            self.leave.setdefault(last, []).append(value)
             self.back.setdefault(self.source.index[offload.before], []).append(value)
 
     def _chosen_steps(self, chosen: Chosen) -> set[tuple[str, Value]]:
@@ -297,11 +296,6 @@ class _Selecting(Rewriting):
         literals = (host.literals[0], (("device", Const("device", "cpu")), *host.literals[1]))
         reloaded = replace(host, name=name, target=FROM_HOST, inputs=(source,), literals=literals, kind=RELOADED, backward=True)
         self.late[value] = self.add(reloaded)
-
-
-def last_forward_use(graph: Graph, value: Value) -> int:
-    """The last forward op that reads the value or a view of it; its own where none does."""
-    return max((j for j, _ in _forward_readers(graph, value)), default=value[0])
 
 
 def _forward_readers(graph: Graph, value: Value) -> Iterator[tuple[int, bool]]:

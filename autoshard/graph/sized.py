@@ -9,8 +9,6 @@ size of a tensor and every whole number among an op's literals is taken to be on
 one more in the middle of the ranges, where a size that is no such function (sequence ** 2) has another value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +95,7 @@ class SizedGraph:
     graphs: tuple[Graph, ...]  # at the corners
 
     @staticmethod
-    def of(ranges: Ranges, captured: Callable[[Sizes], Graph]) -> SizedGraph:
+    def of(ranges: Ranges, captured: Callable[[Sizes], Graph]) -> "SizedGraph":
         """captured: the graph at a point. ValueError where the graphs at the corners and in the middle are not one program."""
         sized = SizedGraph(ranges, tuple(captured(at) for at in corners(ranges)))
         between = captured(middle(ranges))

@@ -17,8 +17,6 @@ source. That doesn't prove that it is the graph of the deeper model: `capture_de
 more period.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
@@ -58,9 +56,6 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
-# -- the deeper graph -----------------------------------------------------------------------------------------------------------
-
-
 class _Tiling:
     """One tiling. `items` are ops, then results; `parts` are the repetitions of the group; `part_of[i]` is that of item i, or -1."""
 
@@ -80,9 +75,14 @@ class _Tiling:
             raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
         self.part_of = repetition_of(self.parts, len(self.items))
         self.shifts = [0, *accumulate(part.period * times for part in self.parts)]  # by how much the items between the parts move
-        self.deeper = [self._deeper(part, shift) for part, shift in zip(self.parts, self.shifts)]
+        self.deeper = [  # the parts in the deeper graph
+            replace(part, start=part.start + shift, stop=part.stop + shift + times * part.period)
+            for part, shift in zip(self.parts, self.shifts)
+        ]
         self.numbers = [self._numbers(part) for part in self.parts]
-        self.first_moved = self._first_moved_layer()
+        part = next(part for part in self.parts if self._holds_parameters(part))
+        last = _index(self.items[part.item_at(part.point - 1)].name, container)
+        self.first_moved = (last or 0) + 1  # layer, from which on layers get a new number (for names of items in no part)
         self.moves: dict[tuple[int, int], bool] = {}  # by item and input, for all copies: whether the read moves up with its reader
 
     def _symbols(self) -> list[int]:
@@ -109,13 +109,6 @@ class _Tiling:
         low, high = _index(item.name, self.container), _index(later.name, self.container)
         top = _index(self.items[repetition.stop - 1].name, self.container)
         return low is not None and high is not None and high - low == self.period and top == self.last_layer
-
-    def _first_moved_layer(self) -> int:
-        """The first layer above the insertion point, from which on layers get a new number (for names of items in no part)."""
-        part = next(part for part in self.parts if self._holds_parameters(part))
-        index = _index(self.items[part.item_at(part.point - 1)].name, self.container)
-        assert index is not None
-        return index + 1
 
     def _numbers(self, part: TiledRepetition) -> Counter[str]:
         """How many numbers of each fx stem a period uses."""
@@ -165,10 +158,6 @@ class _Tiling:
             items.append((source, self._copied(source, p, m, m if part.sign > 0 else self.times - m, numbers)))
         return items
 
-    def _deeper(self, part: TiledRepetition, shift: int) -> Repetition:
-        """The part in the deeper graph."""
-        return replace(part, start=part.start + shift, stop=part.stop + shift + self.times * part.period)
-
     def _copied(self, i: int, p: int, m: int, later: int, numbers: Counter[str]) -> Op | Result:
         """Item i of part p, m periods higher in the model and `later` periods later in its part."""
         item = self.items[i]
@@ -211,8 +200,6 @@ class _Tiling:
         if not 0 <= b < deeper.stop - deeper.start:
             raise ValueError(f"a copy of a layer of {self.container} reads beyond the last one")
         return deeper.item_at(b)
-
-    # -- names --
 
     def named(self, i: int, p: int, m: int, later: int, numbers: Counter[str]) -> str:
         item, (stem, number) = self.items[i], self.split[i]
