@@ -20,8 +20,8 @@ from autoshard.mesh import Mesh
 from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.solution import Solution, load
+from autoshard.strategies.attention import FORWARD
 from autoshard.strategies.candidates import Candidate
-from autoshard.strategies.ring import FORWARD
 from models import mlp
 from tests.helpers_refusals import assert_refused
 

@@ -10,7 +10,7 @@ from autoshard import Mesh
 from autoshard.api import simulate
 from autoshard.capture import capture_module
 from autoshard.strategies import fused
-from autoshard.strategies.fusion import MATMULS, _root
+from autoshard.strategies.fusion import MATMULS
 from autoshard.strategies.fusion import _groups as groups_of
 from models import bert, gpt2, llama, mlp, moe, resnet, unet
 
@@ -87,7 +87,7 @@ def is_acyclic(graph):
     edges = {
         (group_of.get(root[0], -1 - root[0]), group_of.get(i, -1 - i))
         for i, op in enumerate(graph.ops)
-        for root in (_root(graph, value) for value in op.inputs)
+        for root in (graph.storage(value) for value in op.inputs)
     }
     return nx.is_directed_acyclic_graph(nx.DiGraph((a, b) for a, b in edges if a != b))
 

@@ -27,7 +27,7 @@ from autoshard.mesh import Mesh
 from autoshard.planning.options import Options
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
-from autoshard.strategies import ring
+from autoshard.strategies import attention as ring
 from autoshard.strategies.candidates import Candidate, _rows_of, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op

@@ -12,8 +12,6 @@ One candidate is one choice of a node in the Problem. Candidates depend only on 
 signature and shared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +26,6 @@ from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTE
 from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, leaves_empty, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
-from autoshard.strategies import chunked_loss as _chunked_loss  # noqa: F401
 from autoshard.strategies import convolution as _convolution  # noqa: F401
 from autoshard.strategies import dims as _dims
 from autoshard.strategies import experts as _experts  # noqa: F401
@@ -220,15 +217,11 @@ def _match(layouts: list[tuple[Tensor, Layout]], mesh: Mesh) -> bool:
     """Whether the shards of all dims that are sharded over one axis match, for each axis."""
     for axis in range(len(mesh.axes)):
         sharded = [(t, layout) for t, layout in layouts if layout[axis].is_shard()]
-        dims = {(t.shape[layout[axis].dim], _axes_of(layout, axis)) for t, layout in sharded}  # type: ignore[attr-defined]
+        shards = {(t, layout[axis], tuple(k for k, p in enumerate(layout) if p == layout[axis])) for t, layout in sharded}
+        dims = {(t.shape[p.dim], axes) for t, p, axes in shards}  # type: ignore[attr-defined]
         if len(dims) > 1 and not _proportional(dims, mesh):
             return False
     return True
-
-
-def _axes_of(layout: Layout, axis: int) -> tuple[int, ...]:
-    """The axes that shard the dim that `axis` shards."""
-    return tuple(k for k, p in enumerate(layout) if p == layout[axis])
 
 
 def _proportional(dims: set[tuple[int, tuple[int, ...]]], mesh: Mesh) -> bool:

@@ -10,8 +10,6 @@ batch norm: channels S(1) and S(0). A sharded batch needs the mean and variance 
 reductions in the forward and one in the backward (`internal.py`, `lower.kernels.norms`). group norm: batch, or channels by groups.
 """
 
-from __future__ import annotations
-
 from autoshard.graph import Op
 from autoshard.layout import P, R, S
 from autoshard.strategies.dims import input_placements, output_placements
@@ -73,17 +71,13 @@ def batch_norm(op: Op, inputs: Inputs) -> list[Row]:
 @rule("aten.native_batch_norm_backward.default")
 def batch_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
     n, train = len(inputs), argument(op, 7)
-    per_channel = {p: S(0) for p in (2, 3, 4, 5, 6) if _is_per_channel(op, inputs, p)}
+    items = {p: argument(op, p) for p in (2, 3, 4, 5, 6)}
+    per_channel = {p: S(0) for p, item in items.items() if item is not None and inputs[item.index].shape != (0,)}
     summed = R if train else P()  # in training the local program reduces the sums already
     return [
         Row(output_placements(op, S(1), S(0), S(0)), input_placements(op, n, {0: S(1), 1: S(1), **per_channel})),
         Row(output_placements(op, S(0), summed, summed), input_placements(op, n, {0: S(0), 1: S(0)})),
     ]
-
-
-def _is_per_channel(op: Op, inputs: Inputs, position: int) -> bool:
-    item = argument(op, position)
-    return item is not None and inputs[item.index].shape != (0,)
 
 
 @rule("aten.native_group_norm.default")

@@ -9,8 +9,6 @@
 Linear ops also map partial sums to partial sums (P -> P).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -176,13 +174,13 @@ def histogram(op: Op, inputs: Inputs) -> list[Row]:
 WINDOWS = tuple(f"aten.{name}_window.{kind}" for name in ("hann", "hamming", "blackman", "bartlett") for kind in ("default", "periodic"))
 
 
-@rule("aten.tril_indices.default", "aten.triu_indices.default", "aten.eye.default", "aten.linspace.default", *WINDOWS)
+@rule(
+    "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default", "aten.tril_indices.default",
+    "aten.triu_indices.default", "aten.eye.default", "aten.linspace.default", *WINDOWS,
+)  # fmt: skip
 def counted(op: Op, inputs: Inputs) -> list[Row]:
     """Ops that create a tensor from numbers, each part differently."""
     return []
-
-
-# -- gather and scatter along a dim -----------------------------------------------------------------------------------------------
 
 
 @rule("aten.gather.default")
@@ -228,8 +226,6 @@ def put_part(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(d), S(d), S(d - (removed and d > dim))) for d in range(rank) if d != dim] + linear_rows(1, 2)
 
 
-# -- all but the last dims ----------------------------------------------------------------------------------------------------------
-
 AVERAGES = ("avg_pool{}d", "_adaptive_avg_pool{}d")
 # target: (how many last dims it works on, whether it is linear)
 LAST_DIMS = {
@@ -258,9 +254,6 @@ def last_dims(op: Op, inputs: Inputs) -> list[Row]:
     leading = range(len(inputs[0].shape) - last)
     rows = [Row(tuple(S(d) for _ in op.outputs), (S(d),) * len(inputs)) for d in leading]
     return rows + (linear_rows(len(op.outputs), len(inputs)) if linear else [])
-
-
-# -- per element ------------------------------------------------------------------------------------------------------------------
 
 
 UNTAGGED = (

@@ -11,8 +11,6 @@ than it has (a cast, a sum, a product with a row of numbers) is computed again b
 Matmuls, attention, convolutions, lookups and collectives are kernels of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -63,7 +61,7 @@ def fused(graph: Graph, *, within_modules: bool = False) -> Graph:
         live = {i for i in group.ops if any(writes[i])}
         for i in reversed(group.ops):  # what only others compute again is not computed here
             if i in live:
-                live |= {root[0] for value in ops[i].inputs if group_of.get((root := _root(graph, value))[0]) == number}
+                live |= {root[0] for value in ops[i].inputs if group_of.get((root := graph.storage(value))[0]) == number}
         seen: dict[Value, float] = {}  # bytes that the group has read of a tensor
         for i in group.ops:
             reads = tuple(_share_read(graph, value, number, group_of, cheap, seen) if i in live else 0.0 for value in ops[i].inputs)
@@ -79,10 +77,10 @@ def _readers(graph: Graph, group_of: dict[int, int]) -> dict[Value, set[int]]:
     readers: dict[Value, set[int]] = defaultdict(set)
     for i, op in enumerate(graph.ops):
         for value in op.inputs if op.alias is None else ():
-            readers[_root(graph, value)].add(group_of.get(i, -1 - i))
+            readers[graph.storage(value)].add(group_of.get(i, -1 - i))
     for result in graph.results:
         if result.value is not None:
-            readers[_root(graph, result.value)].add(-1 - len(graph.ops))
+            readers[graph.storage(result.value)].add(-1 - len(graph.ops))
     return readers
 
 
@@ -94,11 +92,11 @@ def _share_read(
     graph: Graph, value: Value, number: int, group_of: dict[int, int], cheap: Sources, seen: dict[Value, float]
 ) -> float:  # fmt: skip
     """How much of the bytes of an input its group reads for it: none of what it computes itself, or has read."""
-    root, bytes = _root(graph, value), 0.0
+    root, bytes = graph.storage(value), 0.0
     if group_of.get(root[0]) == number:
         return 0.0
     for source, share in cheap.get(root, {value: 1.0}).items():
-        owner, size = _root(graph, source), share * _part(graph, value, root) * graph.tensor(source).bytes
+        owner, size = graph.storage(source), share * _part(graph, value, root) * graph.tensor(source).bytes
         if group_of.get(owner[0]) != number:
             bytes += max(size - seen.get(owner, 0.0), 0.0)
             seen[owner] = max(size, seen.get(owner, 0.0))
@@ -118,7 +116,7 @@ def _computed_again(graph: Graph, group_of: dict[int, int], readers: dict[Value,
             continue
         sources: dict[Value, float] = {}  # how much of each
         for value in op.inputs:
-            root = _root(graph, value)
+            root = graph.storage(value)
             for source, share in cheap.get(root, {value: 1.0}).items():
                 sources[source] = max(sources.get(source, 0.0), share * (_part(graph, value, root) if root in cheap else 1.0))
         read = sum(share * graph.tensor(source).bytes for source, share in sources.items())
@@ -135,7 +133,7 @@ def _groups(graph: Graph, within_modules: bool = False) -> tuple[list[KernelGrou
     for i, op in enumerate(graph.ops):
         if op.is_placeholder:
             continue
-        roots = [_root(graph, value) for value in op.inputs]
+        roots = [graph.storage(value) for value in op.inputs]
         producers = {group_of.get(root[0], -1 - root[0]) for root in roots if not graph.ops[root[0]].is_placeholder}
         if op.alias is not None or not _fuses(op):
             needs[-1 - i] = producers
@@ -224,13 +222,4 @@ def _is_pointwise(op: Op) -> bool:
 def _name(op: Op) -> str:
     """aten.mm.default -> mm; operators of others keep their namespace, so that none is taken for torch's."""
     return op.target.split(".")[1] if op.target.startswith("aten.") else op.target
-
-
-def _root(graph: Graph, value: Value) -> Value:
-    """The value whose storage it is."""
-    op = graph.ops[value[0]]
-    while op.alias is not None:
-        value = op.inputs[op.alias]
-        op = graph.ops[value[0]]
-    return value
 

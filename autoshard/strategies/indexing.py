@@ -8,8 +8,6 @@
 The local programs for x sharded on k are in `lower.kernels.lookups`.
 """
 
-from __future__ import annotations
-
 from autoshard.graph import Op, Ref
 from autoshard.layout import P, R, S
 from autoshard.strategies.dims import input_placements, output_placements
@@ -115,8 +113,6 @@ def index_copy(op: Op, inputs: Inputs) -> list[Row]:
     kept = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim]
     return [*kept, row(S(dim), S(dim), R, R), row(P(), P(), R, P())]
 
-
-# -- bags ---------------------------------------------------------------------------------------------------------------------------
 
 SUM, MEAN, MAX = range(3)
 

@@ -1,21 +1,19 @@
 """The collectives that the local program of an op runs, and the bytes of the temporary tensors that it holds.
 
-Collectives that the kernel waits for are `internal_collectives`; a program that computes while it sends has `internal_stages` instead.
+Collectives that the kernel waits for are `internal_collectives`; a program that computes while it sends has `internal_stages` (attention).
 
 A collective is (its name, mesh axis, input bytes of each rank). `cost` computes its seconds; `lower.kernels.table` runs the same
 collectives. Bytes are the peak of the temporary tensors of `lower.kernels.table`, besides the op's inputs and outputs.
 """
-
-from __future__ import annotations
 
 import math
 
 from autoshard.graph import BACKWARD, FORWARD, Op, drawn_by, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
-from autoshard.strategies.chunked_loss import loss_bytes, loss_collectives
-from autoshard.strategies.expert_traffic import expert_bytes, expert_collectives, is_experts
-from autoshard.strategies.ring import OpStage, attention_bytes, ring_stages, share_of_scores
+from autoshard.strategies.attention import ATTENTION, attention_bytes
+from autoshard.strategies.experts import expert_bytes, expert_collectives, is_experts
+from autoshard.strategies.matmuls_and_losses import loss_bytes, loss_collectives
 from autoshard.strategies.rows import Inputs, argument
 
 InternalCollective = tuple[str, int, int]
@@ -46,16 +44,6 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     return []
 
 
-def internal_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[OpStage, ...]:
-    """The kernels and messages of a local program that runs some of them at the same time; () where it is a kernel and collectives."""
-    return ring_stages(op, inputs, layouts, mesh) if op.target in ATTENTION else ()
-
-
-def share_of_flops(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> float:
-    """Of the FLOPs that the shapes of an op's local tensors imply, the share that the slowest rank computes."""
-    return share_of_scores(op, inputs, layouts, mesh) if op.target in ATTENTION else 1.0
-
-
 def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
     """Peak bytes of the local program of `op` besides its inputs and outputs; 0 where the local program is the op itself."""
     if op.target in ATTENTION:
@@ -84,7 +72,6 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
     return 0
 
 
-ATTENTION = ("autoshard.attention.default", "autoshard.attention_backward.default")
 CHUNKED = (FORWARD, BACKWARD)
 WIDE = 4  # bytes per element: these kernels compute in float32
 # target: (position of `dim`, or None and the sharded dim, tensors of the input's size, how many more if the input's dtype is narrow)

@@ -5,10 +5,9 @@ Losses: of torch's rows for nll_loss only the replicated one can be used, and a 
 the classes can be sharded. With sharded classes the local program needs small reductions (`internal.py` lists them).
 """
 
-from __future__ import annotations
-
-from autoshard.graph import Op, Tensor
-from autoshard.layout import P, Placement, R, S
+from autoshard.graph import BACKWARD, FORWARD, Op, Tensor
+from autoshard.layout import Layout, P, Placement, R, S, local_shape
+from autoshard.mesh import Mesh
 from autoshard.strategies.rows import Inputs, Row, argument, row, rule
 
 # the dims of the factors and of the output, by letters; a bias, where there is one, is the first input
@@ -171,3 +170,47 @@ def weight_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
     dim = int(argument(op, 4, "dim")) % rank
     rows = [row((S(d), S(d)), *[S(d)] * 4) if d == dim else row((S(d), R), S(d), S(d), R, R) for d in range(rank)]
     return [*rows, row((P(), P()), P(), R, R, R)]
+
+
+# -- the cross entropy in chunks of tokens (`graph.chunked_loss`): its rows, what its ranks tell each other, the logits that they hold -----
+
+WIDE = 4  # bytes per element: logits are cast to float32
+HELD = 2  # tensors of a chunk's logits at a time
+
+
+@rule(FORWARD)
+def chunked_loss(op: Op, inputs: Inputs) -> list[Row]:
+    """x [t, h], weight [h, v], targets [t] -> loss, total weight, logsumexp [t]: tokens sharded, or classes."""
+    return [row((P(), R, S(0)), S(0), R, S(0)), row((P(), R, R), R, S(1), R)]
+
+
+@rule(BACKWARD)
+def chunked_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """Gradient of the loss, x, weight, targets, total weight, logsumexp -> gradients of x and of the transposed weight [v, h]."""
+    return [
+        row((S(0), P()), R, S(0), R, S(0), R, S(0)),
+        row((P(), S(0)), R, R, S(1), R, R, R),
+        row((P(), P()), P(), R, R, R, R, R),
+    ]
+
+
+def loss_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[tuple[str, int, int]]:
+    """Of the forward: maximum and sum of the logsumexp over shards of the classes, the total weight over shards of the tokens."""
+    if op.target != FORWARD:
+        return []
+    (tokens,) = local_shape(inputs[2].shape, layouts[2], mesh)
+    of_classes = [("all_reduce", k, tokens * WIDE) for k, p in enumerate(layouts[1]) if p.is_shard(1) for _ in range(2)]
+    return [*of_classes, *(("all_reduce", k, WIDE) for k, p in enumerate(layouts[0]) if p.is_shard(0))]
+
+
+def loss_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
+    """Logits of a chunk; in the backward the most of those beside the sum of the weight's gradient in float32, of their gradient beside
+    that sum and a chunk's, and of the sum beside the output. The output counts by itself, and isn't there before."""
+    first = int(op.target == BACKWARD)
+    (tokens, width), (_, classes) = (local_shape(inputs[k].shape, layouts[k], mesh) for k in (first, first + 1))
+    rows = int(argument(op, 8 if first else 5, "rows"))
+    logits, product, size = min(rows, tokens) * classes, width * classes, inputs[first].itemsize
+    if not first:
+        return HELD * WIDE * logits
+    sums = WIDE * product * (tokens > rows)
+    return max(HELD * WIDE * logits + sums, size * (logits + product) + sums, (WIDE + size) * product * (size < WIDE)) - size * product

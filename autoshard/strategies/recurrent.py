@@ -5,8 +5,6 @@ for the backward of the same layer. Only the library that fills it knows its siz
 backward runs the forward again (`lower.kernels.recurrent`).
 """
 
-from __future__ import annotations
-
 from autoshard.graph import Op, Tensor
 from autoshard.layout import P, Placement, R, S
 from autoshard.strategies.dims import output_placements

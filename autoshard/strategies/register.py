@@ -1,7 +1,5 @@
 """Rules that users register: for custom operators, and for operators whose built-in rule lacks rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ Partial always means a sum here, or max and min as the output of amax and amin: 
 that were divided by the global count, so there is no Partial(avg).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,11 +4,9 @@ reshape: both shapes are divided into the smallest groups of dims with equal pro
 sizes of 1) has contiguous shards, so S(leading in) <-> S(leading out): [B,T,H] -> [BT,H] keeps shards of B, but not of T.
 """
 
-from __future__ import annotations
-
 from autoshard.graph import Op, is_dense
 from autoshard.layout import P, R, S
-from autoshard.strategies.dims import named_dims
+from autoshard.strategies.dims import broadcast_rows, named_dims
 from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
 
@@ -31,11 +29,8 @@ def leading_pairs(shape: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[in
 
 
 @rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_copy.default", "aten._reshape_alias.default")
-def reshape(op: Op, inputs: Inputs) -> list[Row]:
-    out = op.output
-    if 0 in inputs[0].shape:
-        return []
-    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, out.shape)) + linear_rows(1, 1)
+def reshape(op: Op, inputs: Inputs) -> list[Row] | None:
+    return [] if 0 in inputs[0].shape else same(op, inputs)
 
 
 def _permutation(op: Op, rank: int) -> tuple[int, ...]:
@@ -58,10 +53,10 @@ def permute(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule(
     "aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.contiguous.default",
-    "aten.lift_fresh.default", "aten.lift.default",
+    "aten.lift_fresh.default", "aten.lift.default", "aten.unsqueeze.default",
 )  # fmt: skip
 def same(op: Op, inputs: Inputs) -> list[Row]:
-    return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape))]) + linear_rows(1, 1)
+    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, op.output.shape)) + linear_rows(1, 1)
 
 
 @rule("aten.copy.default")
@@ -69,11 +64,6 @@ def overwrite(op: Op, inputs: Inputs) -> list[Row]:
     """The values of the second input, in the shape and dtype of the first."""
     dims = range(len(inputs[0].shape)) if inputs[0].shape == inputs[1].shape else ()
     return [row(S(d), S(d), S(d)) for d in dims]
-
-
-@rule("aten.unsqueeze.default")
-def unsqueeze(op: Op, inputs: Inputs) -> list[Row]:
-    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, op.outputs[0].shape)) + linear_rows(1, 1)  # type: ignore[union-attr]
 
 
 @rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
@@ -95,13 +85,7 @@ def reinterpret(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.expand.default")
 def expand(op: Op, inputs: Inputs) -> list[Row]:
-    shape, new = inputs[0].shape, op.output.shape
-    offset, rows = len(new) - len(shape), linear_rows(1, 1)
-    for o, size in enumerate(new):
-        i = o - offset
-        kept = i >= 0 and shape[i] == size
-        rows.append(row(S(o), S(i)) if kept else row(S(o), R))
-    return rows
+    return linear_rows(1, 1) + broadcast_rows(op, inputs)
 
 
 @rule("aten.slice_backward.default", "aten.select_backward.default", "aten.unfold_backward.default")
@@ -124,12 +108,12 @@ def diagonal_backward(op: Op, inputs: Inputs) -> list[Row]:
 
 
 @rule("aten.as_strided.default")
-def as_strided(op: Op, inputs: Inputs) -> list[Row]:
+def as_strided(op: Op, inputs: Inputs) -> list[Row] | None:
     """A view by strides: a reshape if the strides are dense and cover all elements; else only partial sums are kept."""
     size, stride, offset = (argument(op, position, name) for position, name in ((1, "size"), (2, "stride"), (3, "storage_offset")))
     if not is_dense(inputs[0].shape, size, stride, offset):
         return linear_rows(1, 1)
-    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, size)) + linear_rows(1, 1) if 0 not in size else []
+    return reshape(op, inputs)
 
 
 @rule("aten.as_strided_scatter.default")
@@ -186,8 +170,3 @@ def filled(op: Op, inputs: Inputs) -> list[Row]:
 @rule("aten.trace.default")
 def trace(op: Op, inputs: Inputs) -> list[Row]:
     return linear_rows(1, 1)
-
-
-@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default")
-def counted(op: Op, inputs: Inputs) -> list[Row]:
-    return []

@@ -4,8 +4,6 @@ There are two registries: the functions of `op_single_dim_strategy_funcs` return
 need an OpSchema of input strategies, here all placements on an axis of size 1 (sizes are filtered later, so rows depend on no mesh).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +16,6 @@ from autoshard.layout import P, R, S
 from autoshard.strategies.rows import Inputs, Row
 from autoshard.torch_private import (
     DTensorSpec,
-    OpOverload,
     OpSchema,
     OpSpec,
     OpStrategy,
@@ -31,8 +28,9 @@ from autoshard.torch_private import (
 
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     """torch's rows for the op on one axis; None if torch has no rule for it, or none that can be called this way."""
-    overload = _overload(op.target)
-    if not inputs and _begins_with_a_tensor(overload):
+    namespace, name, which = op.target.split(".", 2)
+    overload = getattr(getattr(getattr(torch.ops, namespace), name), which)
+    if not inputs and any(str(argument.type) == "Tensor" for argument in overload._schema.arguments[:1]):
         return []  # a number stands for the tensor, which torch's rules don't expect: replicated
     op = _with_counted_dims(op, inputs, overload)
     if overload in sharding_propagator.op_single_dim_strategy_funcs:
@@ -43,10 +41,6 @@ def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     if overload in sharding_propagator.op_strategy_funcs:
         return _clean(op, inputs, _from_strategies(sharding_propagator.op_strategy_funcs[overload], overload, op, inputs))
     return None
-
-
-def _begins_with_a_tensor(overload) -> bool:
-    return any(str(argument.type) == "Tensor" for argument in overload._schema.arguments[:1])
 
 
 def _with_counted_dims(op: Op, inputs: Inputs, overload) -> Op:
@@ -116,17 +110,9 @@ def _is_list_of_strategies(argument: object) -> bool:
     return isinstance(argument, list) and bool(argument) and all(isinstance(item, OpStrategy) for item in argument)
 
 
-def _overload(target: str) -> OpOverload | None:
-    namespace, name, overload = target.split(".", 2)
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
 def _meta(tensor: Tensor) -> TensorMeta:
-    strides, step = [], 1
-    for size in reversed(tensor.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return TensorMeta(torch.Size(tensor.shape), tuple(reversed(strides)), getattr(torch, tensor.dtype))
+    x = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+    return TensorMeta(x.shape, x.stride(), x.dtype)
 
 
 def _arguments(op: Op, values: tuple) -> tuple[tuple, dict]:
