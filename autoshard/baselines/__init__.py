@@ -7,13 +7,13 @@ from autoshard.baselines.launched import launched as launched
 from autoshard.baselines.megatron import from_parameters as from_parameters
 from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
-from autoshard.baselines.registry import USUAL as USUAL
-from autoshard.baselines.registry import baseline as baseline
-from autoshard.baselines.registry import baselines as baselines
 from autoshard.baselines.schemes import MEGATRON_EXPERT_PARALLEL as MEGATRON_EXPERT_PARALLEL
 from autoshard.baselines.schemes import MEGATRON_EXPERTS as MEGATRON_EXPERTS
 from autoshard.baselines.schemes import SHARDED_MEGATRON as SHARDED_MEGATRON
+from autoshard.baselines.schemes import USUAL as USUAL
 from autoshard.baselines.schemes import ZERO as ZERO
+from autoshard.baselines.schemes import baseline as baseline
+from autoshard.baselines.schemes import baselines as baselines
 from autoshard.baselines.setting import Baseline as Baseline
 from autoshard.baselines.uses import Group as Group
 from autoshard.baselines.uses import Use as Use

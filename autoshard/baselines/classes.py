@@ -7,8 +7,6 @@ With a divisor n, only rules whose slots all divide by n are links: a mesh axis 
 Example: with 4 key-value heads on 8 devices, the query heads stay one class, and the key and value weights are not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@
 Parameters are sharded over all axes and gathered at each use, as in fsdp.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,13 +5,11 @@
     parameters    experts keep their shards of dim 0 and are sharded further over the other axes, gathered at each use; others as in fsdp
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
 from autoshard.baselines.setting import Baseline, Setting
-from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
+from autoshard.graph import KEPT, Graph, Op
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidate, is_experts
@@ -75,10 +73,8 @@ def _parameters(graph: Graph, of_experts: list[int]) -> Mapping[int, list[int]]:
     readers: dict[int, list[int]] = {}
     for i in of_experts:
         first = int("backward" in graph.ops[i].target) + 3
-        for a, _ in graph.ops[i].inputs[first:]:
-            while not graph.ops[a].is_placeholder and len(graph.ops[a].inputs) == 1:
-                a = graph.ops[a].inputs[0][0]
-            readers.setdefault(a, []).append(i)
+        for value in graph.ops[i].inputs[first:]:
+            readers.setdefault(graph.origin(value), []).append(i)
     return readers
 
 
@@ -88,8 +84,7 @@ def _carried(s: Setting, of_experts: set[int]) -> set[int]:
     for i, op in enumerate(s.graph.ops):
         if len(op.inputs) == 1 and not op.is_placeholder:
             a, k = op.inputs[0]
-            from_experts = a in of_experts and k >= 2
-            follows = a in carried and op.backward
-            if from_experts or (follows and (op.alias is not None or op.kind == ACCUMULATED or op.kind != "compute")):
+            follows = a in carried and op.backward and (op.alias is not None or op.kind != "compute")
+            if follows or (a in of_experts and k >= 2):
                 carried.add(i)
     return carried

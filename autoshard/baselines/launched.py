@@ -5,8 +5,6 @@ without a group is sharded, and the output of its op is gathered at once. Everyt
 is sharded; parameters are replicated there, or sharded too (fully_shard).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from autoshard.baselines.pins import FIRST, Priorities

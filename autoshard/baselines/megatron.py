@@ -9,8 +9,6 @@ Heads and hidden features are inner classes. The residual stream is one as well 
 matmuls than the classes inside the blocks. Therefore the smallest classes are taken first, and a matmul is used once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,18 +72,11 @@ def token_tables(graph: Graph) -> dict[int, int]:
     tables: dict[int, int] = {}
     for op in graph.ops:
         if op.target == "aten.embedding.default":
-            table, ids = (_origin(graph, v) for v in op.inputs[:2])
+            table, ids = map(graph.origin, op.inputs[:2])
             if graph.ops[table].kind == "parameter" and graph.ops[ids].kind == "input":
                 tables[table] = graph.tensor((table, 0)).shape[0]
     longest = max(tables.values(), default=0)
     return {table: length for table, length in tables.items() if length == longest}
-
-
-def _origin(graph: Graph, value: Value) -> int:
-    """The op that a value comes from, when views and casts (ops of one input) are followed back."""
-    while len(graph.ops[value[0]].inputs) == 1:
-        value = graph.ops[value[0]].inputs[0]
-    return value[0]
 
 
 def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor: int, batch: frozenset[int]) -> Recognised:

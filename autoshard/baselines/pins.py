@@ -8,8 +8,7 @@ Ops are visited in the order of the graph, so the output layouts of their produc
 additions up to the op that needs them replicated or sharded. If several ops read a partial sum, it is reduced once for all of them.
 """
 
-from __future__ import annotations
-
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +64,7 @@ def settle(
 ) -> dict[str, Pin]:  # fmt: skip
     """A pin for every op. fixed: ops whose output layout is known; carried: ops that keep the layout of their only input; choices: ops
     whose candidate is known, with its number."""
-    readers = _count_readers(graph)
+    readers = Counter([*(value for op in graph.ops for value in op.inputs), *(result.value for result in graph.results)])
     produced: dict[Value, Code] = {}
     best: dict[tuple, int] = {}
     pins: dict[str, Pin] = {}
@@ -87,14 +86,6 @@ def settle(
         produced |= {(i, k): tuple(row) for k, row in enumerate(outputs[chosen].tolist()) if op.outputs[k] is not None}
         pins[op.name] = shared.setdefault((id(options), chosen), Pin(options[chosen].outputs, options[chosen].inputs))
     return pins
-
-
-def _count_readers(graph: Graph) -> dict[Value, int]:
-    readers = {value: len(pairs) for value, pairs in graph.users.items()}
-    for result in graph.results:
-        if result.value is not None:
-            readers[result.value] = readers.get(result.value, 0) + 1
-    return readers
 
 
 def _best(inputs: np.ndarray, outputs: np.ndarray, priorities: Sequence[Priorities], sources: tuple[Source, ...], carried: bool) -> int:

@@ -24,18 +24,20 @@ fsdp is zero3 in which a parameter may be gathered once for its uses in forward 
 microbatch has neither copies nor sums: its zero1 and zero2 are the same, a parameter gathered once for all its uses.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from autoshard.baselines.classes import dim_classes
+from autoshard.baselines.context_parallel import CONTEXT_PARALLEL, context_parallel
+from autoshard.baselines.expert_parallel import expert_parallel
 from autoshard.baselines.megatron import Recognised, recognise, sequence_class, token_tables
 from autoshard.baselines.pins import FIRST, SECOND, Pin
 from autoshard.baselines.setting import AxisSharding, AxisShardings, Baseline, Setting, Wanted, num_shards, once
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
 from autoshard.layout import Layout, replicated
-from autoshard.strategies import is_experts
+from autoshard.mesh import Mesh
+from autoshard.strategies import LONG, Candidates, is_experts
 
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
 SHARDED_MEGATRON = "megatron_fsdp"  # megatron_sp with parameters that are sharded over the other axes too, as torchtitan does
@@ -206,3 +208,40 @@ def _recognised_in_words(graph: Graph, recognised: Recognised, undivided: Recogn
         words += f"; {len(uneven)} more stay replicated: their heads or features do not divide by {size}"
     lengths = [length for table, length in token_tables(graph).items() if table not in recognised.tables]
     return words + (f"; the vocabulary of {lengths[0]} does not divide by {size}: table and head stay replicated" if lengths else "")
+
+
+RULES: dict[str, Callable[[Setting], Baseline | None]] = {  # None: there is no such scheme for this graph on this mesh
+    "data_parallel": data_parallel,
+    "fsdp": fsdp,
+    "megatron": megatron,
+    "megatron_sp": megatron_sp,
+    SHARDED_MEGATRON: sharded_megatron,
+    **{name: partial(megatron_experts, name=name) for name in (MEGATRON_EXPERTS, MEGATRON_EXPERT_PARALLEL)},
+    "expert_parallel": expert_parallel,
+    **{name: partial(zero_stage, name=name) for name in ZERO},
+    **{name: partial(context_parallel, name=name) for name in CONTEXT_PARALLEL},
+}
+USUAL = ("data_parallel", "fsdp", "megatron", "megatron_sp")
+WHY_NOT = {
+    "hsdp": "hsdp shards over one mesh axis and replicates over others, the mesh has one axis only; use zero3",
+    **{
+        name: f"{name} shards the sequence of attention over axes that the batch doesn't divide; there is no such axis, or no attention of "
+        f"at least {LONG} tokens; use fsdp"
+        for name in CONTEXT_PARALLEL
+    },
+}
+
+
+def baselines(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequence[str] = USUAL) -> tuple[Baseline, ...]:
+    """Those of the schemes that exist for this graph on this mesh; each pin is a candidate of its op."""
+    setting = Setting(graph, mesh, candidates)
+    possible = (RULES[name](setting) for name in names)
+    return tuple(baseline for baseline in possible if baseline is not None)
+
+
+def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Baseline:
+    """The scheme of this name. ValueError where there is none for this graph on this mesh, or under another name."""
+    for scheme in baselines(graph, mesh, candidates, [name] if name in RULES else []):
+        return scheme
+    others = ", ".join(other for other in RULES if other != name)
+    raise ValueError(WHY_NOT.get(name, f"there is no scheme {name!r} on this mesh; expected one of {others}"))

@@ -1,7 +1,5 @@
 """A graph on a mesh as the schemes see it: its dimension classes, its batch, the layouts of its parameters, and the pins that follow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

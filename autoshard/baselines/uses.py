@@ -11,8 +11,6 @@ and k of others. Running the code on shards of a group computes the right values
 Otherwise the group's `why` says what prevents it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
