@@ -14,8 +14,7 @@ from autoshard.cost import optimizer_state_bytes
 from autoshard.formulate import Piece, Training, formulate, join
 from autoshard.layout import local_numel
 from autoshard.problem import Edge, evaluate, usage_profile
-from autoshard.routes import Routes
-from autoshard.routes.buffers import buffer_table
+from autoshard.routes import Routes, buffer_table
 from autoshard.solvers import Status, solve
 from autoshard.strategies import candidates
 from tests.helpers import rng

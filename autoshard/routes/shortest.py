@@ -16,11 +16,9 @@ the buffer of an all_gather or a reduce_scatter is n such shards. Layouts with a
 empty=True)` only.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -65,7 +63,7 @@ class _Space:
     seconds: np.ndarray  # (moves,)
     padded: bool = False  # shards may be uneven
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) seconds
-    needs: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) bytes, of buffers.py
+    needs: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) bytes, of buffer_table
 
     @cached_property
     def into(self) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -80,6 +78,14 @@ class _Space:
         """The distinct sources, in order, as many at once as arrays of a number per state and source have that size."""
         distinct, width = sorted(set(sources)), max(1, size // len(self.local_bytes))
         return (distinct[k : k + width] for k in range(0, len(distinct), width))
+
+    def table(
+        self, known: dict[int, np.ndarray], rows_of: Callable[[list[int]], np.ndarray], sources: list[int], targets: list[int], *rest: int
+    ) -> np.ndarray:
+        """The rows of these sources at these targets, each of shape `rest`. known: rows by source, to which those of rows_of are added."""
+        for some in self.blocks(set(sources) - known.keys()):
+            known.update(zip(some, np.ascontiguousarray(rows_of(some))))
+        return np.array([known[s][targets] for s in sources]).reshape(len(sources), len(targets), *rest)
 
 
 class Routes:
@@ -104,8 +110,7 @@ class Routes:
         from_states, from_ops = self._encode(sources, len(shape))
         to_states, to_ops = self._encode(targets, len(shape))
         space = self._space(shape, itemsize)
-        rows = self._rows(space, from_states)
-        table = np.array([rows[s] for s in from_states]).reshape(len(sources), len(space.local_bytes))[:, to_states]
+        table = space.table(space.rows, lambda some: [*_costs(space, some)][-1].T, from_states, to_states)
         if sources and any(to_ops):  # states don't tell P(sum) from P(max)
             before, after = np.array(from_ops)[:, None], np.array(to_ops)[None, :]
             table[(after != "") & (before != after)] = math.inf
@@ -193,12 +198,6 @@ class Routes:
             local_bytes = parts.prod(axis=1) * float(itemsize)
             self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, possible, local_bytes, padded=True), True)
         return self._spaces[key]
-
-    def _rows(self, space: _Space, sources: list[int]) -> dict[int, np.ndarray]:
-        for some in space.blocks(set(sources) - space.rows.keys()):
-            *_, cheapest = _costs(space, some)
-            space.rows.update(zip(some, np.ascontiguousarray(cheapest.T)))
-        return space.rows
 
 
 def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np.ndarray, padded: bool = False) -> np.ndarray:

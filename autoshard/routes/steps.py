@@ -17,8 +17,6 @@ No move leads from R or S to P. An axis of size 1 is always R. Nothing here depe
 whether a shape divides into the parts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,11 +39,6 @@ class Moves:
     axis: np.ndarray  # (moves,) mesh axis
     before: np.ndarray  # (moves,) state
     after: np.ndarray  # (moves,) state
-
-    @cached_property
-    def heads(self) -> tuple[np.ndarray, np.ndarray]:
-        """The states that some move reaches, and the first move to each."""
-        return np.unique(self.after, return_index=True)
 
     @cached_property
     def groups(self) -> tuple[tuple[str, int, np.ndarray], ...]:

@@ -11,8 +11,6 @@ Receivers that need the same elements then fetch them once from afar and share t
 devices in the same mesh, collectives alone are the routes (`same_mesh`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,8 +76,7 @@ class Transfers:
 
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """Seconds from each source (row) to each target (column); inf where there is no way."""
-        through = self._through(shape, itemsize, sources, targets)
-        return through.min(axis=1)
+        return self._through(shape, itemsize, sources, targets).min(axis=1)
 
     def transfer(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Transfer:
         """The cheapest transfer, its seconds equal to the table's entry. ValueError where there is none."""
@@ -128,12 +125,8 @@ class Transfers:
 
     def _messages(self, shape: tuple[int, ...], source: Layout, via: Layout) -> tuple[Message, ...]:
         shards, senders, elements = self._parts(shape, source, via)
-        wanted = self.target.boxes(shape, via)
-        return tuple(
-            Message(self.source.numbers[senders[r, s]], self.target.numbers[r], _common(wanted[r], shards[s]))
-            for r, s in zip(*np.nonzero(elements), strict=True)
-        )
-
-
-def _common(a: Box, b: Box) -> Box:
-    return tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+        wanted, messages = self.target.boxes(shape, via), []
+        for r, s in zip(*np.nonzero(elements), strict=True):
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted[r], shards[s], strict=True))
+            messages.append(Message(self.source.numbers[senders[r, s]], self.target.numbers[r], common))
+        return tuple(messages)
