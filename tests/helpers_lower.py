@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from autoshard.layout import all_layouts, has_partial, is_legal, parse, replicated, text
-from autoshard.lower import verify_program
+from autoshard.lower import Redistribute, SimulatedRanks, assemble, verify_program
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed
@@ -94,3 +94,20 @@ def values_of(graph, *, seed=0, words=2):
 
 def with_placed(layouts, name, **changes):
     return {**layouts, name: replace(layouts[name], **changes)}
+
+
+@torch.no_grad()
+def run_simulated(program, values):
+    """All ranks in this process: global placeholders in, global results out ("kind:name" -> tensor)."""
+    simulated = SimulatedRanks(program.mesh)
+    for record in program.records:
+        simulated.do(record, values)
+    return {r.key: assemble(simulated.results[r.key], r.slot.layout, program.mesh) for r in program.results}
+
+
+def bytes_sent(program):
+    """By collective the bytes that a rank sends in each step of the routes of a program."""
+    sent = {}
+    for step in (step for record in program.records if isinstance(record, Redistribute) for step in record.steps):
+        sent.setdefault(step.collective, []).append(step.bytes)
+    return sent

@@ -9,7 +9,7 @@ from autoshard import api
 from autoshard.capture import capture
 from autoshard.cost.compute import op_flops, op_seconds
 from autoshard.lower.generator import draws
-from autoshard.lower.kernels import dropout_attention
+from autoshard.lower.kernels.random import dropout_attention, dropout_attention_backward
 from autoshard.mesh import DEVICES
 from autoshard.strategies.candidates import candidates
 from tests.helpers_lower import mesh_of
@@ -48,14 +48,14 @@ def test_the_kernel_computes_attention_and_its_gradients(groups, options):
     q, k, v = (torch.randn(2, n, 6, 4, dtype=torch.float64).requires_grad_() for n in (4, groups, groups))
     call = dict(attn_mask=None, is_causal=False, scale=None) | options
     with torch.no_grad():
-        out, logsumexp, kept = dropout_attention.attention(q, k, v, 0.3, **call)
+        out, logsumexp, kept = dropout_attention(q, k, v, 0.3, **call)
     keys, values = (x.repeat_interleave(4 // groups, 1) for x in (k, v))
     scores = (q @ keys.mT) * (call["scale"] or 0.5)
     scores = scores.masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf) if call["is_causal"] else scores + call["attn_mask"]
     expected = (scores.softmax(-1) * kept / 0.7) @ values
     grad = torch.randn_like(expected)
     with torch.no_grad():
-        gradients = dropout_attention.attention_backward(grad, q, k, v, out, logsumexp, kept, 0.3, **call)
+        gradients = dropout_attention_backward(grad, q, k, v, out, logsumexp, kept, 0.3, **call)
     assert 0.5 < kept.double().mean() < 0.9 and (out - expected).abs().max() < 1e-12
     for found, of in zip(gradients, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
         assert (found - of).abs().max() < 1e-12

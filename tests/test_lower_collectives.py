@@ -97,7 +97,7 @@ def test_an_unknown_step_is_refused_when_it_runs():
     mesh = mesh_of(2)
     with pytest.raises(ValueError, match="expected split, all_gather"):
         step = Step("broadcast", 0, (R,), (S(0),), 0.0, 0.0)
-        run_together([run_step(step, rank, torch.ones(2)) for rank in SimulatedRanks(mesh).ranks], [(0, 1)])
+        run_together([run_step(step, rank, torch.ones(2)) for rank in SimulatedRanks(mesh).ranks], lambda axis: [(0, 1)])
 
 
 def test_ranks_of_a_group_must_ask_for_the_same():
@@ -112,7 +112,7 @@ def test_ranks_must_end_together():
             x = yield CollectiveCall("all_reduce", 0, x)
         return x
 
-    assert_refused("some ranks end", run_together, [program(1), program(2)], [(0, 1)])
+    assert_refused("some ranks end", run_together, [program(1), program(2)], lambda axis: [(0, 1)])
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
-from autoshard.lower import lower, plant_fault, run_global, run_simulated, verify_program
+from autoshard.lower import lower, plant_fault, run_global, verify_program
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import SimulatedRanks
 from autoshard.routes import Routes
@@ -16,7 +16,7 @@ from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers import tiny_graph
 from tests.helpers_local_tensor import run_local_tensor
-from tests.helpers_lower import laid, mesh_of, one_op, random_layouts, values_of, with_placed
+from tests.helpers_lower import bytes_sent, laid, mesh_of, one_op, random_layouts, run_simulated, values_of, with_placed
 from tests.helpers_refusals import assert_refused
 
 MODELS = ("mlp", "gpt2", "llama", "bert")
@@ -143,9 +143,9 @@ def test_the_program_is_as_planned():
         "free output:0=",
     ]
     assert program.redistributes == 5
-    counts = {collective: times for collective, (times, _) in program.collectives.items()}
+    counts = {collective: len(sent) for collective, sent in bytes_sent(program).items()}
     assert counts == {"all_gather": 2, "all_to_all": 2, "reduce_scatter": 1}
-    assert program.collectives["all_gather"][1] == 2 * 32  # half of 64 bytes goes to the other rank, twice
+    assert bytes_sent(program)["all_gather"] == [32, 32]  # half of 64 bytes goes to the other rank, twice
 
 
 def test_simulated_results_are_the_whole_ones_and_nothing_is_kept():
@@ -212,7 +212,7 @@ def test_the_smallest_numbers_differ_by_their_step():
     assert (whole - halves).abs().max().item() > 3e-4 * whole.max().item() > 0  # above the tolerance of an op
     graph, values = one_op("aten.mean.dim", x, [0])
     found = verify_program(graph, laid(graph, ["S(0)"], ["P(avg)"]), {"output:0": "R"}, mesh_of(2), values)
-    assert found.ok and found.max_relative_error_ops > 0
+    assert found.ok
     assert not verify_program(graph, laid(graph, ["S(0)"], ["R"]), {}, mesh_of(2), values).ok
 
 

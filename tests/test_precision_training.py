@@ -18,6 +18,7 @@ from benchmarks.studies.peaks import TOLERANCE as OF_MEMORY
 from benchmarks.studies.peaks import measured_peak
 from models import gpt2, llama
 from tests.helpers import fast_mesh
+from tests.helpers_lower import bytes_sent
 from tests.helpers_models import Model, Sent, full, losses_of, parallel, right_plan, scheme_plan
 from tests.helpers_ranks import results
 
@@ -104,7 +105,7 @@ def compare(name: str, reduce: str, steps: int, layers: int = 2) -> None:
 def predicted_bytes(graph, solution) -> dict[str, float]:
     """The bytes that a rank sends, by collective."""
     program = lower(graph, solution.layouts, solution.results, solution.mesh)
-    return {kind: sent for kind, (_, sent) in program.collectives.items()}
+    return {kind: sum(sent) for kind, sent in bytes_sent(program).items()}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from autoshard.api import plan
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, op_candidate_seconds
 from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, rank_bounds, text
-from autoshard.lower import lower, plant_fault, run_simulated, verify_program
+from autoshard.lower import lower, plant_fault, verify_program
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import Redistribute, slot_of
 from autoshard.lower.run import SimulatedRanks
@@ -29,7 +29,7 @@ from autoshard.strategies.rows import EVEN_ONLY, RULES
 from models import bert, gpt2, llama, mlp
 from tests.helpers import candidate_error, described, fast_mesh, one_op, tiny_graph
 from tests.helpers_local_tensor import run_local_tensor
-from tests.helpers_lower import mesh_of
+from tests.helpers_lower import mesh_of, run_simulated
 from tests.helpers_models import Model
 from tests.test_coverage_ops import CASES
 from tests.test_strategies import EXTRA

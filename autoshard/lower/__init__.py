@@ -46,7 +46,6 @@ from autoshard.lower.program import slots_of as slots_of
 from autoshard.lower.run import SimulatedRanks as SimulatedRanks
 from autoshard.lower.run import check as check
 from autoshard.lower.run import run_route as run_route
-from autoshard.lower.run import run_simulated as run_simulated
 from autoshard.lower.sharding import assemble as assemble
 from autoshard.lower.sharding import gap as gap
 from autoshard.lower.sharding import part_of as part_of

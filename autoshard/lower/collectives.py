@@ -18,8 +18,6 @@ and receive the same shapes, and the padding is removed after it (`run_step`).
 Both run the same generators, so what is checked in one process is what runs on many.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,7 +57,7 @@ class DataDependent:
 
     name: str
     axes: Sequence[int]  # mesh axes along which it communicates
-    program: Callable[[Rank], RankGenerator]
+    program: "Callable[[Rank], RankGenerator]"
     operator: Callable[[Sequence[str]], Any]
 
 
@@ -219,9 +217,6 @@ CHANGES = {
 }
 
 
-# -- all ranks in one process ------------------------------------------------------------------------------------------------
-
-
 def exchange(calls: Sequence[CollectiveCall]) -> list[Tensor]:
     """The answers to one group's calls, in the order of its ranks. An answer that is the same for all is one shared tensor."""
     first = calls[0]
@@ -265,9 +260,6 @@ def unfolded(program: RankGenerator, rank: Rank) -> RankGenerator:
         answer = (yield from call.program(rank)) if isinstance(call, DataDependent) else (yield call)
 
 
-# -- one rank of many processes ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Groups:
     """The process groups of this rank, one per mesh axis, by name."""
@@ -281,7 +273,7 @@ class Groups:
         return self.background[name] if name in self.background else self.names.index(name)
 
     @staticmethod
-    def of(device_mesh: DeviceMesh) -> Groups:
+    def of(device_mesh: DeviceMesh) -> "Groups":
         return Groups(tuple(device_mesh.get_group(k).group_name for k in range(device_mesh.ndim)), tuple(device_mesh.shape))
 
     def answer(self, call: CollectiveCall | DataDependent) -> Any:

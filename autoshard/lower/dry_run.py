@@ -9,8 +9,6 @@ numbers. Those need the device (`verify(device="cuda")`). A library's own operat
 not looked up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -171,9 +169,6 @@ def _selected(x: Tensor, index: Any) -> Tensor:
         else:
             x, dim = aten.index.Tensor(x, [*[None] * dim, item]), dim + item.dim()
     return x
-
-
-# -- torch's own table --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ One op whose output is S(d) (or R, or P) on a mesh axis is said to be R (or S(d)
 its layout says, or each rank's summand of a matmul over a sharded dim counts as the sum.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -12,8 +12,6 @@ Anchors are numbered; -1 stands for the placeholders. For a lazy node
     depth = the number of starts on the longest path from there to it, itself included
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,7 +65,7 @@ class Flow:
     unhurried: set[fx.Node]  # starts that read placeholders only, and can come early, or whose result is only returned, at most cast
 
     @staticmethod
-    def of(graph: fx.Graph) -> Flow:
+    def of(graph: fx.Graph) -> "Flow":
         *nodes, output = graph.nodes
         lazy = _lazy(nodes)
         anchors = [node for node in nodes if node.op != "placeholder" and node not in lazy]
@@ -130,14 +128,11 @@ def _lazy(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         if node.target in CHEAP and any(source in lazy for source in node.all_input_nodes):
             lazy.add(node)
     for node in reversed(nodes):
-        if node.target in CHEAP and node.users and all(user.target in STARTS or (user in lazy and _is_prep(user)) for user in node.users):
+        is_prep = all(user.target in STARTS or (user in lazy and "prep" in user.meta) for user in node.users)
+        if node.target in CHEAP and node.users and is_prep:
             lazy.add(node)
             node.meta["prep"] = True
     return lazy
-
-
-def _is_prep(node: fx.Node) -> bool:
-    return bool(node.meta.get("prep"))
 
 
 def size(node: fx.Node) -> int:

@@ -9,8 +9,6 @@ first. A rank's position (a 0-d integer per mesh axis) is an input of the graphs
 names of process groups.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import operator
@@ -45,7 +43,6 @@ class RankGraphs:
     backward: fx.GraphModule | None  # None for a program without gradients
     loads: tuple[str, ...]  # parameters, buffers, inputs; the position follows
     outputs: tuple[str, ...]  # "output:0", "buffer:NAME"; the saved values follow
-    num_saved: int
     tangents: tuple[str, ...]
     gradients: tuple[str, ...]  # "gradient:NAME"
     slots: dict[str, Slot]  # of loads, tangents and results
@@ -54,7 +51,12 @@ class RankGraphs:
 
     @cached_property  # asked at every step
     def is_random(self) -> bool:
-        return any(graph is not None and is_random(graph.graph) for graph in (self.forward, self.backward))
+        return any(is_random(one.graph) for one in self.passes.values())
+
+    @property
+    def passes(self) -> dict[str, fx.GraphModule]:
+        """The forward pass, and the backward pass where there is one."""
+        return {"forward": self.forward} | ({} if self.backward is None else {"backward": self.backward})
 
     def inference(self) -> fx.GraphModule:
         """The forward graph with nothing saved."""
@@ -72,14 +74,13 @@ def trace(
 
     ValueError where a local shape isn't the planned one.
     """
-    names = [record.name for record in program.loads]
-    keys = [record.key for record in program.results]
     joint = _joint(program, groups, where, device)
-    if not drops:
-        _keep_all(joint.graph)
-    kinds = {name: graph.ops[graph.index[name]].kind for name in names}
-    slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
-    return _split(joint, names, kinds, keys, first_of_backward(program, graph), slots)
+    for node in joint.graph.nodes if not drops else ():
+        if str(node.target) in MASKS:  # the mask, before it is divided by p
+            node.target, node.args, node.kwargs = aten.full_like.default, node.args[-2:], {}
+        elif node.target is aten.native_dropout.default:
+            node.args, node.kwargs = (node.args[0], node.args[1], False), {}
+    return _split(joint, program, graph)
 
 
 def rewritten(program: RankProgram, groups: Groups, where: tuple[int, ...], device: str = "cpu") -> fx.GraphModule:
@@ -158,15 +159,6 @@ def _check_reshapes(program: RankProgram) -> None:
 MASKS = ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_p.default")
 
 
-def _keep_all(graph: fx.Graph) -> None:
-    """Replaces dropout by one that keeps every element."""
-    for node in graph.nodes:
-        if str(node.target) in MASKS:  # the mask, before it is divided by p
-            node.target, node.args, node.kwargs = aten.full_like.default, node.args[-2:], {}
-        elif node.target is aten.native_dropout.default:
-            node.args, node.kwargs = (node.args[0], node.args[1], False), {}
-
-
 class _Marks:
     """Writes into every new node's meta the index of its record."""
 
@@ -204,18 +196,18 @@ def first_of_backward(program: RankProgram, graph: Graph) -> int:
     return min(begin, behind) if has_gradients else end
 
 
-def _split(
-    joint: fx.GraphModule, names: Sequence[str], kinds: dict[str, str], keys: Sequence[str], first: int, slots: dict[str, Slot]
-) -> RankGraphs:
-    """The joint graph, split into forward and backward before the record `first`."""
+def _split(joint: fx.GraphModule, program: RankProgram, graph: Graph) -> RankGraphs:
+    """The joint graph, split into forward and backward before the first record of the backward pass."""
     *nodes, output = joint.graph.nodes
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    loads, position = dict(zip(names, placeholders, strict=False)), placeholders[len(names) :]
-    results = dict(zip(keys, output.args[0], strict=True))
-    tangents = [name for name in names if kinds[name] == "tangent"]
-    inputs = [name for name in names if kinds[name] != "tangent"]
-    gradients = [key for key in keys if key.startswith("gradient:")]
-    outputs = [key for key in keys if not key.startswith("gradient:")]
+    kinds = {record.name: graph.ops[graph.index[record.name]].kind for record in program.loads}
+    loads, position = dict(zip(kinds, placeholders, strict=False)), placeholders[len(kinds) :]
+    results = dict(zip((record.key for record in program.results), output.args[0], strict=True))
+    tangents = [name for name, kind in kinds.items() if kind == "tangent"]
+    inputs = [name for name, kind in kinds.items() if kind != "tangent"]
+    gradients = [key for key in results if key.startswith("gradient:")]
+    outputs = [key for key in results if not key.startswith("gradient:")]
+    first = first_of_backward(program, graph)
     early = [n for n in nodes if n.op != "placeholder" and n.meta.get("record", -1) < first]
     late = [n for n in nodes if n.op != "placeholder" and n.meta.get("record", -1) >= first]
     there = {*(loads[name] for name in inputs), *early}
@@ -232,8 +224,9 @@ def _split(
     given = saved + [loads[name] for name in tangents] + position
     backward = subgraph(joint, given, late, [results[key] for key in gradients]) if gradients else None
     backward = backward and with_waits(backward)
+    slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
     parameters = frozenset(name for name in inputs if kinds[name] == "parameter")
-    return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots, parameters)
+    return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), tuple(tangents), tuple(gradients), slots, parameters)
 
 
 def subgraph(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
@@ -249,8 +242,6 @@ def subgraph(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Seque
     graph.eliminate_dead_code()
     return fx.GraphModule(root, graph)
 
-
-# -- graphs as functions -------------------------------------------------------------------------------------------------------------
 
 Boxed = Callable[[list], Sequence[Any]]  # it empties the list, so that tensors can be freed before it ends
 

@@ -5,8 +5,6 @@
 `per_shard`    an operator that draws inside `for_shard`, as one operator
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

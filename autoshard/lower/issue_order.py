@@ -8,8 +8,6 @@ Running ranks compare the graphs that they are about to run (`runtime.agreement`
 must be the same on every rank, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -114,9 +112,6 @@ def _unlike(did: Sequence[Sequence[Did]]) -> list[Disagreement]:
     return unlike
 
 
-# -- of a program ----------------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def issued(program: RankProgram) -> list[tuple[Did, ...]]:
     """What each rank does in each record that may issue collectives; ranks that do the same share it.
@@ -128,13 +123,12 @@ def issued(program: RankProgram) -> list[tuple[Did, ...]]:
     moving = [(k, r) for k, r in enumerate(program.records) if isinstance(r, Redistribute) or (isinstance(r, RunOp) and r.kernel)]
     with torch.device("meta"), fake_grouped_mm():
         position = tuple(torch.zeros((), dtype=torch.int64) for _ in mesh.axes)
-        columns = [_of_record(k, [_did(r, Rank(mesh, position, where), known) for where in mesh.coordinates()]) for k, r in moving]
+        columns = []
+        for k, record in moving:
+            by_rank = [_did(record, Rank(mesh, position, where), known) for where in mesh.coordinates()]
+            numbered = {id(did): tuple(replace(one, records=(k,)) if isinstance(one, Issued) else one for one in did) for did in by_rank}
+            columns.append([numbered[id(did)] for did in by_rank])
     return list(zip(*columns, strict=True)) if columns else [()] * mesh.num_devices
-
-
-def _of_record(k: int, by_rank: Sequence[Did]) -> list[Did]:
-    numbered = {id(did): tuple(replace(one, records=(k,)) if isinstance(one, Issued) else one for one in did) for did in by_rank}
-    return [numbered[id(did)] for did in by_rank]
 
 
 @dataclass

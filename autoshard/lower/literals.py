@@ -7,12 +7,10 @@ literal is the same on every rank. Where an entry is missing, the local output h
 shapes after each op; so a wrong literal never passes unnoticed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ class Shapes:
 
     arguments: dict[str, Any]
     global_inputs: tuple[Shape, ...]
-    global_outputs: tuple[Shape | None, ...]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape | None, ...]
     value: Any
@@ -55,10 +52,6 @@ def out_shape(s: Shapes) -> Shape:
     return s.out
 
 
-def out_rows(s: Shapes) -> int:
-    return s.out[0]
-
-
 def out_strides(s: Shapes) -> Shape:
     """The dense strides of the local shape, with dims in the order of the global strides."""
     order = sorted(range(len(s.out)), key=lambda d: (s.value[d], -d))
@@ -75,26 +68,19 @@ def repeats(s: Shapes) -> Shape:
     return tuple(o // max(i, 1) for o, i in zip(s.out, sizes, strict=True))
 
 
-def groups_of_norm(s: Shapes) -> int:
-    return s.value * s.local("input")[1] // s.unsharded("input")[1]
-
-
-def groups_of_convolution(s: Shapes) -> int:
-    """Where input channels are sharded, each rank has its own groups; otherwise every rank has all groups."""
+def groups_of_channels(s: Shapes) -> int:
+    """Where channels are sharded, each rank has its own groups; otherwise every rank has all groups."""
     return s.value * s.local("input")[1] // s.unsharded("input")[1] if s.value > 1 else 1
-
-
-def bias_of_convolution(s: Shapes) -> Shape | None:
-    return None if s.value is None else (s.local("grad_output")[1],)
 
 
 NORM: dict[str, Rule] = {
     "N": lambda s: s.local("input")[0],
     "C": lambda s: s.local("input")[1],
     "HxW": lambda s: math.prod(s.local("input")[2:]),
-    "group": groups_of_norm,
+    "group": groups_of_channels,
 }
 RESHAPING = ("view", "_unsafe_view", "view_copy", "_reshape_alias")
+EMBEDDINGS = ("embedding_dense", "_embedding_bag", "_embedding_bag_dense")
 SIZED = (
     *RESHAPING, "expand", "expand_copy", "as_strided", "full", "zeros", "_efficientzerotensor", "ones", "new_zeros", "new_ones", "new_full",
     "new_empty",
@@ -107,11 +93,12 @@ ROWS: dict[str, dict[str, Rule]] = {
     "aten.repeat.default": {"repeats": repeats},
     "aten.affine_grid_generator.default": {"size": lambda s: (s.out[0], *s.value[1:])},
     **{f"aten.{name}_backward.default": {"input_sizes": out_shape} for name in ("slice", "select", "diagonal", "unfold")},
-    "aten.embedding_dense_backward.default": {"num_weights": out_rows},
-    **{f"aten._embedding_bag{way}_backward.default": {"num_weights": out_rows} for way in ("", "_dense")},
+    **{f"aten.{name}_backward.default": {"num_weights": lambda s: s.out[0]} for name in EMBEDDINGS},
     **{f"aten.native_group_norm{way}.default": NORM for way in ("", "_backward")},
-    "aten.convolution.default": {"groups": groups_of_convolution},
-    "aten.convolution_backward.default": {"groups": groups_of_convolution, "bias_sizes": bias_of_convolution},
+    "aten.convolution.default": {"groups": groups_of_channels},
+    "aten.convolution_backward.default": {
+        "groups": groups_of_channels, "bias_sizes": lambda s: None if s.value is None else (s.local("grad_output")[1],),
+    },
     **{f"aten.{name}_backward.default": {"input_size": out_shape} for name in UPSAMPLED},
 }
 
@@ -150,13 +137,11 @@ def by_name(op: Op) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **dict(kwargs)}
 
 
-def localise(op: Op, global_shapes: tuple[tuple[Shape, ...], tuple[Shape | None, ...]], local: tuple[tuple, tuple]) -> dict[str, Any]:
-    """The op's arguments by name, with its size literals made local. global_shapes, local: the shapes of (inputs, outputs)."""
-    arguments = by_name(op)
-    rows = ROWS.get(op.target, {})
-    return {
-        name: rows[name](Shapes(arguments, *global_shapes, *local, value)) if name in rows else value for name, value in arguments.items()
-    }
+def localise(op: Op, *shapes: tuple[Shape | None, ...]) -> dict[str, Any]:
+    """The op's arguments by name, with its size literals made local. shapes: global ones of inputs, local ones of inputs and outputs."""
+    arguments, rows, (global_inputs, inputs, outputs) = by_name(op), ROWS.get(op.target, {}), shapes
+    given = partial(Shapes, arguments, global_inputs, inputs, outputs)  # type: ignore[arg-type]
+    return {name: rows[name](given(value)) if name in rows else value for name, value in arguments.items()}
 
 
 def torch_constants(literal: Any, device: str) -> Any:

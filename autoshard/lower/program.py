@@ -13,9 +13,6 @@ when its first user runs. Where shards are uneven, local shapes and the sizes am
 are listed per rank.
 """
 
-from __future__ import annotations
-
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -134,17 +131,6 @@ class RankProgram:
         """How many tensors are redistributed."""
         return sum(isinstance(record, Redistribute) for record in self.records)
 
-    @property
-    def collectives(self) -> dict[str, tuple[int, float]]:
-        """(count, bytes that each rank sends) by collective, local slices included. Collectives of kernels are not counted."""
-        count: Counter[str] = Counter()
-        sent: Counter[str] = Counter()
-        for record in self.records:
-            for step in record.steps if isinstance(record, Redistribute) else ():
-                count[step.collective] += 1
-                sent[step.collective] += step.bytes  # type: ignore[assignment]
-        return {collective: (count[collective], float(sent[collective])) for collective in sorted(count)}
-
 
 def lower(
     graph: Graph,
@@ -185,7 +171,8 @@ class _Lowering:
                 for k, t in enumerate(op.outputs)
             )
             if op.is_placeholder:
-                self.records.append(LoadPlaceholder(op.name, _tensor_slot(op, outputs[0])))
+                assert outputs[0] is not None, f"placeholder {op.name} is not a tensor"
+                self.records.append(LoadPlaceholder(op.name, outputs[0]))
             else:
                 self.records.append(self._run(i, op, placed, outputs))
             for k, slot in enumerate(outputs):
@@ -263,7 +250,6 @@ def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Sl
     """How a rank runs op i on local tensors."""
     op = graph.ops[i]
     input_shapes = tuple(t.shape for t in graph.input_tensors(i))
-    global_shapes = (input_shapes, tuple(None if t is None else t.shape for t in op.outputs))
     out_layouts = tuple(None if slot is None else slot.layout for slot in outputs)
     kernel = kernel_for(op, input_shapes, tuple(slot.layout for slot in inputs), out_layouts, mesh)
     target, names = INSTEAD.get(op.target, (op.target, None))
@@ -272,7 +258,7 @@ def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Sl
     def arguments(rank: int) -> dict[str, Any]:
         shapes = (tuple(s.shape_on(rank) for s in inputs), tuple(None if s is None else s.shape_on(rank) for s in outputs))
         if shapes not in by_shapes:
-            values = {name: torch_constants(value, device) for name, value in localise(op, global_shapes, shapes).items()}
+            values = {name: torch_constants(value, device) for name, value in localise(op, input_shapes, *shapes).items()}
             by_shapes[shapes] = values if names is None else {names[name]: value for name, value in values.items() if name in names}
         return by_shapes[shapes]
 
@@ -285,11 +271,6 @@ def _layout(layout: str | None, op: Op) -> Layout:
     if layout is None:
         raise ValueError(f"op {op.name} ({op.target}) has no layout for an output that is a tensor")
     return parsed(layout)
-
-
-def _tensor_slot(op: Op, slot: Slot | None) -> Slot:
-    assert slot is not None, f"placeholder {op.name} is not a tensor"
-    return slot
 
 
 def slots_of(record: Record) -> tuple[Slot, ...]:

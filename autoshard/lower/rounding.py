@@ -9,8 +9,6 @@ perturbed by their rounding, X the same in float64:
 A result that differs from x by no more than a few times its noise can't be told from rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

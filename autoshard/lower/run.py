@@ -10,10 +10,8 @@ After each record the local shapes and dtypes must be the planned ones. Sharing 
 tensors, and nothing writes in place. Random ops start on every rank from one state of the generator, which they leave in one state.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from autoshard.lower.collectives import Groups, Rank, RankGenerator, exchange, r
 from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
 from autoshard.lower.kernels.table import function_of
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Record, Redistribute, ReturnResult, RunOp, Slot
-from autoshard.lower.sharding import assemble, groups, local_tensors
+from autoshard.lower.sharding import groups, local_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Step
 
@@ -46,23 +44,16 @@ def _with_planned(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[A
     """Outputs of the planned shapes where a kernel leaves one out that only its own backward reads: a tensor of no elements for None (a
     recurrent layer's workspace) or for one that the CPU's kernel leaves out (batch norm, bags of embeddings), zeros where another
     device's kernel does."""
-    wanted = (*record.outputs, *(None for _ in outputs))
-    pairs = zip(outputs, wanted, strict=False)
-    return tuple(_placeholder(record, s, rank, outputs) if s is not None and _is_left_out(y, s, rank) else y for y, s in pairs)
-
-
-def _is_left_out(y: Any, slot: Slot, rank: int) -> bool:
-    if y is None:
-        return True
-    shape = slot.shape_on(rank)
-    return tuple(y.shape) != shape and (0 in shape or (0 in y.shape and y.device.type != "cpu"))
-
-
-def _placeholder(record: RunOp, slot: Slot, rank: int, outputs: tuple[Any, ...]) -> Tensor:
-    shape, device = slot.shape_on(rank), next((y.device for y in outputs if isinstance(y, Tensor)), torch.device("cpu"))
-    if 0 not in shape and device.type == "cpu":
-        raise ValueError(f"{record.target} (op {record.name}) returned nothing where the captured program has a tensor of {shape}")
-    return torch.zeros(shape, dtype=getattr(torch, slot.dtype), device=device)
+    planned = list(outputs)
+    device = next((y.device for y in outputs if isinstance(y, Tensor)), torch.device("cpu"))
+    for k, (y, slot) in enumerate(zip(outputs, record.outputs)):
+        shape = () if slot is None else slot.shape_on(rank)
+        is_other = y is None or (tuple(y.shape) != shape and (0 in shape or (0 in y.shape and y.device.type != "cpu")))
+        if slot is not None and is_other:
+            if 0 not in shape and device.type == "cpu":
+                raise ValueError(f"{record.target} (op {record.name}) returned nothing where the captured program has a tensor of {shape}")
+            planned[k] = torch.zeros(shape, dtype=getattr(torch, slot.dtype), device=device)
+    return tuple(planned)
 
 
 def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
@@ -163,9 +154,6 @@ class Interpreter(ABC):
         """ValueError where a value isn't as planned for its slot."""
 
 
-# -- all ranks in one process --------------------------------------------------------------------------------------------------
-
-
 class SimulatedRanks(Interpreter):
     """All ranks of a mesh."""
 
@@ -194,12 +182,12 @@ class SimulatedRanks(Interpreter):
     def _step(self, step: Step, tensors: LocalTensors, global_shape: tuple[int, ...] | None) -> LocalTensors:
         """One step in every group of its axis; groups that hold the same tensors share the answer."""
         done: dict[tuple[int, ...], LocalTensors] = {}
-        out = list(tensors)
+        out, alike = list(tensors), step.collective in ("all_gather", "all_reduce")
         for group in groups(self.mesh, step.axis):
             key = tuple(id(tensors[r]) for r in group)
             if key not in done:
                 programs = [run_step(step, self.ranks[r], tensors[r], global_shape) for r in group]
-                done[key] = run_together(programs, [tuple(range(len(group)))], alike=step.collective in ("all_gather", "all_reduce"))
+                done[key] = run_together(programs, lambda axis: [range(self.mesh.shape[axis])], alike=alike)
             for r, local in zip(group, done[key], strict=True):
                 out[r] = local
         return out
@@ -226,7 +214,7 @@ class SimulatedRanks(Interpreter):
         outputs, states = [], []
         for rank, own in zip(self.ranks, inputs, strict=True):
             with from_state(self.random, self.device):
-                outputs += run_together([local_program(record, rank, own)], [(0,)])
+                outputs += run_together([local_program(record, rank, own)], lambda axis: [(0,)])
                 states.append(state_of_generator(self.device))
         is_sharded = any(p.is_shard() for slot in record.outputs if slot is not None for p in slot.layout)
         if record.kernel is None and is_sharded and not torch.equal(self.random, states[0]):
@@ -237,13 +225,10 @@ class SimulatedRanks(Interpreter):
         return outputs
 
 
-def run_together(
-    programs: Sequence[RankGenerator], groups_of: Callable[[int], Sequence[Sequence[int]]] | Sequence[Sequence[int]], *, alike: bool = False
-) -> list[Any]:
-    """Run generators to their ends. In each round all of them ask for a collective, which each group of its axis carries out.
+def run_together(programs: Sequence[RankGenerator], groups_of: Callable[[int], Iterable[Sequence[int]]], *, alike: bool = False) -> list:
+    """Run generators to their ends. In each round all of them ask for a collective, which each group of its axis (groups_of) carries out.
 
-    groups_of: the groups for an axis, or the groups themselves. alike: every rank receives and returns the same tensor, so that
-    only one generator runs to its end.
+    alike: every rank receives and returns the same tensor, so that only one generator runs to its end.
     """
     results: list[Any] = [None] * len(programs)
     asks: list[Any] = [None] * len(programs)
@@ -263,8 +248,7 @@ def run_together(
             raise ValueError("some ranks end while others ask for a collective: a local program must be the same on every rank")
         waiting = [] if ended else waiting
         if waiting:
-            axis_groups = groups_of(asks[0].axis) if callable(groups_of) else groups_of
-            for group in axis_groups:
+            for group in groups_of(asks[0].axis):
                 for r, answer in zip(group, exchange([asks[r] for r in group]), strict=True):
                     answers[r] = answer
     return results
@@ -290,21 +274,6 @@ def _fits(shape: tuple[int, ...], slot: Slot, mesh: Mesh) -> bool:
         return False
     ends = ((0, mesh.coordinates()[0]), (mesh.num_devices - 1, mesh.coordinates()[-1]))
     return all(rank_shape(shape, slot.layout, mesh, coordinate) == slot.shape_on(rank) for rank, coordinate in ends)
-
-
-@torch.no_grad()
-def run_simulated(program: RankProgram, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks in this process: global placeholders in, global results out ("kind:name" -> tensor).
-
-    ValueError when ranks that should hold the same tensor don't, or where a local shape isn't the planned one.
-    """
-    simulated = SimulatedRanks(program.mesh)
-    for record in program.records:
-        simulated.do(record, values)
-    return {r.key: assemble(simulated.results[r.key], r.slot.layout, program.mesh) for r in program.results}
-
-
-# -- one rank of many ---------------------------------------------------------------------------------------------------------------
 
 
 class OneRank(Interpreter):

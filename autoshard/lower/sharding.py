@@ -8,8 +8,6 @@ Ranks that hold the same numbers share one tensor: no function here writes into 
 tensor needs the memory of one rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
@@ -85,14 +83,13 @@ def reduced(tensors: Sequence[Tensor], layout: Layout, mesh: Mesh) -> list[Tenso
     for axis, placement in enumerate(layout):
         if isinstance(placement, Partial):
             totals: dict[tuple[int, ...], Tensor] = {}
+            before, tensors = tensors, list(tensors)
             for group in groups(mesh, axis):
-                key = tuple(id(tensors[rank]) for rank in group)
+                key = tuple(id(before[rank]) for rank in group)
                 if key not in totals:
-                    totals[key] = reduce_tensors([tensors[rank] for rank in group], placement.reduce_op)
-            for group in groups(mesh, axis):
-                total = totals[tuple(id(tensors[rank]) for rank in group)]
+                    totals[key] = reduce_tensors([before[rank] for rank in group], placement.reduce_op)
                 for rank in group:
-                    tensors[rank] = total
+                    tensors[rank] = totals[key]
     return tensors
 
 
@@ -148,7 +145,7 @@ def assemble(tensors: Sequence[Tensor], layout: Layout, mesh: Mesh, *, tolerance
     """The global tensor. ValueError when replicas differ by more than `tolerance` of their largest value."""
     summed = reduced(tensors, layout, mesh)
     tensor = _concatenate(summed, layout, mesh)
-    apart = distance(summed, _without_partial(layout), mesh, tensor)
+    apart = distance(summed, tuple(R if isinstance(p, Partial) else p for p in layout), mesh, tensor)
     if apart > tolerance * max(largest(tensor), torch.finfo(torch.float32).tiny):
         raise ValueError(f"ranks disagree by {apart:.3g} about a tensor with layout {text(layout)}; expected equal replicas")
     return tensor
@@ -157,10 +154,6 @@ def assemble(tensors: Sequence[Tensor], layout: Layout, mesh: Mesh, *, tolerance
 def joined(tensors: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     """The global tensor by the first of its replicas."""
     return _concatenate(reduced(tensors, layout, mesh), layout, mesh)
-
-
-def _without_partial(layout: Layout) -> Layout:
-    return tuple(R if isinstance(p, Partial) else p for p in layout)
 
 
 def _concatenate(tensors: list[Tensor], layout: Layout, mesh: Mesh) -> Tensor:

@@ -5,8 +5,6 @@ materialized      a copy of the module with real tensors, where the module's own
 verify_graph      the comparison for a graph without a module: the graph, run on one device, is the reference
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ import torch
 from torch import nn
 
 from autoshard.capture import arguments, computed_in, copied, flex_as_attention, input_names, opened, without_process_groups
-from autoshard.graph import Graph, Tensor, Value
+from autoshard.graph import Graph
 from autoshard.lower.generator import first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
 from autoshard.precision import Precision
@@ -61,7 +59,9 @@ def run_unsharded(
             torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
     reference = {f"output:{k}": leaf.detach() for k, leaf in flat.items()}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
-    values |= {name: _on(_ones(graph.tensor((graph.index[name], 0))), device) for name in tangents}
+    for name in tangents:
+        tensor = graph.ops[graph.index[name]].output
+        values[name] = torch.ones(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
     if training:
         gradients = {name: p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
         reference |= {f"gradient:{name}": reduced(grad, values[name].dtype, precision) for name, grad in gradients.items()}
@@ -174,10 +174,6 @@ def state_of_module(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _ones(tensor: Tensor) -> torch.Tensor:
-    return torch.ones(tensor.shape, dtype=getattr(torch, tensor.dtype))
-
-
 def _random_weight(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Matrices of about unit gain, vectors near 1/2 (scales and shifts alike), integers 0."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -220,14 +216,6 @@ def index_bounds(graph: Graph) -> dict[str, int]:
             holds, indexed, dim = INDEXES[op.target]
             shape = graph.tensor(op.inputs[indexed]).shape
             size = shape[dim] if dim is not None else min(shape)
-            name = graph.ops[_origin(graph, op.inputs[holds])[0]].name
+            name = graph.ops[graph.origin(op.inputs[holds])].name
             bounds[name] = min(size, bounds.get(name, size))
     return bounds
-
-
-def _origin(graph: Graph, value: Value) -> Value:
-    op = graph.ops[value[0]]
-    while not op.is_placeholder and len(op.inputs) == 1:
-        value = op.inputs[0]
-        op = graph.ops[value[0]]
-    return value

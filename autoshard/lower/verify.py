@@ -23,8 +23,6 @@ nothing reads are not compared. A result whose error is above the tolerance is h
 Another mismatch is a collective that two ranks of a group would issue at different points of their programs (issue_order.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -83,7 +81,6 @@ class Verification:
     ranks: int
     max_relative_error_outputs: float
     max_relative_error_gradients: float
-    max_relative_error_ops: float  # over all ops that match
     placement_mismatches: tuple[Mismatch, ...]
     redistributes: int
     tolerance: float
@@ -121,21 +118,7 @@ def verify_program(
 @torch.no_grad()
 def run_global(graph: Graph, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     """The unsharded program: placeholders in, results out ("kind:name" -> tensor). seed: of the random ops."""
-    return _results(_Unsharded(graph, values, None, seed))
-
-
-def _results(program: _Unsharded) -> dict[str, Tensor]:
-    graph = program.graph
-    results: dict[str, Tensor] = {}
-    wanted: dict[Value, list[str]] = {}
-    for result in graph.results:
-        if result.value is not None:
-            wanted.setdefault(result.value, []).append(f"{result.kind}:{result.name}")
-    for i, op in enumerate(graph.ops):
-        program.do(i)
-        for k in range(len(op.outputs)):
-            results.update({key: program.held[i, k] for key in wanted.get((i, k), ())})
-    return results
+    return _Unsharded(graph, values, None, seed).results()
 
 
 class _Unsharded:
@@ -163,6 +146,17 @@ class _Unsharded:
                 if isinstance(y, Tensor):
                     self.held[i, k] = y
         self.drop = self.ending.get(i, [])
+
+    def results(self) -> dict[str, Tensor]:
+        """Runs the program; its results by "kind:name"."""
+        results, wanted = dict[str, Tensor](), dict[int, list[tuple[str, Value]]]()
+        for r in self.graph.results:
+            if r.value is not None:
+                wanted.setdefault(r.value[0], []).append((f"{r.kind}:{r.name}", r.value))
+        for i in range(len(self.graph.ops)):
+            self.do(i)
+            results |= {key: self.held[value] for key, value in wanted.get(i, ())}
+        return results
 
     def apply(self, i: int, inputs: list[Tensor]) -> tuple:
         """The outputs of op i for these inputs."""
@@ -223,7 +217,7 @@ class _Comparison:
         self.roundings: list[dict[str, Tensor]] | None = None  # the results of programs with other roundings, once they are needed
         self.is_random = any(draws(op.target) for op in graph.ops if not op.is_placeholder)
         self.mismatches: list[Mismatch] = []
-        self.worst = {"output": 0.0, "gradient": 0.0, "op": 0.0}
+        self.worst = {"output": 0.0, "gradient": 0.0}
 
     @torch.no_grad()
     def run(self) -> Verification:
@@ -233,7 +227,10 @@ class _Comparison:
                     self.simulated.do(record, self.values)
                     self._run_unsharded(record.slot.value[0])
                 case Redistribute():
-                    self._redistribute(record)
+                    try:
+                        self.simulated.do(record, self.values)
+                    except (RuntimeError, ValueError, IndexError) as error:
+                        self._repair(record.target, error)
                 case RunOp():
                     self._run(record)
                 case ReturnResult():
@@ -241,18 +238,12 @@ class _Comparison:
                 case FreeTensors():
                     self.simulated.do(record, self.values)
         self.mismatches += out_of_order(self.program)
-        worst = self.worst["output"], self.worst["gradient"], self.worst["op"]
+        worst = self.worst["output"], self.worst["gradient"]
         return Verification(self.mesh.num_devices, *worst, tuple(self.mismatches), self.program.redistributes, self.tolerance)
 
     def _run_unsharded(self, i: int) -> None:
         self.unsharded.do(i)
         self.perturbed.do(i)
-
-    def _redistribute(self, record: Redistribute) -> None:
-        try:
-            self.simulated.do(record, self.values)
-        except (RuntimeError, ValueError, IndexError) as error:
-            self._repair(record.target, error)
 
     def _run(self, record: RunOp) -> None:
         self._run_unsharded(record.op)
@@ -298,7 +289,6 @@ class _Comparison:
             else:
                 self._repair(slot, self._explain(slot, tensors))
             return
-        self.worst["op"] = max(self.worst["op"], error)
         self.simulated.held[slot.name] = tensors
 
     def _is_decided_by_rounding(self, record: RunOp, slot: Slot, tensors: list[Tensor]) -> bool:
@@ -368,11 +358,11 @@ class _Comparison:
         """The results with placeholders perturbed differently, and in float64, for which an op may have no kernel. A program that draws
         random numbers draws others in float64."""
         programs = [_Unsharded(self.graph, self.values, (self.eps, self.seed + k), self.seed, self.device) for k in range(3)]
-        results = [_results(program) for program in programs]
+        results = [program.results() for program in programs]
         if self.is_random:
             return results
         try:
-            wide = _results(_Unsharded(in_float64(self.graph), wide_values(self.values), None, self.seed, self.device))
+            wide = _Unsharded(in_float64(self.graph), wide_values(self.values), None, self.seed, self.device).results()
         except (RuntimeError, TypeError, ValueError):
             return results
         return [*results, wide]

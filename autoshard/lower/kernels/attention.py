@@ -11,8 +11,6 @@ it is twice as fast there (docs/gpu.md), and only once it was seen to agree with
 a group and all key-value heads, each reads the key-value heads that its own queries need (`shared_heads`).
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.capture import ATTENTION, BACKWARD
-from autoshard.lower.collectives import Rank
+from autoshard.lower.collectives import Rank, RankGenerator
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, wide
 from autoshard.torch_private import disable_current_modes
 
@@ -103,9 +101,6 @@ def kernel_of(call: Call) -> str:
             return "flash"
     rows_fit = all(n * q.element_size() % 16 == 0 for n in (width, of_values))
     return "efficient" if rows_fit and (is_half or q.dtype == torch.float32) else "math"
-
-
-# -- torch's kernels ---------------------------------------------------------------------------------------------------------------
 
 
 def _cpu(c: Call) -> tuple[Tensor, Tensor]:
@@ -207,9 +202,6 @@ def _aligned_mask(c: Call) -> Tensor | None:
     return mask.expand(*c.query.shape[:3], keys)
 
 
-# -- matmuls and softmax -----------------------------------------------------------------------------------------------------------
-
-
 def math_attention(c: Call) -> tuple[Tensor, Tensor]:
     scores = _scores(c)
     logsumexp = scores.logsumexp(-1)
@@ -275,9 +267,6 @@ for _device in ("CPU", "CUDA"):
 FUNCTIONS: dict[str, Callable[..., Any]] = {str(ATTENTION): attention, str(BACKWARD): attention_backward}
 
 
-# -- key-value heads that are replicated while query heads are sharded -------------------------------------------------------------
-
-
 def key_heads_needed(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axes, heads: int, key_heads: int) -> Tensor:
     """The key-value heads of this rank's query heads, counted from its first.
 
@@ -295,13 +284,17 @@ def key_heads_needed(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axe
 
 
 @local
-def shared_heads(rank: Rank, a: Arguments, **heads: Any) -> Any:
-    """heads: those of `key_heads_needed`."""
+def plain(rank: Rank, a: Arguments) -> Any:
+    return attention_backward(**a) if "grad_out" in a else attention(**a)
+
+
+def shared_heads(rank: Rank, a: Arguments, *, inside: Kernel, **heads: Any) -> RankGenerator:
+    """What `inside` computes with the key-value heads that the rank's query heads need. heads: those of `key_heads_needed`."""
     needed = key_heads_needed(rank, a, **heads)
-    own = {**a, **{name: a[name].index_select(HEADS, needed) for name in ("key", "value")}}
+    results = yield from inside(rank, {**a, **{name: a[name].index_select(HEADS, needed) for name in ("key", "value")}})
     if "grad_out" not in a:
-        return attention(**own)
-    grad_q, *grads = attention_backward(**own)
+        return results
+    grad_q, *grads = results
     return grad_q, *(aten.index_put.default(torch.zeros_like(a[n]), [None, needed], g, True) for n, g in zip(("key", "value"), grads))
 
 
@@ -312,7 +305,7 @@ def _attention(sharded: ShardedOp) -> Kernel | None:
     heads, key_heads = sharded.shape("query")[HEADS], sharded.shape("key")[HEADS]
     if heads == key_heads or of_queries[: len(of_keys)] != of_keys:
         raise sharded.refuse("the key-value heads of a rank are not those of its query heads")
-    return partial(shared_heads, of_queries=of_queries, of_keys=of_keys, heads=heads, key_heads=key_heads)
+    return partial(shared_heads, inside=plain, of_queries=of_queries, of_keys=of_keys, heads=heads, key_heads=key_heads)
 
 
 KERNELS = {str(ATTENTION): _attention, str(BACKWARD): _attention}

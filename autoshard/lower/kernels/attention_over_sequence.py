@@ -17,8 +17,6 @@ of a block are one operator (`autoshard::attention_block` and its backward), of 
 collectives that is derived from a graph (`runtime.overlap`) is then the same on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from autoshard.graph import Runs, stored_runs
 from autoshard.layout import chunk_bounds
 from autoshard.lower.collectives import CollectiveCall, Rank, RankGenerator, row_major
 from autoshard.lower.kernels.attention import KERNELS as WITH_LOCAL_KEYS
-from autoshard.lower.kernels.attention import attention, attention_backward, key_heads_needed
+from autoshard.lower.kernels.attention import attention, attention_backward
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, wide
 from autoshard.mesh import Mesh
 
@@ -114,9 +112,6 @@ class Sequence:
         return stored_runs(size, self.head_tail, lo, hi)
 
 
-# -- the order of a shard's tokens -----------------------------------------------------------------------------------------------------
-
-
 def ascending(x: Tensor, runs: Runs, all_of: int) -> Tensor:
     """x, whose tokens are at these positions, with its tokens in the order of their positions. all_of: where it holds the full sequence in
     head-tail order, the number of parts."""
@@ -138,9 +133,6 @@ def _in_order(x: Tensor, lengths: list[int], order: list[int]) -> Tensor:
         return x
     shards = x.split(lengths, SEQUENCE)
     return torch.cat([shards[k] for k in order], SEQUENCE)
-
-
-# -- one block of keys -----------------------------------------------------------------------------------------------------------------
 
 
 def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -184,7 +176,7 @@ class Positions:
         return [len(self.queries), self.of_queries, self.of_keys, int(self.is_causal), *runs]
 
     @staticmethod
-    def of(numbers: list[int]) -> Positions:
+    def of(numbers: list[int]) -> "Positions":
         count, of_queries, of_keys, is_causal, *flat = numbers
         runs = tuple(zip(flat[::2], flat[1::2], strict=True))
         return Positions(runs[:count], runs[count:], of_queries, of_keys, bool(is_causal))
@@ -198,7 +190,8 @@ def _block(query, key, value, attn_mask, scale, former, former_logsumexp, positi
     at = Positions.of(positions)
     a = at.ascending({"query": query, "key": key, "value": value, "attn_mask": attn_mask, "scale": scale})
     if former is None:
-        total = _of_no_key(query, value)
+        out = wide(query.new_zeros((*query.shape[:3], value.shape[-1])))
+        total = out, out.new_full(query.shape[:3], -torch.inf)
     else:
         total = tuple(ascending(x, at.queries, at.of_queries).clone() for x in (former, former_logsumexp))
     for piece in at.pieces():
@@ -207,11 +200,6 @@ def _block(query, key, value, attn_mask, scale, former, former_logsumexp, positi
             x.copy_(both)
     out, logsumexp = (as_stored(x, at.queries, at.of_queries).contiguous() for x in total)
     return out.to(query.dtype) if is_last else out, logsumexp
-
-
-def _of_no_key(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    out = wide(query.new_zeros((*query.shape[:3], value.shape[-1])))
-    return out, out.new_full(query.shape[:3], -torch.inf)
 
 
 def _block_backward(grad_out, query, key, value, out, logsumexp, attn_mask, scale, former, positions):  # type: ignore[no-untyped-def]
@@ -260,9 +248,6 @@ def _(grad_out, query, key, value, *rest):  # type: ignore[no-untyped-def]
 BLOCK, BLOCK_BACKWARD = torch.ops.autoshard.attention_block.default, torch.ops.autoshard.attention_block_backward.default
 
 
-# -- blocks that go round --------------------------------------------------------------------------------------------------------------
-
-
 def _around(rank: Rank, axes: Axes, block: Tensor, where: BlockSource, use: Callable[[Tensor, BlockSource], None]) -> RankGenerator:
     """`use` is called with every block of the axes, this rank's own first."""
     if not axes:
@@ -295,9 +280,6 @@ def _back_around(rank: Rank, axes: Axes, block: Tensor, where: BlockSource, use:
 
 def _pass_on(rank: Rank, axis: int, x: Tensor) -> CollectiveCall:
     return CollectiveCall("permute", axis, x, place=rank.place[axis])
-
-
-# -- the local programs ----------------------------------------------------------------------------------------------------------------
 
 
 def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> RankGenerator:
@@ -342,18 +324,6 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> RankGenera
     return tuple(x.to(a["query"].dtype) for x in (former[0], of_keys[..., :width], of_keys[..., width:]))
 
 
-def with_key_heads(rank: Rank, a: Arguments, *, sequence: Sequence, **heads: Any) -> RankGenerator:
-    """`over_sequence` where ranks have some query heads of a group and all key-value heads."""
-    needed = key_heads_needed(rank, a, **heads)
-    own = {**a, **{name: a[name].index_select(1, needed) for name in ("key", "value")}}
-    results = yield from over_sequence(rank, own, sequence=sequence)
-    if "grad_out" not in a:
-        return results
-    of_keys = zip(("key", "value"), results[1:], strict=True)
-    of_heads = (torch.ops.aten.index_put.default(torch.zeros_like(a[name]), [None, needed], grad, True) for name, grad in of_keys)
-    return results[0], *of_heads
-
-
 def _attention(sharded: ShardedOp) -> Kernel | None:
     of_queries, of_keys = sharded.axes_of("query", SEQUENCE), sharded.axes_of("key", SEQUENCE)
     head_tail, is_causal = int(sharded.arguments.get("head_tail") or 0), bool(sharded.arguments.get("is_causal"))
@@ -364,9 +334,8 @@ def _attention(sharded: ShardedOp) -> Kernel | None:
         raise sharded.refuse("keys are sharded on a mesh axis on which the queries aren't")
     sizes = sharded.shape("query")[SEQUENCE], sharded.shape("key")[SEQUENCE]
     sequence = Sequence(sharded.mesh, *sizes, of_queries, of_keys, head_tail, is_causal)
-    if with_local_keys is None:
-        return partial(over_sequence, sequence=sequence)
-    return partial(with_key_heads, sequence=sequence, **with_local_keys.keywords)  # type: ignore[attr-defined]
+    kernel = partial(over_sequence, sequence=sequence)
+    return kernel if with_local_keys is None else partial(with_local_keys, inside=kernel)  # type: ignore[call-arg]
 
 
 KERNELS = {str(ATTENTION): _attention, str(BACKWARD): _attention}

@@ -7,8 +7,6 @@ W is the number of tokens whose target counts, or 1 for a sum. Where the classes
 chunks, and the rank that has the target's class adds the token's loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +28,7 @@ class _Targets(NamedTuple):
     counts: Tensor
 
     @staticmethod
-    def of(a: Arguments, rank: Rank | None = None, axes: Axes = (), num_classes: int = 0) -> _Targets:
+    def of(a: Arguments, rank: Rank | None = None, axes: Axes = (), num_classes: int = 0) -> "_Targets":
         target, counts = a["target"], a["target"] != a["ignore_index"]
         here = counts
         if rank is not None and axes:
@@ -82,9 +80,6 @@ def _of_logits(x: Tensor, weight: Tensor, logsumexp: Tensor, classes: Tensor, he
     return p.to(x.dtype)
 
 
-# -- one device ------------------------------------------------------------------------------------------------------------------------
-
-
 def chunked_loss(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: int, rows: int) -> tuple[Tensor, ...]:
     """loss, total weight, and the logsumexp of every token."""
     a = {"x": x, "weight": weight, "target": target, "ignore_index": ignore_index, "reduction": reduction, "rows": rows}
@@ -106,9 +101,6 @@ def chunked_loss_backward(
 
 for _name, _function in (("chunked_loss", chunked_loss), ("chunked_loss_backward", chunked_loss_backward)):
     torch.library.impl(f"autoshard::{_name}", "CompositeExplicitAutograd", _function)
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------------------------
 
 
 def sharded_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> RankGenerator:

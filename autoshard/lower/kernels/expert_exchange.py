@@ -8,8 +8,6 @@ A token is sent once to each rank that has experts of it. Nothing is dropped: on
 send, and an expert may get all pairs or none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,13 +6,11 @@ A pair is a token and one of its k experts. On an axis that shards the experts,
     tokens are replicated     each rank multiplies the pairs of its own experts; the outputs are partial sums
 
     exchange    pairs of this rank -> pairs of its experts, sorted by these      expert_exchange.py
-    multiply    rows -> rows, through the MLP of their expert                    expert_mlps.py
+    multiply    rows -> rows, through the MLP of their expert                    experts.py
     combine     rows of pairs -> their weighted sums by token, in the dtype of x
 
 Sizes depend on data, so a rank of many runs all of it as one operator, `autoshard::run_experts`, which can be traced (`DataDependent`).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,11 +22,9 @@ from torch import Tensor
 
 from autoshard.lower.collectives import DataDependent, Groups, Rank, RankGenerator
 from autoshard.lower.kernels.expert_exchange import Dispatch, dispatched, put_back
-from autoshard.lower.kernels.expert_mlps import Parameters, multiply, multiply_backward
+from autoshard.lower.kernels.experts import Parameters, multiply, multiply_backward
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp
 from autoshard.torch_private import resolve_process_group
-
-# -- where a rank has all experts ----------------------------------------------------------------------------------------------------
 
 
 def _local(x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor, activation: str) -> Tensor:
@@ -43,9 +39,6 @@ def _local_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *para
     grads, own = grad.to(x.dtype)[tokens], Parameters.of(parameters, activation)
     grad_rows, grad_scales, *rest = multiply_backward(grads, x[tokens], weights.reshape(-1)[order], sorted_ids, own)
     return put_back(grad_rows, order).view(*ids.shape, -1).sum(1), put_back(grad_scales, order).view_as(weights), *rest
-
-
-# -- where other ranks have some ---------------------------------------------------------------------------------------------------------
 
 
 def experts(dispatch: Dispatch, where: Sequence[int], tensors: Sequence[Tensor], activation: str) -> RankGenerator:
@@ -76,8 +69,6 @@ def experts_backward(
     grad_x = yield from routed.rows_back(grad_rows, wide, x.dtype)
     return [grad_x.to(x.dtype), grad_scales.view_as(weights), *rest]
 
-
-# -- as one operator -----------------------------------------------------------------------------------------------------------------
 
 torch.library.define(
     "autoshard::run_experts",

@@ -13,8 +13,6 @@ With s where the rank's shard begins (sharded_op.py):
 Where the ranks of an axis hold summands of index_put's values, the output is Partial and the first rank alone adds x itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -133,19 +131,11 @@ def _bag_of_each(a: Arguments) -> Tensor:
     return torch.searchsorted(offsets, places, right=True).to(bags.dtype) - 1
 
 
-# -- which layouts need which ------------------------------------------------------------------------------------------------------
-
-
 def _along(sharded: ShardedOp, *, kernel: Callable[..., RankGenerator], of: str = "self", dim: int | None = None) -> Kernel | None:
-    """The kernel where a tensor is sharded on the dim that is indexed, by default the op's own `dim`."""
+    """The kernel where a tensor (of: an argument, "" for the output) is sharded on the dim that is indexed, else on `dim` of the op."""
     dim = sharded.arguments["dim"] if dim is None else dim
-    axes = sharded.axes_of(of, dim)
-    return partial(kernel, axes=axes, global_size=sharded.shape(of)[dim]) if axes else None
-
-
-def _embedding_backward(sharded: ShardedOp) -> Kernel | None:
-    axes = sharded.output_axes(0)
-    return partial(embedding_backward, axes=axes, global_size=sharded.op.output.shape[0]) if axes else None
+    axes, shape = (sharded.axes_of(of, dim), sharded.shape(of)) if of else (sharded.output_axes(dim), sharded.op.output.shape)
+    return partial(kernel, axes=axes, global_size=shape[dim]) if axes else None
 
 
 def _indexed_dim(sharded: ShardedOp) -> int:
@@ -183,7 +173,7 @@ def _embedding_bag_backward(sharded: ShardedOp) -> Kernel | None:
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten.embedding.default": partial(_along, kernel=embedding, of="weight", dim=0),
-    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.embedding_dense_backward.default": partial(_along, kernel=embedding_backward, of="", dim=0),
     "aten.embedding_renorm.default": partial(_along, kernel=embedding_renorm, dim=0),
     "aten.index.Tensor": _index,
     "aten._unsafe_index.Tensor": _index,

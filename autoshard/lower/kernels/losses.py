@@ -7,8 +7,6 @@
 Where the classes are sharded, a target t_n that belongs to another rank counts as 0 (ids: sharded_op.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -62,9 +60,6 @@ def nll_loss_backward(rank: Rank, a: Arguments, *, target: str, classes: Axes, n
     return overload(target)(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
 
 
-# -- which layouts need which ------------------------------------------------------------------------------------------------------
-
-
 def _softmax(sharded: ShardedOp, *, log: bool) -> Kernel | None:
     axes = sharded.axes_of("self", sharded.arguments["dim"])
     return partial(softmax, axes=axes, log=log) if axes else None
@@ -77,8 +72,8 @@ def _softmax_backward(sharded: ShardedOp, *, log: bool) -> Kernel | None:
     return partial(softmax_backward, axes=axes, log=log) if axes else None
 
 
-def _batch_and_classes(sharded: ShardedOp) -> tuple[Axes, Axes]:
-    """The mesh axes on which the batch is sharded, and those on which the classes are."""
+def _batch_and_classes(sharded: ShardedOp) -> tuple[Axes, Axes, int]:
+    """The mesh axes on which the batch is sharded, those on which the classes are, and the number of classes."""
     batched = sharded.ndim("self") >= 2
     others = [d for d in range(sharded.ndim("self")) if d != 1] if batched else []
     classes = sharded.axes_of("self", 1 if batched else 0)
@@ -87,22 +82,17 @@ def _batch_and_classes(sharded: ShardedOp) -> tuple[Axes, Axes]:
         raise sharded.refuse("scores and targets must be sharded alike on the batch")
     if classes and (sharded.layout("weight") is not None or not batched):
         raise sharded.refuse("the classes can be sharded for a batch without class weights only")
-    return batch, classes
+    return batch, classes, sharded.shape("self")[int(batched)]
 
 
 def _nll_loss(sharded: ShardedOp) -> Kernel | None:
-    batch, classes = _batch_and_classes(sharded)
-    return partial(nll_loss, batch=batch, classes=classes, num_classes=_num_classes(sharded)) if batch or classes else None
+    batch, classes, num_classes = _batch_and_classes(sharded)
+    return partial(nll_loss, batch=batch, classes=classes, num_classes=num_classes) if batch or classes else None
 
 
 def _nll_loss_backward(sharded: ShardedOp) -> Kernel | None:
-    _, classes = _batch_and_classes(sharded)
-    return partial(nll_loss_backward, target=sharded.op.target, classes=classes, num_classes=_num_classes(sharded)) if classes else None
-
-
-def _num_classes(sharded: ShardedOp) -> int:
-    shape = sharded.shape("self")
-    return shape[1] if len(shape) > 1 else shape[0]
+    _, classes, num_classes = _batch_and_classes(sharded)
+    return partial(nll_loss_backward, target=sharded.op.target, classes=classes, num_classes=num_classes) if classes else None
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {

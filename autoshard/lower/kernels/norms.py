@@ -11,8 +11,6 @@ torch 2.13's norms on a CPU refuse some strides of their inputs, and read others
 norms run on dense tensors, with one row-major order of dims for all of them (`on_dense`), which other devices want as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

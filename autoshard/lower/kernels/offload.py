@@ -9,8 +9,6 @@ On CUDA the copies run on a stream of their own, beside the kernels, from and to
 Elsewhere they are plain copies. `exposed` is the plan's share of the transfer that the step waits for; it changes nothing here.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

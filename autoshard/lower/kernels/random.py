@@ -11,23 +11,23 @@ Sharded tensors of more than IN_FULL elements are drawn per shard, and so are th
 inputs ask for (rrelu, poisson). torch draws in the order of memory, so that a tensor that isn't row-major in the model isn't here either.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.capture import draws
+from autoshard.capture import DROPOUT, DROPOUT_BACKWARD, draws
 from autoshard.graph import FACTORIES, ORDER, SHAPED, Ref, drawn_by, is_drawn_in_full
 from autoshard.layout import Layout, rank_bounds
 from autoshard.lower.collectives import Rank, RankGenerator
 from autoshard.lower.generator import per_shard
-from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp
+from autoshard.lower.kernels.attention import call_of, math_attention, math_attention_backward
+from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, wide
 from autoshard.lower.literals import overload
 from autoshard.lower.sharding import part_of
 from autoshard.mesh import Mesh
@@ -174,3 +174,45 @@ def kernel_of(sharded: ShardedOp) -> Kernel | None:
     tensors = {name: argument.index for name, argument in sharded.arguments.items() if isinstance(argument, Ref)}
     inputs = {name: (sharded.shapes[k], sharded.inputs[k]) for name, k in tensors.items()}
     return Draw(op.target, region, in_full, inputs)
+
+
+# -- attention with dropout: matmuls and softmax on every device; its mask D [B, H, T, S] is sharded as q is -------------------------------
+# torch's own kernels draw inside, from a state that depends on the shape of a shard, so that no two meshes would drop the same.
+
+
+def dropout_attention(query, key, value, dropout_p, attn_mask=None, is_causal=False, scale=None, factors=None) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    """out [B, H, T, E], logsumexp [B, H, T] and kept [B, H, T, S]. factors: D, drawn here where it is None."""
+    if factors is None:
+        keep = 1.0 - dropout_p
+        factors = aten.bernoulli.p(query.new_empty((*query.shape[:-1], key.shape[-2])), keep) / keep
+    call = replace(call_of(query, key, value, attn_mask, is_causal, scale), factors=wide(factors))
+    return *math_attention(call), factors != 0
+
+
+def dropout_attention_backward(grad_out, query, key, value, out, logsumexp, kept, dropout_p, attn_mask=None, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+    """The gradients of query, key and value."""
+    call = replace(call_of(query, key, value, attn_mask, is_causal, scale), factors=wide(kept.to(query.dtype) / (1.0 - dropout_p)))
+    return math_attention_backward(call, grad_out, out, logsumexp)
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutAttention(RandomKernel):
+    """region: D, global, in the layout of q."""
+
+    region: Region
+    in_full: bool
+
+    def drawn(self, rank: Rank, a: Arguments, first: int | None) -> tuple[Tensor, ...]:
+        return dropout_attention(**a, factors=factors(a["query"], a["dropout_p"], self.region, rank, first))
+
+
+def _dropout_attention(sharded: ShardedOp) -> Kernel:
+    return DropoutAttention(*region_of(sharded, sharded.layout("query") or ()))
+
+
+# the captured operators, where a user runs a captured graph
+for _device in ("CPU", "CUDA"):
+    torch.library.impl("autoshard::dropout_attention", _device, dropout_attention)
+    torch.library.impl("autoshard::dropout_attention_backward", _device, dropout_attention_backward)
+FUNCTIONS: dict[str, Callable[..., Any]] = {str(DROPOUT): dropout_attention, str(DROPOUT_BACKWARD): dropout_attention_backward}
+KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {str(DROPOUT): _dropout_attention}

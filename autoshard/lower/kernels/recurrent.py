@@ -8,8 +8,6 @@ x [t, n, i], weights [4 h, i], [4 h, h], [4 h], [4 h], first states [n, h] or [1
 runs from the last step to the first is one of the reversed sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

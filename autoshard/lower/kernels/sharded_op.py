@@ -4,8 +4,6 @@ Where a vocabulary, experts or another indexed dim is sharded, a rank whose shar
 [s, s + v). There an id is local as `id - s`, and it belongs to another rank when that is negative or >= v.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps

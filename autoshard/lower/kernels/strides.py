@@ -5,8 +5,6 @@ A tensor that came from another rank, or that is a view of a larger one, has ano
 are addressed by their position in the tensor, in row-major order, and matrices are factored with dense rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@
     mean, mean losses                            the local mean times (local count / global count)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import partial

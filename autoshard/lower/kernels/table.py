@@ -16,10 +16,8 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
                                        and an RNN are plain ops everywhere
     mkldnn_*, _cudnn_*, miopen_*       the library's device only: captures have none but the LSTM's
     random ops                         drawn by the device's own generator, as torch draws them on one device: random.py; dropout inside
-                                       attention, which then is matmuls and softmax: dropout_attention.py
+                                       attention, which then is matmuls and softmax: random.py
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +29,6 @@ from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
     attention,
     attention_over_sequence,
     chunked_loss,
-    dropout_attention,
     expert_parallel,
     experts,
     lookups,
@@ -48,8 +45,7 @@ from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
 
 MODULES = (
-    attention, attention_over_sequence, chunked_loss, dropout_attention, expert_parallel, experts, lookups, losses, norms, recurrent,
-    strides, sums,
+    attention, attention_over_sequence, chunked_loss, expert_parallel, experts, lookups, losses, norms, random, recurrent, strides, sums,
 )  # fmt: skip
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     target: choose for module in MODULES for target, choose in getattr(module, "KERNELS", {}).items()
