@@ -5,8 +5,6 @@ each of them raises the first one (by rank). Among the checks: one rank uses one
 collectives in one order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from collections import Counter
@@ -42,14 +40,17 @@ def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = No
     said = [(complaint, plan)]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         said = gathered(said[0], what, group, lost or LOST)
-    _check_same([plan for _, plan in said])
+    if len({plan for _, plan in said}) > 1:
+        ranks = {plan: [rank for rank, (_, other) in enumerate(said) if other == plan] for _, plan in said}
+        each = "; ".join(f"plan {plan[:8]} on rank {_numbers(of)}" for plan, of in ranks.items())
+        raise ValueError(f"the ranks have different plans: {each}; start all ranks with the same plan, as of one file")
     complaints: list[str | None] = [complaint for complaint, _ in said]
     raised = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
     if not raised:
         return
     first = raised[0][1]
-    ranks = [rank for rank, text in raised if text == first]
-    who = "" if len(ranks) == len(complaints) else f" (on rank {', '.join(map(str, ranks))} of {len(complaints)})"
+    on = [rank for rank, text in raised if text == first]
+    who = "" if len(on) == len(complaints) else f" (on rank {', '.join(map(str, on))} of {len(complaints)})"
     raise ValueError(f"{first}{who}")
 
 
@@ -59,14 +60,6 @@ def gathered(value: Any, what: str, group: dist.ProcessGroup | None = None, sent
     with rank_lost(what, sentence):
         dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _check_same(plans: list[str]) -> None:
-    """ValueError where the ranks have different plans. plans: their digests, by rank."""
-    if len(set(plans)) > 1:
-        ranks = {plan: [rank for rank, other in enumerate(plans) if other == plan] for plan in dict.fromkeys(plans)}
-        each = "; ".join(f"plan {plan[:8]} on rank {_numbers(of)}" for plan, of in ranks.items())
-        raise ValueError(f"the ranks have different plans: {each}; start all ranks with the same plan, as of one file")
 
 
 def _numbers(ranks: list[int]) -> str:
@@ -201,9 +194,6 @@ def grouped(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ti
     return mesh
 
 
-# -- one rank, one GPU --------------------------------------------------------------------------------------------------------------
-
-
 COMPARING_GPUS = "comparing the ranks' GPUs"
 
 
@@ -237,14 +227,13 @@ def shared(used: list[tuple[str, str]]) -> str | None:
     )
 
 
-# -- one order of collectives -------------------------------------------------------------------------------------------------------
-
-
 def of_graph(graph: fx.Graph, groups: Groups) -> list[Issued]:
     """The collectives of a rank's graph in their order."""
     collectives = []
     for node in graph.nodes:
-        if node.op != "call_function" or not (used := _axes_of(node, groups)):
+        given = {x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, str)}
+        used = tuple(sorted({groups.axis(name) for name in given & {*groups.names, *groups.background}}))
+        if node.op != "call_function" or not used:
             continue
         source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
         reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
@@ -252,12 +241,6 @@ def of_graph(graph: fx.Graph, groups: Groups) -> list[Issued]:
         second = " of a second group" if node.args and node.args[-1] in groups.background else ""
         collectives.append(Issued(records, str(node.target) + second, used, tuple(source.shape), str(source.dtype), reduce_op))
     return collectives
-
-
-def _axes_of(node: fx.Node, groups: Groups) -> tuple[int, ...]:
-    """The mesh axes whose groups a node is given."""
-    given = {x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, str)}
-    return tuple(sorted({groups.axis(name) for name in given & {*groups.names, *groups.background}}))
 
 
 def compare(own: Mapping[str, tuple[tuple[int, ...], Sequence[Issued]]], group: dist.ProcessGroup | None = None) -> None:

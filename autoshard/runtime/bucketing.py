@@ -11,8 +11,6 @@ the limit:
     x_i   from its own ready to r + 1     y_i   from d to its own need         all x_i once more behind r     all x_i and y_i once more at d
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -174,12 +172,8 @@ def _is_copied(node: fx.Node) -> bool:
 
 
 def _node(graph: fx.Graph, target: object, args: tuple, source: fx.Node, **kwargs: object) -> fx.Node:
+    """A node with its fake output, computed from its inputs', and the record of the node that it stems from."""
     node = graph.create_node("call_function", target, args, kwargs)  # type: ignore[arg-type]
-    return _describe(node, source)
-
-
-def _describe(node: fx.Node, source: fx.Node) -> fx.Node:
-    """Sets the node's fake output, computed from its inputs', and the record of the node that it stems from."""
     args, kwargs = fx.map_arg(node.args, lambda x: x.meta["val"]), fx.map_arg(node.kwargs, lambda x: x.meta["val"])
     with source.meta["val"].fake_mode:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -4,8 +4,6 @@ A plan names its inputs (`input_0`, or the names of keyword arguments) and has a
 plain tensor, which is the global input in its planned shape, or a DTensor of any shape, which `shard` makes of other batches.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@
 Folders that DCP itself wrote have no manifest; there the checksums that torch.save keeps in every entry are checked.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -261,18 +259,14 @@ def _index(data: Any) -> Metadata:
         for k, offset in enumerate(offsets):
             if (name, offset) not in places:
                 raise ValueError(f"it lacks the place of {name[:40]} at {offset}")
-            if offset is not None and places[name, offset][1].length < _nbytes(tensors[name], k):
+            entry = tensors[name]
+            if offset is not None and places[name, offset][1].length < prod(entry.chunks[k].sizes) * entry.properties.dtype.itemsize:
                 raise ValueError(f"the entry of {name[:40]} at {offset} is too short")
     if len(places) != sum(map(len, parts.values())):
         raise ValueError("it has places of tensors that it lacks")
     noted = getattr(data, "storage_meta", None)
     modules = [name for name in getattr(noted, "modules", ()) if isinstance(name, str)]
     return Metadata(tensors, storage_data=dict(places.values()), storage_meta=StorageMeta(modules=modules), version="1.0.0")
-
-
-def _nbytes(entry: TensorStorageMetadata, k: int) -> int:
-    """Of a part of a tensor."""
-    return prod(entry.chunks[k].sizes) * entry.properties.dtype.itemsize
 
 
 def _check(value: object, name: str) -> None:

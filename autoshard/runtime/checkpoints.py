@@ -6,8 +6,6 @@ each of them a share (runtime.checkpoint_files). A checkpoint that is written in
 process group of its own: the collectives of the saving thread would otherwise mix with those of the training steps.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -45,6 +43,23 @@ from autoshard.solution import clear_folder, publish_folder
 MOST_RANDOM = 2**16  # bytes of a generator's state; those of torch have 16 and 5,056
 
 
+@dataclass(eq=False)
+class Saving:
+    """A checkpoint that is written in the background."""
+
+    path: Path
+    partial: Path
+    future: Future
+    group: dist.ProcessGroup | None  # None when it is complete
+
+    def result(self) -> None:
+        """Waits until the checkpoint is complete; every rank calls this, and again where it likes. Errors as of `save_checkpoint`."""
+        if self.group is not None:
+            group, self.group = self.group, None
+            _publish(self.path, self.partial, self.future.result)
+            dist.destroy_process_group(group)
+
+
 def save_checkpoint(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -79,23 +94,6 @@ def save_checkpoint(
     return Saving(path, partial, future, group)
 
 
-@dataclass(eq=False)
-class Saving:
-    """A checkpoint that is written in the background."""
-
-    path: Path
-    partial: Path
-    future: Future
-    group: dist.ProcessGroup | None  # None when it is complete
-
-    def result(self) -> None:
-        """Waits until the checkpoint is complete; every rank calls this, and again where it likes. Errors as of `save_checkpoint`."""
-        if self.group is not None:
-            group, self.group = self.group, None
-            _publish(self.path, self.partial, self.future.result)
-            dist.destroy_process_group(group)
-
-
 def _publish(path: Path, partial: Path, written: Callable[[], object]) -> None:
     """The folder gets its name after `written()`, where that succeeds on every rank."""
 
@@ -119,7 +117,12 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     ValueError on all ranks, with nothing loaded, where a file is missing, truncated or changed, or the checkpoint is of another model.
     """
     path = Path(path)
-    held = _contents(path)
+
+    def in_words(error: Exception) -> str:
+        return f"{path} is not a complete checkpoint: {error}; give a folder that save_checkpoint wrote"
+
+    # what the first rank reads of the folder, on all ranks
+    held = of_first_rank(lambda: contents(path), f"reading the checkpoint {path}", errors=(OSError, ValueError), in_words=in_words)
     entries = held.index.state_dict_metadata
     sizes = {name: getattr(entry, "size", None) for name, entry in entries.items()}
     flat = {key.removeprefix("extra."): None for key in sizes if key.startswith("extra.")}  # of older versions
@@ -138,15 +141,6 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     if "random" in state and isinstance(module, ParallelModule) and module.generator_has(state["random"]):
         module.random_state = state["random"]
     return state["extra"][0] if isinstance(state["extra"], tuple) else state["extra"]
-
-
-def _contents(path: Path) -> Contents:
-    """What the first rank reads of the folder, on all ranks."""
-
-    def in_words(error: Exception) -> str:
-        return f"{path} is not a complete checkpoint: {error}; give a folder that save_checkpoint wrote"
-
-    return of_first_rank(lambda: contents(path), f"reading the checkpoint {path}", errors=(OSError, ValueError), in_words=in_words)
 
 
 def _load(path: Path, state: dict[str, Any], held: Contents) -> None:

@@ -3,8 +3,6 @@
 A rank's shard is the one that `torch.chunk` along the mesh axes, left to right, yields for it, as in DTensor.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,8 +33,14 @@ class Where:
     second: dict[int, ProcessGroup] = field(default_factory=dict)  # of mesh axes, as they are needed
 
     @staticmethod
-    def on(mesh: Mesh, device_mesh: DeviceMesh, group: ProcessGroup | None = None) -> Where:
+    def on(mesh: Mesh, device_mesh: DeviceMesh, group: ProcessGroup | None = None) -> "Where":
         return Where(mesh, device_mesh, tuple(device_mesh.get_coordinate() or ()), group)
+
+    @staticmethod
+    def among(mesh: Mesh, ranks: Sequence[int], device_type: str, group: ProcessGroup | None = None) -> "Where":
+        """This rank's place on a mesh of some ranks; every rank calls this."""
+        device_mesh = DeviceMesh(device_type, torch.tensor(ranks).reshape(mesh.shape), mesh_dim_names=mesh.axis_names)
+        return Where.on(mesh, device_mesh, group)
 
     @property
     def device(self) -> torch.device:

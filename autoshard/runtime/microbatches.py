@@ -7,8 +7,6 @@
 A call outside of `model.microbatches(...)` is a step of one microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,10 +36,6 @@ class StepMoves:
         moved = self.where.groups.drive(run_route(move.steps, rank, x, move.global_shape))
         check(move.target, moved, f"the route to {move.target.name}", rank.number)
         return moved
-
-    def new_sum(self, name: str) -> Tensor:
-        slot = self.sums[name]
-        return torch.zeros(slot.shape_on(self.where.rank.number), dtype=getattr(torch, slot.dtype), device=self.where.device)
 
 
 def step_moves(solution: Solution, graph: Graph, where: Where) -> StepMoves:
@@ -98,7 +92,8 @@ class OpenStep:
         """The sums of these parameters' gradients so far."""
         for name in names:
             if name not in self.sums:
-                self.sums[name] = moves.new_sum(name)
+                slot, where = moves.sums[name], moves.where
+                self.sums[name] = torch.zeros(slot.shape_on(where.rank.number), dtype=getattr(torch, slot.dtype), device=where.device)
         return [self.sums[name] for name in names]
 
     @torch.no_grad()

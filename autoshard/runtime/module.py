@@ -12,8 +12,6 @@ With a plan of several microbatches, a step of the optimizer has one call and on
 There is one set of graphs per kind of call (shapes and constants of the inputs, training or not, autocast), traced when it is first needed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +49,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.random = SharedGenerator(self.device_type, self.inputs.where.group)
 
-    def __deepcopy__(self, memo: dict) -> Runner:
+    def __deepcopy__(self, memo: dict) -> "Runner":
         """A copy for a copied module; both run the same graphs on the same mesh."""
         return replace(self)
 
@@ -205,7 +203,8 @@ def attach(module: nn.Module, of: type, digest: str, **held: Any) -> None:
     """
     for name, inner in module.named_modules():
         if name and not isinstance(inner, torch.jit.ScriptModule):
-            inner.__dict__.update({method: partial(_refuse_part, name, method) for method in REFUSED})
+            inner.__dict__.update({hook: partial(_refuse, f"{name}.{hook}() has no effect: {PART}") for hook in HOOKS})
+            inner.__dict__["forward"] = partial(_refuse, f"{name} can't be called: {PART}")
     module.__class__ = of
     module.__dict__.update({f"_{name}": value for name, value in held.items()}, _digest=digest)
 
@@ -217,7 +216,8 @@ def digest_of(module: nn.Module) -> str:
 
 def parallel_class(of: type, methods: type = ParallelModule, name: str = "Parallel") -> type:
     """A subclass of `of` with these methods, and without those that no plan can run."""
-    refused = {name: _refusing(name, why) for name, why in NOT_PLANNED.items() if hasattr(of, name) and methods is ParallelModule}
+    names = [name for name in NOT_PLANNED if hasattr(of, name) and methods is ParallelModule]
+    refused = {name: partial(_refuse, f"{name}() can't run on a parallel module: {NOT_PLANNED[name]}") for name in names}
     return type(f"{name}{of.__name__}", (methods, of), {"__module__": of.__module__, "__doc__": of.__doc__, **refused})
 
 
@@ -230,20 +230,12 @@ NOT_PLANNED = {  # methods that a model may have, which a plan of its forward ca
 }
 
 
-def _refusing(name: str, why: str) -> Callable[..., None]:
-    def refused(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(f"{name}() can't run on a parallel module: {why}")
-
-    return refused
-
-
 HOOKS = tuple(m for m in dir(nn.Module) if m.startswith("register_") and m.endswith("_hook") and "dict" not in m)
-REFUSED = ("forward", *HOOKS)
+PART = (
+    "it is a part of a parallel module, which runs the plan's graph and calls none of its parts; use the model that was given to "
+    "parallelize, or return what you need from its forward and plan that"
+)
 
 
-def _refuse_part(name: str, method: str, *args: Any, **kwargs: Any) -> None:
-    asked = f"{name} can't be called" if method == "forward" else f"{name}.{method}() has no effect"
-    raise ValueError(
-        f"{asked}: it is a part of a parallel module, which runs the plan's graph and calls none of its parts; use the model that was "
-        "given to parallelize, or return what you need from its forward and plan that"
-    )
+def _refuse(why: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(why)

@@ -13,8 +13,6 @@ So gathers of parameters are prefetched one after another, and reductions of gra
 of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ graphs  = trace(program)                              this rank's forward and ba
 module  = a copy of the model with DTensor parameters, whose forward and backward run those graphs
 """
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,7 +109,10 @@ def parallel_module(
     replicate = replicated(len(solution.mesh.axes))
     with deep_enough(model):
         sharded: Any = copy_with(model, lambda name, tensor: placed(name, tensor, layouts.get(name, replicate)))
-        captured = _as_planned(on_meta(model), solution)
+        captured = on_meta(model)
+    for name, parameter in captured.named_parameters(remove_duplicate=False):
+        if f"gradient:{name}" in solution.results:  # also where the parameter is frozen now
+            parameter.requires_grad_(True)
     names, signature = partial(input_names, captured), inspect.signature(type(model).forward)
     planned = {name: layouts[name] for name in solution.inputs if name in layouts}
     inputs = CallInputs(where, listed, filled, names, signature, planned, solution.inputs)
@@ -119,14 +120,6 @@ def parallel_module(
     runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
     attach(sharded, parallel_class(type(model)), solution.digest, runner=runner)
     return sharded
-
-
-def _as_planned(model: nn.Module, solution: Solution) -> nn.Module:
-    """The model with a gradient for every parameter that the plan trains, also where the parameter is frozen now."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if f"gradient:{name}" in solution.results:
-            parameter.requires_grad_(True)
-    return model
 
 
 class OnMesh(Protocol):

@@ -4,8 +4,6 @@ same devices      the route's collectives
 other devices     messages from the original's shards to the copy's, then the route's collectives on the copy's own mesh
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ model.clip_grad_norm_(1.0)            by the norm over all stages
 optimizer.step()                      of this rank's stages
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +141,10 @@ class PipelineModule(nn.Module):
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in counted]
         gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
         first = runner.runs[0].stage.devices[0] == runner.place.rank
-        total = _combined(gathered if first else [], norm_type, runner.place.device)
+        total = torch.zeros((), device=runner.place.device)  # the norm to the power of its type
+        if first and gathered:
+            together = torch.stack([norm.float() for norm in gathered])
+            total = together.max() if norm_type == torch.inf else (together**norm_type).sum()
         with rank_lost("adding the norms of the stages' gradients"):
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM, group=runner.place.sends)
         norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
@@ -162,17 +163,6 @@ class PipelineModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError("a pipeline can't be pickled, as it holds its mesh; save its values with autoshard.save_checkpoint")
-
-
-def _combined(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norms of several gradients to the power of the norm's type, added up; the largest one for inf."""
-    if not norms:
-        return torch.zeros((), device=device)
-    together = torch.stack([norm.float() for norm in norms])
-    return together.max() if norm_type == torch.inf else (together**norm_type).sum()
-
-
-# -- checkpoints ---------------------------------------------------------------------------------------------------------------------
 
 
 def of_all_stages(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ Random ops draw from a state of their stage, as on ranks (runtime.pipelines); th
 state of the stage that the op is in. A stage that fails to run is a placement mismatch; there is nothing to compare then.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -80,17 +78,19 @@ def verify_stages(
     try:
         results = _Simulation(stages, plan, values, inputs, seed).run()
     except _Failed as failure:
-        return Verification(devices, 0.0, 0.0, 0.0, (failure.mismatch,), moved, tolerance)
+        return Verification(devices, 0.0, 0.0, (failure.mismatch,), moved, tolerance)
     draws = [len(ops) for ops in drawing]
     expected = _reference(module, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
-    changed = _perturbed(module, torch.finfo(getattr(torch, dtype)).eps, seed)
+    changed = copy.deepcopy(module)
+    for k, p in enumerate(changed.parameters()):
+        p.copy_(perturbed(p, torch.finfo(getattr(torch, dtype)).eps, seed * 1_000_003 + k))
     with_noise = _reference(changed, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
     worst = {"output": 0.0, "gradient": 0.0}
     for key, y in results.items():
         x, kind = expected[key], key.split(":")[0]
         worst[kind] = max(worst[kind], relative_error(gap(y.to(x.dtype), x), x, partial(gap, x, with_noise[key]), tolerance))
     mismatches = tuple(one for stage in stages.of for one in out_of_order(stage.program))
-    return Verification(devices, worst["output"], worst["gradient"], 0.0, mismatches, moved, tolerance)
+    return Verification(devices, worst["output"], worst["gradient"], mismatches, moved, tolerance)
 
 
 def _part(plan: PipelineToRun, inputs: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
@@ -145,16 +145,6 @@ def _reference(
     return {"output:0": total, **{f"gradient:{name}": p.grad.clone() for name, p in named if p.grad is not None}}
 
 
-def _perturbed(module: nn.Module, eps: float, seed: int) -> nn.Module:
-    changed = copy.deepcopy(module)
-    for k, p in enumerate(changed.parameters()):
-        p.copy_(perturbed(p, eps, seed * 1_000_003 + k))
-    return changed
-
-
-# -- the stages on simulated ranks ---------------------------------------------------------------------------------------------------
-
-
 class _Failed(Exception):
     """A stage could not run."""
 
@@ -187,7 +177,7 @@ class _Simulation:
                 gradients[name] = gradients[name] + x if name in gradients else x
         return {"output:0": torch.as_tensor(self.loss), **gradients}
 
-    def _run(self, one: _StageRanks, forward: bool, held: Values) -> Values:
+    def _run(self, one: "_StageRanks", forward: bool, held: Values) -> Values:
         """One pass of a stage: what it sends on, of what the stage before it held."""
         stage = one.stage
         received = {}

@@ -6,8 +6,6 @@ runs    = this rank's stages as stages of torch       StageRun
 module  = a copy of the model with this rank's parameters, as DTensors on the meshes of their stages
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from autoshard.capture import filled, input_names, listed
 from autoshard.cost import spare_bytes
 from autoshard.layout import Layout, replicated
-from autoshard.lower import Issued, first_state, state_of_module
+from autoshard.lower import first_state, state_of_module
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import agree, agreed, check_gpus, compare, limit_waiting, of_first_rank, of_graph, rank_lost
 from autoshard.runtime.call_inputs import CallInputs
@@ -68,7 +66,9 @@ def parallel_pipeline(
         check_gpus()
     program = _captured_for_all(on_meta(model), captured)
     plan, ranks = program.plan, device_mesh.mesh.flatten().tolist()
-    stages = agreed(lambda: lower_stages(_on_ranks(plan, ranks), device=device_mesh.device_type), "lowering the stages")
+    # the plan's devices 0, 1, ... are the ranks of the device mesh, in its order
+    placed = replace(plan, stages=tuple(replace(stage, devices=tuple(ranks[d] for d in stage.devices)) for stage in plan.stages))
+    stages = agreed(lambda: lower_stages(placed, device=device_mesh.device_type), "lowering the stages")
     meshes = _meshes(stages, device_mesh.device_type, timeout)
     place = _place(device_mesh.device_type, timeout)
     mine = [stage for stage in stages.of if place.rank in stage.devices]
@@ -78,7 +78,8 @@ def parallel_pipeline(
     runs = [_run(stage, module, meshes[_key(stage)], program, place, halved=halved) for stage in mine]
     for run in runs:
         limit_waiting(run.where.device_mesh, timeout, run.where.second.values())
-    compare({which: sequence for run in runs for which, sequence in _collectives(run)})
+    passes = {f"{name} of stage {run.stage.index}": (run.where, one) for run in runs for name, one in run.graphs.of.passes.items()}
+    compare({name: (where.coordinate, of_graph(one.graph, where.groups)) for name, (where, one) in passes.items()})
     for before, run in zip(runs, runs[1:]):
         run.before = before
     torch_schedule = agreed(
@@ -114,15 +115,6 @@ def _captured_for_all(model: nn.Module, captured: Callable[[nn.Module], Captured
     return of_first_rank(runnable, "capturing the model")
 
 
-def _on_ranks(plan: PipelineToRun, ranks: list[int]) -> PipelineToRun:
-    """The plan's devices 0, 1, ... are the ranks of the device mesh, in its order."""
-    stages = tuple(replace(stage, devices=tuple(ranks[d] for d in stage.devices)) for stage in plan.stages)
-    return replace(plan, stages=stages)
-
-
-# -- meshes and groups --------------------------------------------------------------------------------------------------------------
-
-
 def _key(stage: LoweredStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return stage.devices, stage.mesh.shape
 
@@ -133,11 +125,9 @@ def _meshes(stages: LoweredStages, device_type: str, timeout: float) -> dict[Any
     with rank_lost("making the groups of the stages"):
         for stage in stages.of:
             if _key(stage) not in meshes:
-                ranks = torch.tensor(stage.devices).reshape(stage.mesh.shape)
-                mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axis_names)
-                meshes[_key(stage)] = Where.on(stage.mesh, mesh)
+                meshes[_key(stage)] = where = Where.among(stage.mesh, stage.devices, device_type)
                 if dist.get_rank() in stage.devices:
-                    limit_waiting(mesh, timeout)
+                    limit_waiting(where.device_mesh, timeout)
     return meshes
 
 
@@ -147,9 +137,6 @@ def _place(device_type: str, timeout: float) -> PipelineRank:
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
     return PipelineRank(dist.get_rank(), device, sends, alone)
-
-
-# -- parameters ---------------------------------------------------------------------------------------------------------------------
 
 
 def _module(
@@ -162,7 +149,10 @@ def _module(
     from_first_rank: bool,
 ) -> tuple[nn.Module, dict[str, Where]]:
     """A copy of the model with the parameters and buffers of this rank's stages, and where each of them is."""
-    names = dict(_aliases(model))
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in state_of_module(model).items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    names = {name: of_tensor for of_tensor in by_tensor.values() for name in of_tensor}  # of each name all names of that tensor
     homes: dict[str, tuple[Layout, LoweredStage]] = {}
     for stage in reversed(mine):
         homes |= {name: (layout, stage) for name, layout in stage.parameters.items()}
@@ -187,15 +177,6 @@ def _module(
     return copy_with(model, value), held_on
 
 
-def _aliases(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every name of a parameter or buffer with all names of that tensor."""
-    named = state_of_module(model)
-    by_tensor: dict[int, list[str]] = {}
-    for name, tensor in named.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
-    return ((name, tuple(by_tensor[id(tensor)])) for name, tensor in named.items())
-
-
 def _from_first(tensor: Tensor, place: PipelineRank) -> Tensor:
     """The first rank's values."""
     values = tensor.detach().to(place.device, copy=True, memory_format=torch.contiguous_format)
@@ -215,9 +196,6 @@ def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
                     yield full
 
 
-# -- runs ---------------------------------------------------------------------------------------------------------------------------
-
-
 def _run(
     stage: LoweredStage, module: nn.Module, where: Where, program: CapturedPipeline, place: PipelineRank, *, halved: bool
 ) -> StageRun:
@@ -227,13 +205,6 @@ def _run(
     run = StageRun(stage, graphs, module, shards, place, where, len(program.plan.stages))
     run.random.state = first_state(program.seed + stage.index, place.device.type)
     return run
-
-
-def _collectives(run: StageRun) -> Iterator[tuple[str, tuple[tuple[int, ...], list[Issued]]]]:
-    """The collectives of a stage's passes in their order, with this rank's coordinate."""
-    for which, one in (("forward", run.graphs.of.forward), ("backward", run.graphs.of.backward)):
-        if one is not None:
-            yield f"{which} of stage {run.stage.index}", (run.where.coordinate, of_graph(one.graph, run.where.groups))
 
 
 def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -> Any:

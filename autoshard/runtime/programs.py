@@ -12,8 +12,6 @@
 On ranks that a program doesn't use its module returns None: there they send what the others need.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -176,7 +174,7 @@ class Programs:
     sent: Sent
     active: str
 
-    def __deepcopy__(self, memo: dict) -> Programs:
+    def __deepcopy__(self, memo: dict) -> "Programs":
         raise ValueError("a module of several programs can't be copied, as their parameters are shared; parallelize the model again")
 
 
@@ -253,7 +251,7 @@ def parallelize_programs(
         own, devices = where, everywhere
         if (numbers := plan.devices.get(first)) is not None:
             devices = DeviceSet(plan[first].mesh, tuple(numbers))
-            own = _where_on(devices, device_mesh.device_type)
+            own = Where.among(devices.mesh, numbers, device_mesh.device_type, dist.new_group(list(numbers)))
         maker = _Maker(name, plan, main, own, Mover(everywhere, devices, Transfers(plan.mesh, everywhere, devices), own, sent), module_of)
         families[name] = maker.family(models[name], pad, from_first_rank)
     _share_generator(main, families, plan)
@@ -287,13 +285,6 @@ def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution)
     return None
 
 
-def _where_on(devices: DeviceSet, device_type: str) -> Where:
-    """This rank's place on the mesh of some ranks; every rank calls this."""
-    numbers = torch.tensor(devices.numbers).reshape(devices.mesh.shape)
-    own = DeviceMesh(device_type, numbers, mesh_dim_names=devices.mesh.axis_names)
-    return Where.on(devices.mesh, own, dist.new_group(list(devices.numbers)))
-
-
 @dataclass(frozen=True, eq=False)
 class _Maker:
     """Makes the modules of one program."""
@@ -314,9 +305,11 @@ class _Maker:
             if name in held and name not in copied and held[name].shape == tensor.shape:
                 return held[name]
             if name not in own:
-                own[name] = self._new(tensor, layout) if name in copied else self.where.distributed(
-                    tensor, layout, from_first_rank=from_first_rank
-                )  # fmt: skip
+                # what is copied is made later
+                source = torch.empty_like(tensor, device="meta") if name in copied else tensor
+                own[name] = self.where.distributed(source, layout, from_first_rank=from_first_rank)
+                if name in copied and isinstance(tensor, nn.Parameter):
+                    own[name] = nn.Parameter(own[name], requires_grad=False)
             return own[name]
 
         if self.where.coordinate:
@@ -329,9 +322,3 @@ class _Maker:
         if self.plan.families[self.plan.home] != self.name and not family.keeps_state:
             family.end()
         return family
-
-    def _new(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """A copy that is not made yet."""
-        shape = self.where.local_shape(tuple(tensor.shape), layout)
-        copy = self.where.dtensor(torch.empty(shape, dtype=tensor.dtype, device=self.where.device), tensor.shape, layout)
-        return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy

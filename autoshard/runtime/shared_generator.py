@@ -1,7 +1,5 @@
 """The generator from which random ops of a module draw, in one state on all its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -8,8 +8,6 @@
 Zero-bubble schedules run the halves apart; the others run `backward`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -55,8 +53,7 @@ def stage_graphs(stage: LoweredStage, where: Where, spare_bytes: float, *, halve
     plain = trace(*arguments, drops=False) if traced.is_random else traced
     graphs, inference = with_sums(traced, None), plain.inference()
     if stage.program.is_even:  # else ranks would choose different orders, as their shards differ in size
-        passes = [graph for graph in (graphs.forward, graphs.backward, inference) if graph is not None]
-        scheduled(passes, Pace(stage.mesh, where.groups), spare_bytes, where.second_group)
+        scheduled([*graphs.passes.values(), inference], Pace(stage.mesh, where.groups), spare_bytes, where.second_group)
     backward = None if graphs.backward is None else boxed(graphs.backward)
     halves = _halves(graphs) if halved and graphs.backward is not None else None
     return StageGraphs(graphs, boxed(graphs.forward), boxed(inference), backward, halves)

@@ -5,8 +5,6 @@ get_bwd_send_ops, backward_weight_one_chunk, and perform_reduce_grad after the l
 hand their values over instead (set_local_fwd_input, set_local_bwd_input). autograd takes no part: the backward pass is a graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -204,7 +202,7 @@ class StageRun(PipelineStageBase):
         incoming = self.incoming[forward, k] = Incoming((), place.rank, self.device, place.sends)
         incoming.values = exchange(transfers, place.rank, values, self.device, place.sends)
 
-    before: StageRun  # the stage before, where it is on the same devices
+    before: "StageRun"  # the stage before, where it is on the same devices
 
     # -- what torch's schedule asks of a stage beside --
 

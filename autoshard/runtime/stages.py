@@ -8,8 +8,6 @@ sums       a gradient is added up over microbatches as it is produced, where tha
 copies     a parameter that several stages read is held by each device group of them, and their gradients are added once per step
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from autoshard.graph import Graph, Op, Result
+from autoshard.graph import Graph, Result
 from autoshard.layout import Layout, R, S, has_partial, local_numel, local_shape, parse, replicated, text
 from autoshard.lower import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
 from autoshard.mesh import Mesh
@@ -70,7 +68,8 @@ def lower_stages(plan: PipelineToRun, *, device: str = "cpu") -> LoweredStages:
     planned = _with_one_home(plan.stages)
     crossing = [_crossing(planned, is_forward) for is_forward in (True, False)]
     planned = [_received_sharded(stage, crossing) for stage in planned]
-    held = [{name: _held(stage, value) for name, value in _values(crossing, v)} for v, stage in enumerate(planned)]
+    values = dict(item for of_direction in crossing for item in of_direction.items())
+    held = [{name: _held(stage, x) for name, x in values.items() if v in x.stages} for v, stage in enumerate(planned)]
     between: dict[tuple[int, int], tuple[StageTransfer, ...]] = {}
     for v, w in pairwise(range(len(planned))):
         for values, (source, target) in zip(crossing, ((v, w), (w, v)), strict=True):
@@ -99,9 +98,6 @@ def _returned(stage: StageToRun) -> Iterator[Result]:
     return (r for r in stage.graph.results if r.kind == "output" and not r.name.startswith(SENT))
 
 
-# -- values that cross boundaries -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Value:
     """A value that one stage produces and others read; stages: those that hold it, from its producer to its last reader."""
@@ -110,11 +106,6 @@ class _Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stages: range
-
-
-def _values(crossing: Sequence[Mapping[str, _Value]], v: int) -> Iterator[tuple[str, _Value]]:
-    """The crossing values that stage v holds."""
-    return ((name, value) for values in crossing for name, value in values.items() if v in value.stages)
 
 
 def _crossing(stages: Sequence[StageToRun], is_forward: bool) -> dict[str, _Value]:
@@ -191,16 +182,13 @@ def _received_sharded(stage: StageToRun, crossing: Sequence[Mapping[str, _Value]
     return replace(stage, layouts=layouts)
 
 
-# -- parameters -------------------------------------------------------------------------------------------------------------------
-
-
 def _with_one_home(stages: Sequence[StageToRun]) -> list[StageToRun]:
     """Stages of one device group hold a parameter or buffer once, in the layout of the first of them."""
     homes: dict[tuple[int, str], tuple[str, StageToRun]] = {}
     changed = []
     for stage in stages:
         layouts = dict(stage.layouts)
-        for op in _state(stage.graph):
+        for op in (op for op in stage.graph.ops if op.kind in ("parameter", "buffer")):
             placed = layouts[op.name]
             home, first = homes.setdefault((stage.group, op.name), (placed.outputs[0] or "", stage))
             if first.mesh.shape != stage.mesh.shape:
@@ -212,10 +200,6 @@ def _with_one_home(stages: Sequence[StageToRun]) -> list[StageToRun]:
                 layouts[op.name] = Placed((), (home,), (placed.hubs[0] or placed.outputs[0],))
         changed.append(replace(stage, layouts=layouts))
     return changed
-
-
-def _state(graph: Graph) -> Iterator[Op]:
-    return (op for op in graph.ops if op.kind in ("parameter", "buffer"))
 
 
 def _lowered(

@@ -4,8 +4,6 @@ forward    local tensors of parameters, buffers and inputs -> outputs, and the v
 backward   those values, gradients of the outputs          -> gradients, each in the layout of its parameter
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture import Returned
 from autoshard.layout import Layout, text
-from autoshard.lower import Boxed, RankGraphs, Slot, boxed, is_random
+from autoshard.lower import Boxed, RankGraphs, boxed, is_random
 from autoshard.runtime.agreement import agree, rank_lost
 from autoshard.runtime.distribute import Where, as_dtensor, local, spec_of
 from autoshard.runtime.microbatches import OpenStep, StepMoves
@@ -90,23 +88,19 @@ class TracedCall:
     @property
     def present(self) -> dict[str, fx.GraphModule]:
         """The graphs of the passes that there are."""
-        passes = {"forward": self.graphs.forward, "backward": self.graphs.backward, "inference": self.inference}
-        return {name: graph for name, graph in passes.items() if graph is not None}
+        return {**self.graphs.passes, "inference": self.inference}
 
     def run(self, which: str, arguments: list[Tensor], random: SharedGenerator) -> Sequence[Tensor]:
         """One pass: "forward" and "backward" of a training step, or "inference". The graphs hold the casts that autocast would add."""
         if which not in self.passes:
-            self._prepare_all(("inference",) if which == "inference" else ("forward", "backward"))
+            present = {name: graph for name, graph in self.present.items() if (name == "inference") == (which == "inference")}
+            self.random_passes |= {name for name, graph in present.items() if is_random(graph.graph)}
+            with self.patiently():
+                self.passes |= {name: self.as_function(graph) for name, graph in present.items()}
+                agree(None, "making the graphs ready", self.where.group)
         drawing = random.drawing() if which in self.random_passes else nullcontext()
         with rank_lost(f"running the {which} pass"), torch.autocast(self.where.device.type, enabled=False), drawing:
             return self.passes[which](arguments)
-
-    def _prepare_all(self, names: Sequence[str]) -> None:
-        present = {name: graph for name, graph in self.present.items() if name in names}
-        self.random_passes |= {name for name, graph in present.items() if is_random(graph.graph)}
-        with self.patiently():
-            self.passes |= {name: self.as_function(graph) for name, graph in present.items()}
-            agree(None, "making the graphs ready", self.where.group)
 
     def as_dtensor(self, key: str, value: Tensor) -> DTensor:
         """A result's local tensor as a DTensor in its planned layout."""
@@ -119,10 +113,6 @@ class TracedCall:
             is_plain = all(p.is_replicate() for p in self.graphs.slots[key].layout) or key.startswith("buffer:")
             outputs.append(x if is_plain else self.as_dtensor(key, x))
         return tuple(outputs)
-
-    def tangent(self, name: str, x: Tensor) -> Tensor:
-        """This rank's shard of the gradient of an output."""
-        return self.where.local(x, self.graphs.slots[name].layout)
 
 
 class _Train(torch.autograd.Function):
@@ -163,7 +153,7 @@ class _Train(torch.autograd.Function):
             raise RuntimeError("a parameter or input was changed between forward and backward; call backward() before optimizer.step()")
         ctx.saved = None
         tangents = {_tangent(key): tangent for key, tangent in zip(graphs.outputs, grad_outputs, strict=True)}
-        saved += [traced.tangent(name, tangents[name]) for name in graphs.tangents]
+        saved += [traced.where.local(tangents[name], graphs.slots[name].layout) for name in graphs.tangents]
         saved += traced.where.position
         if traced.moves is None:
             gradients = dict(zip(graphs.gradients, traced.run("backward", saved, ctx.random), strict=True))
@@ -173,12 +163,11 @@ class _Train(torch.autograd.Function):
         grad_inputs = []
         for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[3:], strict=True):
             grad = gradients.get(f"gradient:{name}") if needed else None
-            layout = spec.placements if name in graphs.sums and spec is not None else graphs.slots.get(f"gradient:{name}", NO_SLOT).layout
-            grad_inputs.append(None if grad is None else _gradient(grad, spec, layout, seen))
+            if grad is not None:
+                layout = spec.placements if name in graphs.sums and spec is not None else graphs.slots[f"gradient:{name}"].layout
+                grad = _gradient(grad, spec, layout, seen)
+            grad_inputs.append(grad)
         return (None, None, None, *grad_inputs)
-
-
-NO_SLOT = Slot("", (0, 0), (), (), "")  # of what has no gradient
 
 
 def _summed(ctx: Any, moves: StepMoves, saved: list[Tensor]) -> dict[str, Tensor]:

@@ -6,8 +6,6 @@ hold a part, the receivers are dealt among them.
     pieces of rank r    bounds of its shard  x  bounds of the different shards of the senders, where they overlap
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -110,14 +108,6 @@ def outgoing(
     return [dist.P2POp(dist.isend, part_of(values[name], p.source).contiguous(), p.receiver, group) for name, p in sends]
 
 
-def keep(transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
-    """Copies the pieces that a rank holds itself."""
-    for one in transfers:
-        for piece in one.pieces:
-            if piece.sender == rank == piece.receiver:
-                part_of(into[one.name], piece.target).copy_(part_of(values[one.name], piece.source))
-
-
 def exchange(
     transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], device: torch.device, group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
@@ -127,7 +117,9 @@ def exchange(
     for work in dist.batch_isend_irecv(ops) if ops else []:
         work.wait()
     received = incoming.tensors()
-    keep(transfers, rank, values, received)
+    own = ((one.name, piece) for one in transfers for piece in one.pieces if piece.sender == rank == piece.receiver)
+    for name, piece in own:
+        part_of(received[name], piece.target).copy_(part_of(values[name], piece.source))
     return received
 
 
