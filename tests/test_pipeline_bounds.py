@@ -1,5 +1,6 @@
 """Bounds on a step in which a sub-mesh is used hold for every division, brute force; layers consist of units that are planned once."""
 
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_leaving_out_what_cannot_pay_changes_no_best(devices, share, links):
             larger = [t for t in reversed(tables) if K % t.K == 0]
             cluster = Cluster.of(devices, 4, **links)
             table = StageTable(cluster, layers[K], K, optimizer="adamw", limit=None, recompute="auto", larger=larger)
-            tables.append(table if share is None else table.under(share * table.held_bytes))
+            tables.append(table if share is None else replace(table, limit=share * table.held_bytes))
         planners = [StagePlanner(table, jobs.run) for table in tables]
         return choices_of(planners, ("1f1b", "zb_h1", "interleaved_1f1b"), grid=True, everything=everything)
 

@@ -7,8 +7,6 @@
 `search` says which of them are worth planning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

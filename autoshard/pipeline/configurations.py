@@ -1,7 +1,5 @@
 """A pipeline as numbers: the stages' seconds and bytes, a schedule, and the simulated step of both."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -7,20 +7,19 @@
 `pipelines` searches for the degrees and layouts instead.
 """
 
-from __future__ import annotations
-
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from autoshard.capture import capture_deep
 from autoshard.cost import groups_on_link
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
-from autoshard.pipeline.layers import Layers, layers_of
+from autoshard.pipeline.layers import Layers, clustered, layers_of
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedule_times import ScheduleRun
 from autoshard.pipeline.schedules import Schedule, schedule_of
@@ -180,16 +179,5 @@ def divided(layers: Layers, count: int) -> list[int]:
     """
     if layers.count < count:
         raise ValueError(f"the model has {layers.count} layers that can be separated; expected at least {count}, one per part")
-    sums = np.concatenate([[0.0], np.cumsum(layers.flops)]) / (sum(layers.flops) or 1.0)
-    squares = np.where(np.tri(len(sums), k=-1, dtype=bool).T, (sums[None, :] - sums[:, None]) ** 2, np.inf)
-    best, starts = squares[0], []
-    for _ in range(count - 1):
-        through = best[:, None] + squares  # the last part begins at the row
-        starts.append(through.argmin(axis=0))
-        best = through.min(axis=0)
-    part_of_layer, end = [0] * layers.count, layers.count
-    for part in range(count - 1, 0, -1):
-        begin = int(starts[part - 1][end])
-        part_of_layer[begin:end] = [part] * (end - begin)
-        end = begin
-    return [part_of_layer[layer] if layer >= 0 else -1 for layer in layers.of]
+    boundaries = clustered(layers.flops, [0.0] * layers.count, range(layers.count), count, eps=math.inf)
+    return [bisect_right(boundaries, layer) if layer >= 0 else -1 for layer in layers.of]

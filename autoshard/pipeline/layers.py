@@ -18,8 +18,6 @@ A layer may hold several blocks, or one with light ops before or after it. The s
 layers (`Layers.units`): most of them are equal programs, of which one has to be planned.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,10 +44,10 @@ class Layers:
     of: tuple[int, ...]
     count: int
     flops: tuple[float, ...]  # of the forward ops of each layer
-    finer: Layers | None = None  # the same program in units of which layers consist; None: layers are the units
+    finer: "Layers | None" = None  # the same program in units of which layers consist; None: layers are the units
 
     @property
-    def units(self) -> Layers:
+    def units(self) -> "Layers":
         return self.finer or self
 
     @cached_property
@@ -247,7 +245,7 @@ def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
             flows.add(i)
         if not op.backward or op.is_placeholder:
             continue
-        sure = [home(v) for v in op.inputs if v[0] not in flows and not _is_free(graph, of, v)]
+        sure = [home(v) for v in op.inputs if v[0] not in flows and (of[v[0]] >= 0 or graph.ops[v[0]].is_placeholder)]
         known = [layer for layer in sure if layer is not None]
         if any(a in flows for a, _ in op.inputs):
             flows.add(i)
@@ -279,10 +277,6 @@ def _lower_to(graph: Graph, of: list[int], i: int, layer: int) -> None:
         if op.backward and not op.is_placeholder and of[i] > layer and all(of[j] <= layer for j in readers):
             of[i] = layer
             waiting += [a for a, _ in op.inputs]
-
-
-def _is_free(graph: Graph, of: list[int], value: Value) -> bool:
-    return of[value[0]] < 0 and not graph.ops[value[0]].is_placeholder
 
 
 def _merged(graph: Graph, of: list[int], count: int) -> tuple[list[int], int]:

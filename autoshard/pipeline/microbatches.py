@@ -1,7 +1,5 @@
 """The division of a batch of example inputs into microbatches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ the best configuration                each stage planned as one program; repeate
 The simulated seconds of the returned pipeline are at most those of every configuration that was considered.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -83,24 +81,20 @@ class _Search:
                 self._capture(K)
         with self.watch.phase("plan", "planning layers", 0.3):
             configurations = choices_of(
-                list(self.planners.values()), options.schedules, grid=options.grid, everything=bool(options.budgets), wanted=self._wanted,
+                list(self.planners.values()), options.schedules, grid=options.grid, everything=bool(options.budgets),
+                wanted=lambda configuration: options.stages in (None, configuration.groups),
                 progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
             )  # fmt: skip
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
-            best, configurations = self._settled(self._in_use(configurations))
+            # with a number of stages asked for, only those that leave no device idle, where one of them fits: they can be run
+            full = [c for c in configurations if sum(c.sizes) == self.cluster.num_devices]
+            asked = options.stages is not None and any(c.fits for c in full)
+            best, configurations = self._settled(full if asked else configurations)
             if best is None:
                 raise self._nothing_fits()
             budgets = self._budgets()
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
-
-    def _in_use(self, configurations: list[Configuration]) -> list[Configuration]:
-        """With a number of stages asked for, only those that leave no device idle, where one of them fits: they can be run."""
-        full = [c for c in configurations if sum(c.sizes) == self.cluster.num_devices]
-        return full if self.options.stages is not None and any(c.fits for c in full) else configurations
-
-    def _wanted(self, configuration: Configuration) -> bool:
-        return self.options.stages in (None, configuration.groups)
 
     def _counts(self) -> list[int]:
         """The numbers of microbatches, 2 first and those far from it last: with few of them few stages can pay, so that little has to be
@@ -158,8 +152,6 @@ class _Search:
             chosen.append(replace(option, once=option.once + float(exchange)))
         return replace(estimate, options=tuple(chosen), exact=True)
 
-    # -- the record and messages --
-
     def _pipeline(self, best: Configuration, configurations: Sequence[Configuration], budgets: Sequence[dict]) -> Pipeline:
         fitting = fastest_first(configurations)
         others = sorted((c for c in configurations if not c.fits), key=lambda c: (c.groups, c.microbatches, c.seconds))
@@ -194,7 +186,7 @@ class _Search:
         for limit in self.options.budgets:
             configurations: list[Configuration] = []
             for planner in self._with_plans():
-                configurations += planned_before(planner.table.under(limit), self.options.schedules)
+                configurations += planned_before(replace(planner.table, limit=limit), self.options.schedules)
             best = next(iter(fastest_first(configurations)), None)
             row = {"memory_bytes": limit, "seconds": None, "stages": None, "microbatches": None, "schedule": None, "peak_bytes": None}
             if best is not None:

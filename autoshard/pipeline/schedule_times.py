@@ -15,8 +15,6 @@ The order in which transfers take a link, or a pair of devices, depends on when 
 `simulate.run_tasks`, in which every stream has its order beforehand.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from dataclasses import dataclass
@@ -129,11 +127,10 @@ def posted_after(schedule: Schedule) -> dict[tuple[str, int, int], int]:
     moved = True
     while moved:
         moved = False
-        for d, units in enumerate(schedule.order):
+        for d, units in enumerate(schedule.units):
             if at[d] == len(units):
                 continue
-            kind, i, chunk = units[at[d]]
-            v = chunk * p + d
+            kind, v, i = units[at[d]]
             reads = ("F", v, i) if kind == "B" and v == n - 1 else (kind, v, i)
             if kind == "W" or reads in (done if reads[0] != kind else posted):
                 at[d], moved = at[d] + 1, True
@@ -158,7 +155,7 @@ class _Clock:
                  chains: int, receives: str):  # fmt: skip
         self.schedule, self.seconds, self.transfers, self.chains, self.receives = schedule, seconds, transfers, chains, receives
         self.p = p = schedule.devices
-        self.order = [[(kind, chunk * p + d, i) for kind, i, chunk in units] for d, units in enumerate(schedule.order)]
+        self.order = schedule.units
         self.at, self.free, self.busy = [0] * (p * chains), [0.0] * (p * chains), [False] * (p * chains)
         self.arrived: dict[Message, float] = {(c, "F", 0, i): 0.0 for c in range(chains) for i in range(schedule.microbatches)}
         self.offered: dict[Message, float] = {}

@@ -25,8 +25,6 @@ Sources: GPipe, Huang et al. 2019; 1F1B, PipeDream-Flush, Narayanan et al. 2021a
 Qi et al., "Zero bubble pipeline parallelism" 2024, whose W of microbatch i runs after B of microbatch i + d.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,6 +61,11 @@ class Schedule:
         return self.devices * self.chunks
 
     @cached_property
+    def units(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+        """Per device its units as (kind, part of the model, microbatch)."""
+        return tuple(tuple((u.kind, u.chunk * self.devices + d, u.microbatch) for u in units) for d, units in enumerate(self.order))
+
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are separate units."""
         return any(unit.kind == "W" for unit in self.order[0])
@@ -78,11 +81,10 @@ class Schedule:
         held, fixed = per_part(activation_bytes, self.parts, "activation_bytes"), per_part(fixed_bytes, self.parts, "fixed_bytes")
         kept = held if kept_bytes is None else per_part(kept_bytes, self.parts, "kept_bytes")
         peaks = []
-        for d, units in enumerate(self.order):
+        for d, units in enumerate(self.units):
             now = peak = math.fsum(fixed[d :: self.devices])
-            for unit in units:
-                v = unit.chunk * self.devices + d
-                now += {"F": held[v], "B": kept[v] * self.splits_backward - held[v], "W": -kept[v]}[unit.kind]
+            for kind, v, _ in units:
+                now += {"F": held[v], "B": kept[v] * self.splits_backward - held[v], "W": -kept[v]}[kind]
                 peak = max(peak, now)
             peaks.append(peak)
         return tuple(peaks)

@@ -7,8 +7,6 @@
 3. The division of the dynamic program over all that is planned, and the points of the grid that may be faster.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -120,8 +118,6 @@ class Choices:
             divisions = [c for c in rows if c.fits and c.schedule != "interleaved_1f1b"]  # wanted or not
             self.shortest[planner.table.K] = min([self.shortest[planner.table.K], *(c.bottleneck_seconds for c in divisions)])
 
-    # -- what may pay --
-
     def _promising(self, planner: StagePlanner, P: int) -> Ways:
         """The schedules and parts of P equal groups that may be faster than the best."""
         ways, work = equal_groups(planner.table, self.schedules, P), planner.work
@@ -146,8 +142,6 @@ class Choices:
         """Whether a division with a stage on m devices may be the best."""
         work = planner.work
         return work.of_any_schedule(m) < ROOM * self.below and work.of_division(m) < ROOM * self.shortest[planner.table.K]
-
-    # -- the grid --
 
     def grid_points(self, planner: StagePlanner) -> list[Configuration]:
         """The points of the grid that may be the best, with recomputation where nothing fits without."""

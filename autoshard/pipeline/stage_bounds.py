@@ -20,8 +20,6 @@ Where a microbatch is known to take t device-seconds on sub-meshes of m devices,
 This is linear in t: of a division over several sizes, each with a share of the layers, it is the mean by these shares.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

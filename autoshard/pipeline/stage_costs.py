@@ -14,8 +14,6 @@ simulated alone, have these costs:
 Every microbatch takes the same, so one is simulated and `schedule_times.run` schedules all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

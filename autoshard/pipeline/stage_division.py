@@ -20,8 +20,6 @@ F(b) doesn't increase with b, so for b in (b1, b2] G(b) >= F(b2) + (K - 1) (the 
 Devices may stay idle. The result is optimal for these t and x. After Zheng et al., "Alpa" (OSDI 2022), section 5.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

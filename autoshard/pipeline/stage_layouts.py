@@ -1,7 +1,5 @@
 """A pipeline plan and a model's captured microbatch -> the programs of its stages with their layouts, as `lower` runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -26,12 +24,11 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
     if layers.count != (planned := pipeline.stages[-1].last):
         raise ValueError(f"the pipeline is of another model: it has {planned} layers, this model {layers.count}; plan this model")
     stages = tuple(_stage(stage_program(layers, s.first, s.last, recompute=s.recompute), s) for s in pipeline.stages)
-    order = _order(schedule_of_plan(pipeline))
+    order = tuple(tuple((kind, k, stage) for kind, stage, k in units) for units in schedule_of_plan(pipeline).units)
     batch, leaves = batch_of(example_inputs), pytree.tree_leaves(example_inputs)
     pairs = zip(names, leaves, strict=True)
     split = frozenset(name for name, x in pairs if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == batch)
-    training = pipeline.training
-    return PipelineToRun(stages, order, pipeline.microbatches, pipeline.mesh.num_devices, split, training)
+    return PipelineToRun(stages, order, pipeline.microbatches, pipeline.mesh.num_devices, split, pipeline.training)
 
 
 def schedule_of_plan(pipeline: Pipeline) -> Schedule:
@@ -59,12 +56,6 @@ def _sent_by_pass(graph: Graph) -> Graph:
         backward = result.name.startswith(SENT) and result.value is not None and graph.ops[result.value[0]].backward
         results.append(replace(result, kind="gradient") if backward else result)
     return replace(graph, results=tuple(results))
-
-
-def _order(schedule: Schedule) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-    """The units of each device group as (kind, microbatch, stage)."""
-    groups = enumerate(schedule.order)
-    return tuple(tuple((u.kind, u.microbatch, u.chunk * schedule.devices + d) for u in units) for d, units in groups)
 
 
 def with_schedule(pipeline: Pipeline, name: str) -> Pipeline:

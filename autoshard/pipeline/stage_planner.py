@@ -3,8 +3,6 @@
 Equal units (equal programs: `StageProgram.signature`) are planned once per mesh, recomputation and price of memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,7 +115,9 @@ class StagePlanner:
         """Per request the sums under each price; none where pins exclude each other."""
         jobs = []
         for u, way, prices in requests:
-            in_flight = 1 if way.pins else (self._most_in_flight(u) + 1) // 2
+            # with stages as large as this one everywhere
+            most = max(1, min(self.table.K, self.table.cluster.num_devices // self.table.cluster.submeshes[u].size))
+            in_flight = 1 if way.pins else (most + 1) // 2
             jobs += [self._job(program, way, prices, in_flight) for program in self.units[way.recompute]]
         answers, planned = iter(self.run(jobs)), []
         for u, way, prices in requests:
@@ -131,7 +131,3 @@ class StagePlanner:
     def _job(self, program: StageProgram, way: Combination, prices: tuple[float, ...], in_flight: int) -> Job:
         table = self.table
         return Job(program.graph, program.signature, way.mesh, table.K, in_flight, table.optimizer, prices, way.pins, way.recompute)
-
-    def _most_in_flight(self, u: int) -> int:
-        """With stages as large as this one everywhere."""
-        return max(1, min(self.table.K, self.table.cluster.num_devices // self.table.cluster.submeshes[u].size))

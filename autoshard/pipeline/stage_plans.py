@@ -16,8 +16,6 @@ A limit on memory is a price per byte: the optima of t + lambda (static + q save
 seconds over bytes (`options_on_mesh`), each with a proven bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -83,7 +81,7 @@ class SharedOnMesh:
         self.candidates, self.tables = KnownCandidates(), Tables(mesh)
         self.problems: dict[tuple, StageProblem] = {}
 
-    def problem(self, job: Job) -> StageProblem:
+    def problem(self, job: Job) -> "StageProblem":
         known = self.problems.get(job.problem_key) or StageProblem(job, self)
         if not job.layouts:  # of an entire stage
             self.problems[job.problem_key] = known
@@ -254,7 +252,7 @@ def _as_stage(formulated: Formulation, problem: Problem, microbatches: int) -> P
     tables: dict[tuple, np.ndarray] = {}
     edges = []
     for edge, link in zip(problem.edges, formulated.tensor_edges, strict=True):
-        if _is_gradient(formulated, link.b):
+        if link.b < len(graph.ops) and graph.ops[link.b].kind == "parameter":
             key = (id(edge.table), id(link.source_layouts), id(link.target_layouts))
             if key not in tables:
                 tables[key] = np.where(_once(formulated, link), edge.table / K, edge.table)
@@ -274,10 +272,6 @@ def _arrivals(formulated: Formulation, i: int) -> list[float]:
     """Seconds of gathering received value i, per candidate."""
     tensor = formulated.graph.tensor((i, 0))
     return [gather_seconds(tensor.shape, tensor.itemsize, c.outputs[0], formulated.mesh) for c in formulated.candidates.of[i]]
-
-
-def _is_gradient(formulated: Formulation, node: int) -> bool:
-    return node < len(formulated.graph.ops) and formulated.graph.ops[node].kind == "parameter"
 
 
 def _once(formulated: Formulation, link) -> np.ndarray:

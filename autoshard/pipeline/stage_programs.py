@@ -9,14 +9,11 @@ embeddings) is held by each of them; its gradient is summed within a stage, and 
 The program of a stage doesn't contain the adds across stages (`partial_gradients`).
 """
 
-from __future__ import annotations
-
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.graph import Graph, Op, Result, Rewriting, Value, recompute
+from autoshard.graph import Graph, Op, Result, Rewriting, Value, hash_of, recompute
 from autoshard.pipeline.layers import Layers
 from autoshard.solution import RECEIVED, SENT
 
@@ -33,21 +30,17 @@ class StageProgram:
     @cached_property
     def signature(self) -> str:
         """Equal for stages that are the same program up to the names of their tensors."""
-        digest = hashlib.sha256()
-        for op in self.graph.ops:
-            digest.update(repr((op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias, op.backward)).encode())
-        for result in self.graph.results:
-            digest.update(repr((result.kind, result.value, self.graph.index.get(result.name, -1))).encode())
-        return digest.hexdigest()
+        ops = ((op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias, op.backward) for op in self.graph.ops)
+        return hash_of(*ops, *((r.kind, r.value, self.graph.index.get(r.name, -1)) for r in self.graph.results))
 
-    def recomputed(self) -> StageProgram:
+    def recomputed(self) -> "StageProgram":
         """The stage where the backward pass recomputes every unit's inner activations; the unit that computes the loss keeps its."""
         sent = {result.value for result in self.graph.results if result.name.startswith(SENT)}
         at_end = {result.value for result in self.graph.results if result.kind == "output"} - sent
         blocks = [ops for ops in self.forward if not any((i, 0) in at_end for i in ops)]
         return replace(self, graph=recompute(self.graph, blocks))
 
-    def halved(self) -> StageProgram:
+    def halved(self) -> "StageProgram":
         """The stage in the order of a schedule that splits the backward pass: the `second_half` comes last."""
         new, late = Rewriting(self.graph), set(second_half(self.graph))
         for i in sorted(range(len(self.graph.ops)), key=lambda i: (i in late, i)):

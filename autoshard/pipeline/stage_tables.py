@@ -9,8 +9,6 @@ A table answers from what is planned; `stage_planner` plans and adds to it. Each
 program (`pipelines`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,11 +46,6 @@ class Sums:
         """Seconds of the forward and backward pass of each layer: (L,)."""
         return np.diagonal(self.parts["forward"] + self.parts["backward"], 1)
 
-    def of_a_part(self, share: float) -> Sums:
-        """At least what the same stages take for that share of a microbatch."""
-        parts = {name: part * share if name in PER_MICROBATCH else part for name, part in self.parts.items()}
-        return replace(self, parts=parts)
-
     def option(self, first: int, last: int) -> StageOption:
         """The stage of layers first ... last - 1."""
         values: dict[str, Any] = {name: float(part[first, last]) for name, part in self.parts.items()}
@@ -73,7 +66,7 @@ class StageTable:
     limit: float | None  # bytes of a device; None: its own memory
     recompute: str  # auto, never or always
     unit_seconds: float = 0.0  # of the runtime, for each forward and each backward of a microbatch, beside kernels
-    larger: Sequence[StageTable] = ()  # of fewer microbatches whose number divides K, of the same ops; the nearest first
+    larger: "Sequence[StageTable]" = ()  # of fewer microbatches whose number divides K, of the same ops; the nearest first
     sums: list[list[Sums]] = field(default_factory=list)  # by sub-mesh
     known: set[int] = field(default_factory=set)  # sub-meshes on which stages are planned
     pinned: dict[Combination, Sums] = field(default_factory=dict)
@@ -81,10 +74,6 @@ class StageTable:
     def __post_init__(self) -> None:
         self.sums = self.sums or [[] for _ in self.cluster.submeshes]
         self.transfer, self.transfer_back = map(self.cluster.transfer_seconds, crossing_bytes(self.layers))
-
-    def under(self, limit: float) -> StageTable:
-        """The same plans with another limit."""
-        return replace(self, limit=limit)
 
     @cached_property
     def training(self) -> bool:
@@ -123,11 +112,13 @@ class StageTable:
         """Of stages under a baseline's pins, as `at_least`."""
         return self._known(lambda table: table.pinned.get(way))
 
-    def _known(self, of: Callable[[StageTable], Sums | None]) -> Sums | None:
+    def _known(self, of: "Callable[[StageTable], Sums | None]") -> Sums | None:
         """From this table, or from the first of the larger ones that has it: its share of their microbatch."""
         for table in (self, *self.larger):
             if sums := of(table):
-                return sums if table is self else sums.of_a_part(table.K / self.K)
+                share = table.K / self.K
+                shared = {} if table is self else {name: sums.parts[name] * share for name in PER_MICROBATCH}
+                return replace(sums, parts=sums.parts | shared)
         return None
 
     def share_fits(self, u: int, *some: Sums) -> bool:

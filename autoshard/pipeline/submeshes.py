@@ -122,8 +122,9 @@ class Cluster:
     def meshes(self, u: SubMesh) -> tuple[Mesh, ...]:
         """The meshes that a sub-mesh can be planned as."""
         kind = self.kinds[u.kind]
-        if u.nodes == 1:
-            return (kind.mesh(as_square(u.devices)),)
+        if u.nodes == 1:  # one axis, or two of about equal size, the smaller first: 8 is 2 x 4, 7 is 7
+            small = max(a for a in range(1, math.isqrt(u.devices) + 1) if u.devices % a == 0)
+            return (kind.mesh((u.devices,) if small == 1 else (small, u.devices // small)),)
         shapes: list[tuple[int, ...]] = [(u.nodes, u.devices)] if u.devices > 1 else [(u.nodes,)]
         if u.devices % 2 == 0 and u.devices > 2:
             shapes.append((2 * u.nodes, u.devices // 2))
@@ -156,9 +157,3 @@ class Cluster:
             return INTRA_LATENCY, self.kinds[0].inside
         ends = [self.kinds[x.kind] for x in (a, u)]
         return INTER_LATENCY, min(min(kind.inter_node_bandwidth / kind.devices, kind.inside) for kind in ends)
-
-
-def as_square(m: int) -> tuple[int, ...]:
-    """m as one axis, or as two of about equal size, the smaller first: 8 is 2 x 4, 7 is 7."""
-    small = max(a for a in range(1, math.isqrt(m) + 1) if m % a == 0)
-    return (m,) if small == 1 else (small, m // small)
