@@ -4,8 +4,6 @@ The kernels of torch (`_scaled_dot_product_flash_attention`, ...) become the ope
 groups of queries aren't.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections import Counter
@@ -108,9 +106,6 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
-
-
-# -- keys and values that are repeated for their groups of queries -----------------------------------------------------------------
 
 
 def _ungroup(forward: fx.Node, backwards: list[fx.Node]) -> None:

@@ -12,8 +12,6 @@
 If one of these fails, or the model isn't deep enough for it to pay, all layers are captured, and `Depth.reason` says why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -188,8 +186,7 @@ class _FewLayers:
         try:
             short, longer = (self._program(q, training=False) for q in (periods, periods + 1))
         except ValueError:
-            tiled = self.at(periods)
-            return difference(tiled, self.capture(periods))
+            return difference(self.at(periods), self.capture(periods))
         return grown(short, longer, longer, {1}, of="a period more")
 
     def _program(self, periods: int | None, training: bool) -> Program:
@@ -202,16 +199,10 @@ class _FewLayers:
         reason = _misnamed(self._global(periods), self.module)
         if reason or not witness or (self._was_tested(periods) and self.tested is not None and self.tested.witnessed):
             return reason
-        return self._why_doubted(periods)
-
-    def _why_doubted(self, periods: int) -> str:
-        """Why the eager program of the full model is not that of few layers repeated; "" if it is.
-
-        A period more shows where the layers begin to repeat if the first ones are partly as the others.
-        """
         try:
             short, longer, deep = (self._program(q, self.training) for q in (periods, periods + 1, None))
             if reason := grown(short, longer, deep, self._times(periods)):
+                # a period more shows where the layers begin to repeat if the first ones are partly as the others
                 reason = grown(longer, self._program(periods + 2, self.training), deep, self._times(periods + 1))
         except ValueError as error:
             return f"there is no witness: {error}"
@@ -298,9 +289,6 @@ def _misnamed(graph: Graph, module: nn.Module) -> str:
     return ""
 
 
-# -- containers -----------------------------------------------------------------------------------------------------------------
-
-
 def containers(module: nn.Module) -> tuple[Container, ...]:
     """The outermost containers with more layers than the first two captures would have, in the order of the modules."""
     outermost: list[Container] = []
@@ -366,9 +354,6 @@ def _why_no_container(module: nn.Module) -> str:
             return f"the layers of {name} are one shared layer: its gradient is a sum over all of them"
     longest = max((len(p._modules) for p in module.modules() if isinstance(p, (nn.ModuleList, nn.Sequential))), default=0)
     return f"no ModuleList or Sequential has more layers than {PERIODS[0] + 1} repetitions of equal ones take (the longest has {longest})"
-
-
-# -- shrinking ------------------------------------------------------------------------------------------------------------------
 
 
 class Dropped(nn.Module):

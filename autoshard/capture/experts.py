@@ -12,8 +12,6 @@ The backward reads the inputs only: hidden values are computed again, so that no
 of transformers is written so) this operator.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -47,9 +45,6 @@ def _defined(name: str, biases: Sequence[str] = ()) -> OpOverload:
 
 
 EXPERTS, BIASED = _defined("experts"), _defined("biased_experts", ("up_bias", "down_bias"))
-
-
-# -- recognition -------------------------------------------------------------------------------------------------------------------
 
 
 class Different(Exception):
@@ -263,9 +258,6 @@ def _unflat(node: Any, region: list[fx.Node]) -> fx.Node:
     _check(_name(node) in VIEWS)
     region += [node]
     return node.args[0]
-
-
-# -- the activation ----------------------------------------------------------------------------------------------------------------
 
 
 def _activation_nodes(last: fx.Node, ends: fx.Node, region: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:

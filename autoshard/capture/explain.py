@@ -6,8 +6,6 @@ change  what to change in the model: the first row of CHANGES that matches the e
         through
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

@@ -9,8 +9,6 @@ without_expanded_matrices   makes rows that are multiplied with one matrix one m
                         bmm(x, w expanded to [B, K, N])      becomes      view(mm(view(x, [B, K]), w), [B, 1, N])
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,8 +92,9 @@ def _source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return _viewed(graph, source, node)
     if source.target is aten.as_strided_scatter.default and source.args[4:] and region == _region(*source.args[2:]):
         scattered = source.args[1]
-        if scattered.target is aten.copy.default and _has_same_type(scattered, scattered.args[1]):
-            scattered = scattered.args[1]
+        if scattered.target is aten.copy.default:
+            tensor, copied = (source.meta["val"] for source in (scattered, scattered.args[1]))
+            scattered = scattered.args[1] if (tensor.shape, tensor.dtype) == (copied.shape, copied.dtype) else scattered
         return _viewed(graph, scattered, node)
     return None
 
@@ -103,11 +102,6 @@ def _source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 def _region(size: Sequence[int], strides: Sequence[int], offset: int) -> tuple:
     """Which elements are addressed, in order; the strides of dims of size 1 don't matter."""
     return tuple((n, step) for n, step in zip(size, strides, strict=True) if n != 1), offset
-
-
-def _has_same_type(node: fx.Node, other: fx.Node) -> bool:
-    tensor, another = node.meta["val"], other.meta["val"]
-    return tensor.shape == another.shape and tensor.dtype == another.dtype
 
 
 def _viewed(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:

@@ -11,8 +11,6 @@ call. Caches are off, unless `cache` asks for one. And where all layers see all 
 transformers would build one for packed sequences, of batch * seq * seq elements, instead of asking attention to be causal.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import traceback
@@ -209,9 +207,6 @@ def _seq(config: Any, settings: Mapping[str, Any]) -> int:
     return int(settings.get("seq", min(16, least)))
 
 
-# -- example inputs -------------------------------------------------------------------------------------------------------------
-
-
 def cache_name(module: torch.nn.Module) -> str | None:
     """What a model of transformers calls its cache: `cache` from 5.24 on, before `past_key_values`. None where it takes none."""
     forwards = [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
@@ -242,6 +237,8 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], empty
         _returns_one(module, parameters, loss=False)
         return {"input_ids": ids(batch, 1), name: past}
     inputs: dict[str, Any] = {}
+    attends = any(_values(config, "num_attention_heads", "n_head"))
+    is_causal = attends and any(part in type(module).__name__ for part in ("CausalLM", "LMHead"))
     if "pixel_values" in parameters:
         vision = getattr(config, "vision_config", config)
         size = settings.get("image_size") or getattr(vision, "image_size", None)
@@ -256,7 +253,7 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], empty
         inputs["input_ids"] = ids(batch, seq)
     if "decoder_input_ids" in parameters:
         inputs["decoder_input_ids"] = ids(batch, seq)
-    elif _reads_a_causal_mask(module, config, parameters):
+    elif is_causal and config._attn_implementation != UNMASKED and "attention_mask" in parameters and not getattr(config, "alibi", False):
         inputs["attention_mask"] = _masks(module, config, settings)
     _check_needed(module, parameters, inputs)
     if loss:
@@ -273,12 +270,6 @@ def _check_needed(module: Any, parameters: Any, inputs: Mapping[str, Any]) -> No
         needed.append(module.main_input_name)
     if missing := [name for name in dict.fromkeys(needed) if name not in inputs]:
         raise ValueError(f"{type(module).__name__} needs {' and '.join(missing)}, and {OTHER_INPUTS}")
-
-
-def _reads_a_causal_mask(module: Any, config: Any, parameters: Any) -> bool:
-    attends = any(_values(config, "num_attention_heads", "n_head"))
-    causal = attends and ("CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__)
-    return causal and config._attn_implementation != UNMASKED and "attention_mask" in parameters and not getattr(config, "alibi", False)
 
 
 def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:

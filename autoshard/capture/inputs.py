@@ -1,7 +1,5 @@
 """The inputs of a capture: the names of its placeholders, and fake CPU tensors instead of weights and inputs. Nothing is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +134,11 @@ def to_fake(
 
     module, args, kwargs = copied((module, args, kwargs), replacement)
     without_process_groups(module)
-    _register_attributes(module)
+    for path, value in attributes(module).items():  # as buffers: a joint graph has inputs for those alone
+        path, _, name = path.rpartition(".")
+        part = module.get_submodule(path)
+        del part.__dict__[name]
+        part.register_buffer(name, value, persistent=False)
     return module, args, kwargs
 
 
@@ -167,15 +169,6 @@ def attributes(module: nn.Module) -> dict[str, torch.Tensor]:
                 registered.add(id(value))
                 tensors[f"{path}.{name}" if path else name] = value
     return tensors
-
-
-def _register_attributes(module: nn.Module) -> None:
-    """Makes them buffers: a joint graph has inputs for those alone."""
-    for path, value in attributes(module).items():
-        path, _, name = path.rpartition(".")
-        part = module.get_submodule(path)
-        del part.__dict__[name]
-        part.register_buffer(name, value, persistent=False)
 
 
 def is_mutable(node: fx.Node) -> bool:

@@ -8,15 +8,13 @@ While the interpreter runs the graph, it records which traced value each of its 
 can be written onto the nodes of the graph that the caller passed.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,12 +134,16 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = static_mode()
-    with explained(module), replaced_operators(), _static_shapes():
+    # shapes are numbers also in the second capture of a process; torch.compiler.reset() would drop what the user has compiled
+    with explained(module), replaced_operators(), dynamo_config.patch(automatic_dynamic_shapes=False):  # type: ignore[attr-defined]
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
         if training:
-            captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
+            captured = _capture_joint(mode, fake_module, fake_args, fake_kwargs)
+            _check_returns(captured.graph, fake_module)
+            if not any(result.kind == "gradient" and result.value is not None for result in captured.graph.results):
+                raise ValueError("the module has no parameter that gets a gradient; plan it without training")
         else:
             captured = _capture_inference(mode, fake_module, fake_args, fake_kwargs)
             is_training = any(part.training for part in module.modules())
@@ -153,11 +155,6 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     new = {old.name: op.name for old, op in zip(captured.graph.ops, graph.ops)}
     origins = {new[name]: node for name, node in captured.origins.items()}
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)), origins=origins)
-
-
-def _static_shapes() -> AbstractContextManager:
-    """Shapes are numbers also in the second capture of a process; torch.compiler.reset() would drop what the user has compiled."""
-    return dynamo_config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined]
 
 
 def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
@@ -385,14 +382,6 @@ def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwa
                 return _capture_joint(mode, module.requires_grad_(False), args, kwargs)
         except Exception:
             raise error from None  # it says more than the second one
-
-
-def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
-    captured = _capture_joint(mode, module, args, kwargs)
-    _check_returns(captured.graph, module)
-    if not any(result.kind == "gradient" and result.value is not None for result in captured.graph.results):
-        raise ValueError("the module has no parameter that gets a gradient; plan it without training")
-    return captured
 
 
 def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:

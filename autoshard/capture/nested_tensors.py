@@ -5,8 +5,6 @@ copied      a deep copy with its tensors replaced; objects that can't be copied 
 opened      a module whose arguments and results are trees of tensors: an object among them is replaced by the list of its tensors
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -121,7 +119,9 @@ def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
     names = {id(tensor): name for name, tensor in _state(module)}
     inner = {id(part): part for part in module.modules()}
     own = [(part, key, item) for part in module.modules() for key, item in vars(part).items() if key not in _OF_MODULES]
-    held = [(part, key, item) for part, key, item in own if any(id(t) in names for t in _outside(item, inner))]
+    # what an object holds, but not through a module alone
+    objects = [(part, key, item) for part, key, item in own if not isinstance(item, _PLAIN)]
+    held = [row for row in objects if any(id(t) in names for t in reachable(row[2], seen=inner))]
 
     @contextmanager
     def holding() -> Iterator[None]:
@@ -144,11 +144,6 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _outside(item: Any, modules: Mapping[int, Any]) -> Iterator[Any]:
-    """What an object holds, but not through a module alone."""
-    return iter(()) if isinstance(item, _PLAIN) else reachable(item, seen=set(modules))
 
 
 def listing(function: Callable, templates: list[Any]) -> Callable:

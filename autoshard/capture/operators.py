@@ -17,8 +17,6 @@ torch's own is as wide as the longest target. Chunked loss: x [T, H], weight [H,
 logsumexp [T]; and the gradients of x and of the transposed weight, [T, H] and [V, H]. reduction: 1 mean, 2 sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

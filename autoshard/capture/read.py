@@ -1,7 +1,5 @@
 """Reads a traced ATen graph into a Graph: ops in order, literals as plain values, which outputs are views, module paths."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -152,8 +150,11 @@ def _with_order(node: fx.Node, literals: tuple) -> tuple:
     """The literals of a random op with the order in which it draws, where that isn't row-major."""
     drawn = node.args[0].meta["val"] if str(node.target) == "aten.bernoulli.p" else node.meta["val"]  # what bernoulli_ writes into
     first = next(x for x in pytree.tree_leaves(drawn) if isinstance(x, torch.Tensor))
-    order = _memory_order(first) if str(node.target) in PER_ELEMENT else ()
-    return (literals[0], tuple(sorted((*literals[1], (ORDER, order))))) if order else literals
+    dims = tuple(range(first.dim()))
+    order = tuple(sorted(dims, key=lambda d: (-first.stride(d), d)))  # from the slowest to the fastest, in which torch fills a tensor
+    if first.is_contiguous() or order == dims or str(node.target) not in PER_ELEMENT:
+        return literals
+    return (literals[0], tuple(sorted((*literals[1], (ORDER, order)))))
 
 
 def _asked(node: fx.Node, results: Sequence[Any]) -> Sequence[Any]:
@@ -183,25 +184,13 @@ def draws(function: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in function.tags and not (function.namespace == "aten" and "attention" in function.name())
 
 
-def _memory_order(drawn: torch.Tensor) -> tuple[int, ...]:
-    """The dims from the slowest to the fastest, in which torch fills a tensor that is drawn; () for a row-major one."""
-    if drawn.is_contiguous():
-        return ()
-    order = tuple(sorted(range(drawn.dim()), key=lambda d: (-drawn.stride(d), d)))
-    return () if order == tuple(range(drawn.dim())) else order
-
-
 def _constant(item: Any, node: fx.Node | None) -> Any:
     if item is None or isinstance(item, (bool, int, float, str, complex)):
         return item
-    if isinstance(item, torch.dtype):
-        return Const("dtype", str(item).removeprefix("torch."))
     if isinstance(item, torch.device):
         return Const("device", "cpu")
-    if isinstance(item, torch.memory_format):
-        return Const("memory_format", str(item).removeprefix("torch."))
-    if isinstance(item, torch.layout):
-        return Const("layout", str(item).removeprefix("torch."))
+    if isinstance(item, (torch.dtype, torch.memory_format, torch.layout)):
+        return Const(type(item).__name__, str(item).removeprefix("torch."))
     assert node is not None
     raise ValueError(f"node {node.name} ({node.target}) has an argument {item!r} of a kind that is not supported: {type(item).__name__}")
 

@@ -12,8 +12,6 @@
 mask[b, h, t, s] = mask_mod(b, h, t, s), or the block mask's blocks where it has no mask_mod.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,9 +55,6 @@ def _kernels(functions: Mapping[str, Callable], key: str) -> Iterator[None]:
         yield
     finally:
         library._destroy()
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------------------
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
@@ -151,8 +146,6 @@ def _blocks(number: Tensor, indices: Tensor) -> Tensor:
     return (named & (columns < number.unsqueeze(-1)).unsqueeze(-1)).any(-2)
 
 
-# -- ctc_loss ----------------------------------------------------------------------------------------------------------------------
-
 MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
 
 
@@ -173,9 +166,6 @@ def _as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths
     return torch.stack([targets.new_full((), length, dtype=torch.int64) for length in lengths])
-
-
-# -- grouped matmuls ---------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

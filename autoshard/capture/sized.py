@@ -1,7 +1,5 @@
 """Inputs of other sizes: which dims of a model's inputs are dynamic, as torch.export says it, and inputs of given sizes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Captures run in one thread at a time, because dynamo, fake modes and the tracers patch torch for all threads of the process."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

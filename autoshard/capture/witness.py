@@ -10,8 +10,6 @@ The eager program is compared with eager programs of few layers and not with the
 it is traced (Hugging Face masks do), and then does so in every layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
