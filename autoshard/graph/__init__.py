@@ -44,6 +44,7 @@ from autoshard.graph.records import Value as Value
 from autoshard.graph.records import hash_of as hash_of
 from autoshard.graph.records import is_dense as is_dense
 from autoshard.graph.records import leaves as leaves
+from autoshard.graph.records import reached as reached
 from autoshard.graph.records import replace_refs as replace_refs
 from autoshard.graph.rewriting import Rewriting as Rewriting
 from autoshard.graph.selective import OFFLOADED as OFFLOADED

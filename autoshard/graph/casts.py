@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value
+from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value, reached
 from autoshard.graph.rewriting import Rewriting
 from autoshard.precision import FLOATS, Precision
 
@@ -145,16 +145,14 @@ ADDITIONS = ("aten.add.Tensor", "aten.clone.default", CAST)
 def pending(graph: Graph) -> frozenset[Value]:
     """The values whose partial sums have to stay pending: those on the way to a cast of kind "cast_then_reduce", through views and
     additions, that nothing else reads."""
-    waiting = [op.inputs[0] for op in graph.ops if op.kind == CAST_THEN_REDUCE]
-    values: set[Value] = set()
-    while waiting:
-        value = waiting.pop()
-        if value in values or value in graph.returned or len(graph.users[value]) > 1 or graph.ops[value[0]].is_placeholder:
-            continue
-        values.add(value)
+    def is_alone(value: Value) -> bool:
+        return value not in graph.returned and len(graph.users[value]) < 2 and not graph.ops[value[0]].is_placeholder
+
+    def summands(value: Value) -> tuple[Value, ...]:
         op = graph.ops[value[0]]
-        waiting += op.inputs if op.alias is not None or op.target in ADDITIONS else ()
-    return frozenset(values)
+        return op.inputs if op.alias is not None or op.target in ADDITIONS else ()
+
+    return frozenset(reached((op.inputs[0] for op in graph.ops if op.kind == CAST_THEN_REDUCE), summands, is_alone))
 
 
 def with_shared_casts(graph: Graph) -> Graph:

@@ -46,7 +46,6 @@ def chunked_loss(graph: Graph, rows: int = ROWS) -> Graph:
 
 
 def losses_of(graph: Graph) -> list[Loss]:
-    """The losses that can be chunked."""
     candidates = (_loss(graph, i) for i, op in enumerate(graph.ops) if op.target == "aten._log_softmax.default")
     return [loss for loss in candidates if loss is not None]
 
@@ -62,20 +61,15 @@ def _loss(graph: Graph, softmax: int) -> Loss | None:
     after = _views_and_casts(graph, gradient)
     gradients = _gradients(graph, (after[-1], 0), x, w)
     shapes = {graph.tensor((i, 0)).shape for i in (logits, softmax, gradient, after[-1])}
-    if gradients is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not _is_plain(graph, nll):
+    op, args = graph.ops[nll], graph.ops[nll].literals[0]
+    is_plain = len(op.inputs) == 2 and len(args) == 5 and args[2] is None and args[3] in (1, 2)  # no class weights; the mean or the sum
+    if gradients is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not is_plain:
         return None
-    op = graph.ops[nll]
     grad_x, grad_w, transposes = gradients
     replaced = frozenset((*before, softmax, *between, nll, nll_backward, *after, grad_x, grad_w, *transposes))
-    reduction, ignored = op.literals[0][3:5]
+    reduction, ignored = args[3:5]
     tangent = graph.ops[nll_backward].inputs[0]
     return Loss(x, w, op.inputs[1], tangent, softmax, nll, nll_backward, grad_x, grad_w, replaced, (ignored, reduction))
-
-
-def _is_plain(graph: Graph, nll: int) -> bool:
-    """Whether a loss has no class weights, and is the mean or the sum of that of the tokens."""
-    args = graph.ops[nll].literals[0]
-    return len(graph.ops[nll].inputs) == 2 and len(args) == 5 and args[2] is None and args[3] in (1, 2)
 
 
 def _back_to_matmul(graph: Graph, value: Value) -> list[int]:

@@ -106,21 +106,15 @@ class _Ordering(Rewriting):
         for i, op in enumerate(self.source.ops):
             for j in range(first) if i == first else ():  # behind all placeholders
                 self._reorder(j)
-            natural = op.name in self.natural
-            self.keep(i, late=natural, literals=op.literals if natural else self._literals(op))
+            natural, literals = op.name in self.natural, op.literals
+            if op.target in ATTENTION and not natural:
+                literals = (literals[0], tuple(sorted((*literals[1], ("head_tail", self.head_tail)))))
+            self.keep(i, late=natural, literals=literals)
             if i >= first:
                 self._reorder(i)
         return self.graph(late=True)
 
-    def _literals(self, op: Op) -> tuple:
-        """Attention in head-tail order is told the number of parts."""
-        if op.target not in ATTENTION:
-            return op.literals
-        args, kwargs = op.literals
-        return (args, tuple(sorted((*kwargs, ("head_tail", self.head_tail)))))
-
     def _reorder(self, i: int) -> None:
-        """Adds the ops that reorder outputs of op i."""
         op = self.source.ops[i]
         for k, tensor in enumerate(op.outputs):
             if (i, k) in self.dims and tensor is not None:

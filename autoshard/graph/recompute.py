@@ -17,7 +17,7 @@ from dataclasses import replace
 from autoshard.graph.blocks import repeated_blocks
 from autoshard.graph.casts import with_shared_casts
 from autoshard.graph.random import is_random
-from autoshard.graph.records import Graph, Value
+from autoshard.graph.records import Graph, Value, reached
 from autoshard.graph.rewriting import Rewriting
 
 SUFFIX = "_recomputed"
@@ -29,7 +29,7 @@ def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
     for block in blocks:
         members = frozenset(i for i in block if not graph.ops[i].is_placeholder and not graph.ops[i].backward)
         saved = _saved(graph, members)
-        copied = sorted(_needed(graph, members, saved))
+        copied = _needed(graph, members, saved)
         if not copied:
             continue
         at = min(i for value in saved for i, _ in graph.users[value] if graph.ops[i].backward)
@@ -70,16 +70,8 @@ def _saved(graph: Graph, members: frozenset[int]) -> set[Value]:
     return {value for value in read if value not in graph.returned and not _is_kept(graph, members, value)}
 
 
-def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> set[int]:
-    needed: set[int] = set()
-    waiting = [value[0] for value in saved]
-    while waiting:
-        i = waiting.pop()
-        if i in needed:
-            continue
-        needed.add(i)
-        waiting += [value[0] for value in graph.ops[i].inputs if not _is_kept(graph, members, value)]
-    return needed
+def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> list[int]:
+    return sorted(reached((i for i, _ in saved), lambda i: [v[0] for v in graph.ops[i].inputs if not _is_kept(graph, members, v)]))
 
 
 def _with_copies(graph: Graph, before: dict[int, list[int]]) -> Graph:

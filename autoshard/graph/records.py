@@ -6,10 +6,12 @@ the storage of input i; every other output owns its bytes, from its op until the
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
+T = TypeVar("T")
 Value = tuple[int, int]
 
 ITEMSIZE = {
@@ -91,7 +93,6 @@ class Op:
 
     @property
     def output(self) -> Tensor:
-        """The first output."""
         assert self.outputs[0] is not None, f"{self.name} has no tensor as output"
         return self.outputs[0]
 
@@ -243,6 +244,17 @@ def leaves(literals: object) -> Iterator[object]:
             yield from leaves(item)
     else:
         yield literals
+
+
+def reached(start: Iterable[T], further: Callable[[T], Iterable[T]], where: Callable[[T], bool] = lambda _: True) -> dict[T, None]:
+    """The items of `start`, and all to which `further` leads from them, each once in the order in which it is found; only those `where`."""
+    found = dict.fromkeys(filter(where, start))
+    waiting = list(found)
+    while waiting:
+        new = dict.fromkeys(item for item in further(waiting.pop()) if item not in found and where(item))
+        found |= new
+        waiting += new
+    return found
 
 
 def is_dense(shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> bool:

@@ -21,7 +21,7 @@ from autoshard.graph.blocks import repeated_blocks
 from autoshard.graph.casts import CAST
 from autoshard.graph.random import is_random
 from autoshard.graph.recompute import SUFFIX
-from autoshard.graph.records import Const, Graph, Op, Ref, Value
+from autoshard.graph.records import Const, Graph, Op, Ref, Value, reached
 from autoshard.graph.rewriting import Rewriting
 
 SELECTED, OFFLOADED, RELOADED = "selected", "offloaded", "reloaded"  # kinds of ops, and the ends of the last two's names
@@ -59,7 +59,6 @@ class Alternatives:
 
 
 def alternatives(graph: Graph) -> Alternatives:
-    """All ways to get the saved values of a training graph."""
     restoring = _Restoring(graph)
     selecting = _Selecting(graph, restoring, None)
     return Alternatives(selecting.rewritten(), selecting.copies, selecting.selected)
@@ -149,7 +148,6 @@ class _Restoring:
 
 
 def _regions(graph: Graph) -> list[object]:
-    """The region of every forward op."""
     places = repeated_blocks(graph).places
     regions: list[object] = []
     latest: object = None
@@ -274,14 +272,10 @@ class _Selecting(Rewriting):
 
     def _chosen_steps(self, chosen: Chosen) -> set[tuple[str, Value]]:
         """The steps of the choice: its copies, and the casts that these read."""
-        live = {("copy", (self.source.index[name], 0)) for name in chosen.recomputed}
-        waiting = [v[0] for _, v in live]
-        while waiting:
-            for a, _ in self.source.ops[waiting.pop()].inputs:
-                if a in self.restoring.casts and (step := ("hoist", (self.restoring.casts[a], 0))) not in live:
-                    live.add(step)
-                    waiting.append(a)
-        return live
+        casts, copies = self.restoring.casts, [self.source.index[name] for name in chosen.recomputed]
+        read = reached(copies, lambda i: [a for a, _ in self.source.ops[i].inputs if a in casts])
+        hoisted = {("hoist", (casts[a], 0)) for i in read for a, _ in self.source.ops[i].inputs if a in casts}
+        return hoisted | {("copy", (i, 0)) for i in copies}
 
     def _offload(self, value: Value) -> None:
         assert self.chosen is not None

@@ -36,7 +36,6 @@ class Range(NamedTuple):
         return sorted({self.least, *between, self.greatest})
 
     def holds(self, size: int) -> bool:
-        """Whether it is one of the sizes."""
         return self.least <= size <= self.greatest and size % self.multiple == 0
 
     def above(self, size: int) -> int:

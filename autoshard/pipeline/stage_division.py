@@ -29,6 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.graph import reached
+
 
 class Nodes(NamedTuple):
     """Equal nodes of a cluster."""
@@ -80,16 +82,8 @@ class Tiling:
     @cached_property
     def states(self) -> tuple[tuple, ...]:
         """All states that allocations can reach; the one in which all devices are free first."""
-        reached: dict[tuple, None] = {self._full: None}
-        waiting = [self._full]
-        while waiting:
-            state = waiting.pop()
-            for u in range(len(self.submeshes)):
-                for left in self._without(state, u):
-                    if left not in reached:
-                        reached[left] = None
-                        waiting.append(left)
-        return tuple(reached)
+        of_any = range(len(self.submeshes))
+        return tuple(reached([self._full], lambda state: (left for u in of_any for left in self._without(state, u))))
 
     @cached_property
     def moves(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.graph import Graph, Op, Result, Rewriting, Value, hash_of, recompute
+from autoshard.graph import Graph, Op, Result, Rewriting, Value, hash_of, reached, recompute
 from autoshard.pipeline.layers import Layers
 from autoshard.solution import RECEIVED, SENT
 
@@ -158,15 +158,12 @@ class _Extraction:
 
     def _views(self, values: Iterable[Value], free: set[int]) -> set[int]:
         """Views that another stage computes of received values: they are computed here too, so that a storage is received once."""
-        views: set[int] = set()
-        waiting = [v[0] for v in values]
-        while waiting:
-            i = waiting.pop()
-            op = self.graph.ops[i]
-            if i not in self.of_stage and i not in free and i not in views and self._is_view(i):
-                views.add(i)
-                waiting.append(op.inputs[0][0])
-        return views
+        again = reached(
+            (i for i, _ in values),
+            lambda i: [self.graph.ops[i].inputs[0][0]],
+            where=lambda i: i not in self.of_stage and i not in free and self._is_view(i),
+        )
+        return set(again)
 
     def _is_view(self, i: int) -> bool:
         op = self.graph.ops[i]
@@ -174,14 +171,13 @@ class _Extraction:
 
     def _free(self, values: Iterable[Value]) -> set[int]:
         """The ops of no layer that these values need."""
-        needed: set[int] = set()
-        waiting = [v[0] for v in values]
-        while waiting:
-            i = waiting.pop()
-            if self.layers.of[i] < 0 and not self.graph.ops[i].is_placeholder and i not in needed:
-                needed.add(i)
-                waiting += [a for a, _ in self.graph.ops[i].inputs]
-        return needed
+        of, ops = self.layers.of, self.graph.ops
+        free = reached(
+            (i for i, _ in values),
+            lambda i: (a for a, _ in ops[i].inputs),
+            where=lambda i: of[i] < 0 and not ops[i].is_placeholder,
+        )
+        return set(free)
 
     def _results(self, place: dict[Value, Value], ops: list[Op]) -> list[Result]:
         graph, held = self.graph, {op.name for op in ops if op.is_placeholder}
@@ -200,11 +196,7 @@ class _Extraction:
         """Ops of other stages that read the value, also through views. Of a view, only adds of gradients, if its base can be sent."""
         if self._is_view(value[0]) and not self.graph.ops[self.graph.ops[value[0]].inputs[0][0]].is_placeholder:
             return [j for j, _ in self.graph.users.get(value, ()) if j in self.partial and j not in self.of_stage]
-        readers, waiting = [], [value]
-        while waiting:
-            for j, _ in self.graph.users.get(waiting.pop(), ()):
-                if self._is_view(j):
-                    waiting.append((j, 0))
-                if j not in self.of_stage and self.layers.of[j] >= 0 and not self._is_view(j):
-                    readers.append(j)
-        return readers
+        users = self.graph.users
+        views = reached([value], lambda v: ((j, 0) for j, _ in users.get(v, ()) if self._is_view(j)))
+        readers = (j for v in views for j, _ in users.get(v, ()))
+        return [j for j in readers if j not in self.of_stage and self.layers.of[j] >= 0 and not self._is_view(j)]

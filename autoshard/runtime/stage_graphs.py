@@ -8,12 +8,10 @@
 Zero-bubble schedules run the halves apart; the others run `backward`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
 
-from torch import fx
-
+from autoshard.graph import reached
 from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace
 from autoshard.runtime.distribute import Where
 from autoshard.runtime.microbatches import with_sums
@@ -68,7 +66,7 @@ def _halves(graphs: RankGraphs) -> Halves:
     given = placeholders[: len(placeholders) - len(graphs.sums)]
     sent = tuple(k for k, key in enumerate(graphs.gradients) if key.startswith(f"gradient:{SENT}"))
     rest = tuple(k for k in range(len(results)) if k not in sent)
-    first = _ancestors([results[k] for k in sent])
+    first = set(reached([results[k] for k in sent], lambda node: node.all_input_nodes))
     inner = [node for node in nodes if node.op != "placeholder"]
     first |= {node for node in inner if node.target is getitem and node.args[0] in first}  # else all outputs of that op would be kept
     early, late = [n for n in inner if n in first], [n for n in inner if n not in first]
@@ -78,13 +76,3 @@ def _halves(graphs: RankGraphs) -> Halves:
     inputs = subgraph(graphs.backward, given, early, [*(results[k] for k in sent), *kept])
     weights = subgraph(graphs.backward, [*kept, *sums], late, [results[k] for k in rest])
     return Halves(boxed(inputs), boxed(weights), sent, rest)
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    ancestors, waiting = set(nodes), list(nodes)
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                waiting.append(source)
-    return ancestors
