@@ -40,7 +40,6 @@ def expert_parallel(s: Setting) -> Baseline | None:
 
 
 def _tokens_and_experts(op: Op, candidate: Candidate) -> tuple[Layout, Layout]:
-    """The layouts of x and of the first parameter."""
     first = int("backward" in op.target)
     return candidate.inputs[first], candidate.inputs[first + 3]
 

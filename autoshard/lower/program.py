@@ -241,13 +241,11 @@ def redistribution(source: Slot, target: Slot, tensor: Tensor, routes: Routes) -
 
 
 def slot_of(name: str, value: Value, tensor: Tensor, layout: Layout, mesh: Mesh) -> Slot:
-    """The slot of a tensor in this layout."""
     shapes = () if is_even(tensor.shape, layout, mesh) else tuple(rank_shape(tensor.shape, layout, mesh, c) for c in mesh.coordinates())
     return Slot(name, value, layout, local_shape(tensor.shape, layout, mesh), tensor.dtype, shapes)
 
 
 def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> RunOp:
-    """How a rank runs op i on local tensors."""
     op = graph.ops[i]
     input_shapes = tuple(t.shape for t in graph.input_tensors(i))
     out_layouts = tuple(None if slot is None else slot.layout for slot in outputs)
@@ -274,7 +272,6 @@ def _layout(layout: str | None, op: Op) -> Layout:
 
 
 def slots_of(record: Record) -> tuple[Slot, ...]:
-    """The slots that a record names."""
     match record:
         case LoadPlaceholder() | ReturnResult():
             return (record.slot,)

@@ -51,5 +51,4 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def noise_of(x: Tensor, others: Sequence[Tensor]) -> float:
-    """How far apart rounding moves x."""
     return max((difference(x, other) for other in others), default=0.0)

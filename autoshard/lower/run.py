@@ -31,7 +31,6 @@ LocalTensors = list[Tensor]  # one per rank
 
 
 def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
-    """All ranks of a mesh, in order."""
     return tuple(Rank(mesh, tuple(torch.tensor(c, device=device) for c in coordinate), coordinate) for coordinate in mesh.coordinates())
 
 
@@ -193,7 +192,6 @@ class SimulatedRanks(Interpreter):
         return out
 
     def run(self, record: RunOp) -> list[tuple[Any, ...]]:
-        """The outputs of the op for each rank."""
         inputs = [tuple(self.held[slot.name][r] for slot in record.inputs) for r in range(len(self.ranks))]
         if draws(record.target):
             return self._draw(record, inputs)

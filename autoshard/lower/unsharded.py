@@ -117,7 +117,6 @@ def computing_in(precision: Precision, module: nn.Module, args: tuple, kwargs: d
 
 
 def returned(output: torch.Tensor, precision: Precision | None) -> torch.Tensor:
-    """An output of the module as the policy returns it."""
     is_cast = precision is not None and precision.output_dtype is not None and output.is_floating_point()
     return output.to(getattr(torch, precision.output_dtype)) if is_cast else output  # type: ignore[union-attr]
 

@@ -378,7 +378,6 @@ class _Comparison:
 
 
 def least_precise(graphs: Iterable[Graph]) -> str:
-    """The least precise float type of the graphs' tensors."""
     dtypes = {t.dtype for graph in graphs for op in graph.ops for t in op.outputs if t is not None}
     floats = [REAL.get(dtype, dtype) for dtype in dtypes if REAL.get(dtype, dtype) in TOLERANCES]
     return max(floats, key=list(TOLERANCES).index, default="float32")

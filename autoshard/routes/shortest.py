@@ -215,7 +215,6 @@ def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np
 
 
 def _buffer(collective: str, n: int, input_bytes: np.ndarray, output_bytes: np.ndarray, padded: bool) -> np.ndarray:
-    """The largest buffer of a rank, in bytes."""
     if padded and collective == "all_gather":
         return n * input_bytes
     if padded and collective == "reduce_scatter":

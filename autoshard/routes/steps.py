@@ -104,5 +104,4 @@ def _code(placement: Placement, ndim: int) -> int:
 
 
 def decode(codes: np.ndarray, ndim: int, reduce_op: str) -> Layout:
-    """The layout of a row of codes."""
     return tuple(S(int(c)) if c < ndim else R if c == ndim else P(reduce_op) for c in codes)

@@ -135,7 +135,8 @@ def _groups(graph: Graph, within_modules: bool = False) -> tuple[list[KernelGrou
             continue
         roots = [graph.storage(value) for value in op.inputs]
         producers = {group_of.get(root[0], -1 - root[0]) for root in roots if not graph.ops[root[0]].is_placeholder}
-        if op.alias is not None or not _fuses(op):
+        has_results = op.kind == "compute" and any(t is not None for t in op.outputs)
+        if op.alias is not None or not has_results or not (_name(op) in REDUCTIONS or _is_pointwise(op)):
             needs[-1 - i] = producers
             continue
         size, results = _elements(graph, i)
@@ -209,10 +210,6 @@ def _sums_columns(graph: Graph, op: Op) -> bool:
         return False
     rank = len(graph.tensor(op.inputs[0]).shape)
     return rank - 1 not in {d % rank for d in dims if isinstance(d, int)}
-
-
-def _fuses(op: Op) -> bool:
-    return op.kind == "compute" and any(t is not None for t in op.outputs) and (_name(op) in REDUCTIONS or _is_pointwise(op))
 
 
 def _is_pointwise(op: Op) -> bool:

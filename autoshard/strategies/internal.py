@@ -94,7 +94,6 @@ BATCH_NORMS = {
 
 
 def _axes_that_shard(layout: Layout, dim: int) -> list[int]:
-    """The axes that shard the dim."""
     return [k for k, placement in enumerate(layout) if placement.is_shard(dim)]
 
 

@@ -283,7 +283,6 @@ def _pass_on(rank: Rank, axis: int, x: Tensor) -> CollectiveCall:
 
 
 def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> RankGenerator:
-    """The op, forward or backward, of a rank's queries and all keys."""
     axes = sequence.of_keys
     where = {axis: rank.place[axis] for axis in axes}
     width, tokens = a["key"].shape[-1], a["key"].shape[SEQUENCE]

@@ -137,7 +137,6 @@ def _calls(activation: str) -> tuple[tuple[str, list, dict], ...]:
 
 
 def activate(activation: str, x: Tensor) -> Tensor:
-    """The activation on rows of hidden values."""
     values: list[Any] = [x]
 
     def filled(item: Any) -> Any:

@@ -60,16 +60,11 @@ def nll_loss_backward(rank: Rank, a: Arguments, *, target: str, classes: Axes, n
     return overload(target)(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
 
 
-def _softmax(sharded: ShardedOp, *, log: bool) -> Kernel | None:
-    axes = sharded.axes_of("self", sharded.arguments["dim"])
-    return partial(softmax, axes=axes, log=log) if axes else None
-
-
-def _softmax_backward(sharded: ShardedOp, *, log: bool) -> Kernel | None:
-    axes = sharded.axes_of("output", sharded.arguments["dim"])
-    if axes != sharded.axes_of("grad_output", sharded.arguments["dim"]):
+def _along(sharded: ShardedOp, *, of: tuple[str, ...], kernel: Callable[..., RankGenerator], log: bool) -> Kernel | None:
+    axes, *others = (sharded.axes_of(name, sharded.arguments["dim"]) for name in of)
+    if any(other != axes for other in others):
         raise sharded.refuse("the gradient and the output must be sharded alike on the dim of the softmax")
-    return partial(softmax_backward, axes=axes, log=log) if axes else None
+    return partial(kernel, axes=axes, log=log) if axes else None
 
 
 def _batch_and_classes(sharded: ShardedOp) -> tuple[Axes, Axes, int]:
@@ -96,10 +91,10 @@ def _nll_loss_backward(sharded: ShardedOp) -> Kernel | None:
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
-    "aten._log_softmax.default": partial(_softmax, log=True),
-    "aten._softmax.default": partial(_softmax, log=False),
-    "aten._log_softmax_backward_data.default": partial(_softmax_backward, log=True),
-    "aten._softmax_backward_data.default": partial(_softmax_backward, log=False),
+    "aten._log_softmax.default": partial(_along, of=("self",), kernel=softmax, log=True),
+    "aten._softmax.default": partial(_along, of=("self",), kernel=softmax, log=False),
+    "aten._log_softmax_backward_data.default": partial(_along, of=("output", "grad_output"), kernel=softmax_backward, log=True),
+    "aten._softmax_backward_data.default": partial(_along, of=("output", "grad_output"), kernel=softmax_backward, log=False),
     "aten.nll_loss_forward.default": _nll_loss,
     "aten.nll_loss_backward.default": _nll_loss_backward,
     "aten.nll_loss2d_forward.default": _nll_loss,
@@ -120,7 +115,6 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_in
 
 
 def ctc_loss_backward(grad, log_probs, targets, input_lengths, target_lengths, losses, log_alpha, blank=0, zero_infinity=False) -> Tensor:  # type: ignore[no-untyped-def]
-    """The gradient of log_probs."""
     lengths = (input_lengths, target_lengths)
     return aten._ctc_loss_backward.Tensor(grad, log_probs, targets, *lengths, losses, log_alpha, blank, zero_infinity)
 

@@ -164,7 +164,6 @@ def region_of(sharded: ShardedOp, layout: Layout) -> tuple[Region, bool]:
 
 
 def kernel_of(sharded: ShardedOp) -> Kernel | None:
-    """The kernel of an op that draws; None for others."""
     op = sharded.op
     if op.outputs[0] is None or not draws(overload(op.target)):
         return None

@@ -57,7 +57,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """The function that computes an op from local tensors."""
     return FUNCTIONS[target] if target in FUNCTIONS else overload(target)
 
 
