@@ -59,7 +59,6 @@ def _stem(node: fx.Node) -> str:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by the names of the operator's schema."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return {RENAMED.get(name, name): item for name, item in {**dict(zip(names, node.args, strict=False)), **node.kwargs}.items()}
 
@@ -91,7 +90,6 @@ def _are_replaceable(forward: fx.Node, backwards: list[fx.Node]) -> bool:
 
 
 def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The operator in place of one of torch's kernels."""
     target = BACKWARD if node.target in BACKWARDS else ATTENTION
     arguments = _arguments(node)
     args = tuple(arguments.get(argument.name) for argument in target._schema.arguments[:-1])  # in the natural order

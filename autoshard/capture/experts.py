@@ -282,7 +282,6 @@ def _activation_nodes(last: fx.Node, ends: fx.Node, region: list[fx.Node]) -> tu
 
 
 def _as_text(first: list[fx.Node], steps: list[fx.Node], last: fx.Node) -> str:
-    """The activation's calls as JSON."""
     graph = fx.Graph()
     source = graph.placeholder("x")
     copies = dict.fromkeys(first, source)

@@ -148,7 +148,10 @@ def _set_layers(config: Any, layers: Any, file: Path) -> None:
 
 
 def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, Any]) -> Any:
-    named = _architecture(config, folder)
+    names = getattr(config, "architectures", None) or [None]
+    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
+        raise ValueError(f"{folder}/config.json has architectures {str(names)[:80]}; expected a list with the name of a class")
+    named = names[0]
     kind = getattr(transformers, named, None) if named else None
     if named and not callable(getattr(kind, "_from_config", None)):
         raise ValueError(
@@ -173,13 +176,6 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
             failures.append(error)
     message = f"transformers can't build {named or 'a model'} from {folder}/config.json: {_first_line(failures[0])}; correct it"
     raise ValueError(message) from failures[0]
-
-
-def _architecture(config: Any, folder: str) -> str | None:
-    names = getattr(config, "architectures", None) or [None]
-    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
-        raise ValueError(f"{folder}/config.json has architectures {str(names)[:80]}; expected a list with the name of a class")
-    return names[0]
 
 
 def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str, Any]) -> str:

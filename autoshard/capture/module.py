@@ -107,7 +107,6 @@ def _is_value(item: Any) -> bool:
 
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
-    """`capture_module(...).graph`."""
     return capture_module(module, example_inputs, training=training, precision=precision).graph
 
 
@@ -410,7 +409,6 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
 
 
 def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Returned:
-    """`Captured.returned` of an exported program."""
     arguments = [spec.arg for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
     constants = tuple(argument.value if isinstance(argument, ConstantArgument) else None for argument in arguments)
     assert program.call_spec.out_spec is not None

@@ -52,7 +52,6 @@ def deep_enough(module: nn.Module) -> Iterator[None]:
 
 
 def _levels(module: nn.Module) -> int:
-    """How deep modules are nested in one another."""
     levels, waiting, seen = 0, [module], {id(module)}
     while waiting:
         below = [part for item in waiting for part in item._modules.values() if part is not None and id(part) not in seen]

@@ -131,7 +131,6 @@ class Configuration:
         return collectives + max(self.seconds - self._run(0.0).seconds, 0.0)
 
     def row(self) -> dict[str, Any]:
-        """The row of a table of configurations."""
         return {
             "way": self.way, "data": self.data, "tensor": self.tensor, "pipeline": self.groups, "microbatches": self.microbatches,
             "schedule": self.schedule, "devices": list(self.sizes), "layers": [part.last - part.first for part in self.parts],

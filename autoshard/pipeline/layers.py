@@ -71,8 +71,11 @@ def layers_of(graph: Graph, count: int | None = None) -> Layers:
     """The graph as a chain of `count` layers or fewer. Default: a layer per repeated block, and one for as much beside them; else 16."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise ValueError(f"layers is {count!r}; expected a whole number of 1 or more")
-    free = _free_ops(graph)
-    forward = [i for i, op in enumerate(graph.ops) if not op.is_placeholder and not op.backward and i not in free]
+    free: set[int] = set()  # ops that depend on no placeholder
+    forward = []
+    for i, op in enumerate(graph.ops):
+        if not op.is_placeholder and not op.backward:
+            free.add(i) if all(a in free for a, _ in op.inputs) else forward.append(i)
     if not forward:
         raise ValueError("the program computes nothing that could be divided into stages")
     flops = [_flops(graph, i) for i in forward]
@@ -100,7 +103,6 @@ def _consists_of(layers: Layers, finer: Layers) -> bool:
 
 
 def _divided(graph: Graph, forward: list[int], flops: list[float], boundaries: list[int]) -> Layers:
-    """The graph divided at these positions of its forward ops."""
     of = [-1] * len(graph.ops)
     layer = 0
     for at, i in enumerate(forward):
@@ -153,15 +155,6 @@ def _flops(graph: Graph, i: int) -> float:
         return 0.0
     outputs = [None if t is None else (t.shape, t.dtype) for t in op.outputs]
     return float(op_flops(op.target, [(t.shape, t.dtype) for t in graph.input_tensors(i)], outputs))
-
-
-def _free_ops(graph: Graph) -> set[int]:
-    """Ops that depend on no placeholder."""
-    free: set[int] = set()
-    for i, op in enumerate(graph.ops):
-        if not op.is_placeholder and not op.backward and all(a in free for a, _ in op.inputs):
-            free.add(i)
-    return free
 
 
 def _crossing_bytes(graph: Graph, forward: list[int]) -> list[float]:

@@ -32,7 +32,6 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
 
 
 def schedule_of_plan(pipeline: Pipeline) -> Schedule:
-    """The units of every device group, in order."""
     return schedule_of(pipeline.schedule, pipeline.num_groups, pipeline.microbatches, len(pipeline.stages) // pipeline.num_groups)
 
 

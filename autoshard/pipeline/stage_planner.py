@@ -61,7 +61,6 @@ class StagePlanner:
         return other.table
 
     def plan(self) -> None:
-        """Plans every layer on every mesh."""
         for u in range(len(self.table.sums)):
             self.plan_on(u)
 
@@ -91,17 +90,14 @@ class StagePlanner:
                 self._add([(u, Combination(mesh, way, 0.0), PRICES) for way in others])
 
     def plan_pinned(self, wanted: Sequence[tuple[int, Combination]]) -> None:
-        """Plans every layer under a baseline's pins."""
         for sums in self._planned([(u, way, (0.0,)) for u, way in wanted]):
             self.table.pinned |= {one.combination: one for one in sums}
 
     def stage_job(self, part: Stage, way: Combination, in_flight: int, halved: bool) -> Job:
-        """The job of planning a stage as one program, with its layouts."""
         program = stage_program(self.table.layers, part.first, part.last, recompute=way.recompute, halved=halved)
         return replace(self._job(program, way, (way.price,), in_flight), layouts=True, halved=halved)
 
     def _add(self, wanted: Sequence[Request]) -> None:
-        """Plans what is not known yet."""
         requests = []
         for u, way, prices in wanted:
             known = {sums.combination for sums in self.table.sums[u]}

@@ -70,7 +70,6 @@ class Job:
 
     @property
     def key(self) -> tuple:
-        """Equal for equal work."""
         return (*self.problem_key, self.prices)
 
 
@@ -171,7 +170,6 @@ class StageProblem:
         return replace(self.problem, node_costs=tuple(costs), edges=edges, usages=())
 
     def option(self, choice: Sequence[int]) -> StageOption:
-        """The seconds and bytes of a choice."""
         problem, formulated = self.problem, self.formulated
         static, saved, kept = (math.fsum(problem.usages[k].held(choice) for k in of) for of in (self.static, self.saved, self.kept))
         times, total = usage_profile(problem, choice)

@@ -120,7 +120,6 @@ class Cluster:
         return self.tiling.submeshes
 
     def meshes(self, u: SubMesh) -> tuple[Mesh, ...]:
-        """The meshes that a sub-mesh can be planned as."""
         kind = self.kinds[u.kind]
         if u.nodes == 1:  # one axis, or two of about equal size, the smaller first: 8 is 2 x 4, 7 is 7
             small = max(a for a in range(1, math.isqrt(u.devices) + 1) if u.devices % a == 0)

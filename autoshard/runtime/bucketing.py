@@ -212,7 +212,6 @@ def with_inputs(node: fx.Node, placed: Container[fx.Node]) -> Iterator[fx.Node]:
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Puts the graph's nodes into this order."""
     previous = graph._root
     for node in order:
         if previous.next is not node:

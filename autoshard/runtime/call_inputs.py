@@ -37,7 +37,6 @@ class BoundInputs:
 
     @property
     def named_shapes(self) -> dict[str, Shape]:
-        """Of the tensors."""
         return {name: shape for name, shape in zip(self.names, self.shapes, strict=True) if shape is not None}
 
     def on_meta(self) -> Any:
@@ -109,7 +108,6 @@ class CallInputs:
         return BoundInputs(inputs, structure, leaves, names, shapes)
 
     def shards(self, bound: BoundInputs) -> dict[str, Tensor]:
-        """This rank's shards."""
         return {name: self._local(name, x) for name, x in bound.tensors.items()}
 
     def resized(self, batch: Any) -> str:
@@ -150,7 +148,6 @@ class CallInputs:
 
     @property
     def is_by_name(self) -> bool:
-        """Were the plan's inputs keyword arguments?"""
         return any(re.fullmatch(r"input_\d+", name) is None for name in self.layouts)
 
     def microbatches(self, batch: Any, number: int, *, local: bool) -> Callable[[int], Any]:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from autoshard.lower import state_of_generator
 from autoshard.runtime.agreement import agree, agreed, of_first_rank, rank_lost
 from autoshard.runtime.checkpoint_files import (
     Contents,
@@ -36,7 +37,7 @@ from autoshard.runtime.checkpoint_files import (
     why_not_plain,
     with_plain_numbers,
 )  # fmt: skip
-from autoshard.runtime.module import ParallelModule, digest_of
+from autoshard.runtime.module import ParallelModule
 from autoshard.runtime.pipeline_module import PipelineModule, of_all_stages, of_this_rank
 from autoshard.solution import clear_folder, publish_folder
 
@@ -84,7 +85,7 @@ def save_checkpoint(
     agree(why_not_plain(state["extra"]), "beginning a checkpoint")
     if isinstance(module, PipelineModule):
         state = of_all_stages(module, state)
-    writer = Writer(partial, digest_of(module))
+    writer = Writer(partial, module.__dict__.get("_digest", ""))
     if wait:
         _publish(path, partial, lambda: dcp.save(state, storage_writer=writer))
         return None
@@ -138,8 +139,9 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, state["optimizer"])
-    if "random" in state and isinstance(module, ParallelModule) and module.generator_has(state["random"]):
-        module.random_state = state["random"]
+    if "random" in state and isinstance(module, ParallelModule):
+        if state["random"].shape == state_of_generator(module._runner.device_type).shape:  # else it is of another kind of device
+            module.random_state = state["random"]
     return state["extra"][0] if isinstance(state["extra"], tuple) else state["extra"]
 
 

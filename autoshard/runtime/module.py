@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import text
-from autoshard.lower import compiled, state_of_generator, state_of_module
+from autoshard.lower import compiled, state_of_module
 from autoshard.runtime.call_inputs import BoundInputs, CallInputs
 from autoshard.runtime.distribute import local
 from autoshard.runtime.microbatches import Microbatches, OpenStep
@@ -159,10 +159,6 @@ class ParallelModule(nn.Module):
     def random_state(self, state: Tensor | None) -> None:
         self._runner.random.state = state
 
-    def generator_has(self, state: Tensor) -> bool:
-        """Whether `state` is one of a generator of this module's kind of device."""
-        return state.shape == state_of_generator(self._runner.device_type).shape
-
     def timeline(self) -> str:
         """The estimated time line of the last kind of call as text: which collectives overlap with compute. Empty before the first call."""
         calls = self._runner.calls
@@ -207,11 +203,6 @@ def attach(module: nn.Module, of: type, digest: str, **held: Any) -> None:
             inner.__dict__["forward"] = partial(_refuse, f"{name} can't be called: {PART}")
     module.__class__ = of
     module.__dict__.update({f"_{name}": value for name, value in held.items()}, _digest=digest)
-
-
-def digest_of(module: nn.Module) -> str:
-    """Of the plan that a module runs; empty where it runs none."""
-    return module.__dict__.get("_digest", "")
 
 
 def parallel_class(of: type, methods: type = ParallelModule, name: str = "Parallel") -> type:

@@ -94,7 +94,6 @@ def verify_stages(
 
 
 def _part(plan: PipelineToRun, inputs: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
-    """The inputs of microbatch k."""
     return {name: x.chunk(plan.microbatches)[k] if name in plan.split else x for name, x in inputs.items()}
 
 

@@ -178,7 +178,6 @@ def _module(
 
 
 def _from_first(tensor: Tensor, place: PipelineRank) -> Tensor:
-    """The first rank's values."""
     values = tensor.detach().to(place.device, copy=True, memory_format=torch.contiguous_format)
     with rank_lost("sending the parameters"):
         dist.broadcast(values.view(torch.uint8) if values.dtype == torch.bool else values, src=0, group=place.sends)
@@ -208,7 +207,6 @@ def _run(
 
 
 def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -> Any:
-    """torch's schedule of this rank's stages."""
     groups = {v: stage.group for v, stage in enumerate(plan.stages)}
     for run in runs:
         run.group_rank, run.group_size = run.stage.group, len(plan.order)
@@ -237,7 +235,6 @@ def _digest(torch_schedule: PipelineScheduleMulti) -> str:
 
 
 def _actions(plan: PipelineToRun) -> dict[int, list[Action | None]]:
-    """The plan's order as torch's actions."""
     of = ComputationType
     halved = any(kind == "W" for units in plan.order for kind, *_ in units)
     kinds = {"F": of.FORWARD, "B": of.BACKWARD_INPUT if halved else of.FULL_BACKWARD, "W": of.BACKWARD_WEIGHT}

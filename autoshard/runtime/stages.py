@@ -94,7 +94,6 @@ def why_no_loss(plan: PipelineToRun) -> str | None:
 
 
 def _returned(stage: StageToRun) -> Iterator[Result]:
-    """The model's outputs among a stage's results."""
     return (r for r in stage.graph.results if r.kind == "output" and not r.name.startswith(SENT))
 
 
@@ -128,7 +127,6 @@ def _crossing(stages: Sequence[StageToRun], is_forward: bool) -> dict[str, _Valu
 
 
 def _held(stage: StageToRun, value: _Value) -> Held:
-    """How a stage holds a crossing value."""
     produced = next((r.value for r in stage.graph.results if r.name == SENT + value.name), None)
     if produced is not None:
         layout = _without_partial(value.shape, _read_from(stage, produced), stage.mesh)

@@ -81,13 +81,11 @@ class TracedCall:
             self.checked[name] = x._spec
 
     def packed(self, results: Mapping[str, Tensor]) -> Any:
-        """The model's return value."""
         keys = {f"output:{k}": k for k in range(len(self.returned.leaves))}
         return self.returned.packed({k: results[key] for key, k in keys.items() if key in results})
 
     @property
     def present(self) -> dict[str, fx.GraphModule]:
-        """The graphs of the passes that there are."""
         return {**self.graphs.passes, "inference": self.inference}
 
     def run(self, which: str, arguments: list[Tensor], random: SharedGenerator) -> Sequence[Tensor]:

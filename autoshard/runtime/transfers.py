@@ -71,7 +71,6 @@ def transfer(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Held
 
 
 def within(part: Bounds, shard: Bounds) -> Bounds:
-    """The bounds of a part of the global tensor in a shard."""
     return tuple((begin - first, end - first) for (begin, end), (first, _) in zip(part, shard))
 
 
@@ -103,7 +102,6 @@ class Incoming:
 def outgoing(
     transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], group: dist.ProcessGroup | None
 ) -> list[dist.P2POp]:
-    """The sends of a rank that holds these local tensors."""
     sends = ((one.name, piece) for one in transfers for piece in one.pieces if piece.sender == rank != piece.receiver)
     return [dist.P2POp(dist.isend, part_of(values[name], p.source).contiguous(), p.receiver, group) for name, p in sends]
 
