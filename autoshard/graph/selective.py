@@ -229,16 +229,12 @@ class _Selecting(Rewriting):
                 self._offload(value)
         return self.graph()
 
-    def _read_again(self, value: Value) -> Value:
-        """What a copy reads."""
-        cast = self.restoring.casts.get(value[0])
-        return self.read(value, late=True) if cast is None else self.read((cast, value[1]))
-
     def _copy(self, i: int) -> None:
-        op = self.source.ops[i]
+        op, casts = self.source.ops[i], self.restoring.casts
         name = op.name + SUFFIX
         self.copies[name] = op.name
-        at, _ = self.add(replace(op, name=name, inputs=tuple(map(self._read_again, op.inputs)), backward=True))
+        inputs = tuple(self.read((casts[a], k)) if a in casts else self.read((a, k), late=True) for a, k in op.inputs)
+        at, _ = self.add(replace(op, name=name, inputs=inputs, backward=True))
         self.late |= {(i, k): (at, k) for k in range(len(op.outputs)) if self._reads_copy((i, k))}
 
     def _reads_copy(self, value: Value) -> bool:

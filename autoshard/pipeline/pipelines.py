@@ -86,15 +86,17 @@ class _Search:
                 progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
             )  # fmt: skip
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
-            # with a number of stages asked for, only those that leave no device idle, where one of them fits: they can be run
-            full = [c for c in configurations if sum(c.sizes) == self.cluster.num_devices]
-            asked = options.stages is not None and any(c.fits for c in full)
-            best, configurations = self._settled(full if asked else configurations)
+            best, configurations = self._settled(self._in_use(configurations))
             if best is None:
                 raise self._nothing_fits()
             budgets = self._budgets()
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
+
+    def _in_use(self, configurations: list[Configuration]) -> list[Configuration]:
+        """With a number of stages asked for, only those that leave no device idle, where one of them fits: they can be run."""
+        full = [c for c in configurations if sum(c.sizes) == self.cluster.num_devices]
+        return full if self.options.stages is not None and any(c.fits for c in full) else configurations
 
     def _counts(self) -> list[int]:
         """The numbers of microbatches, 2 first and those far from it last: with few of them few stages can pay, so that little has to be

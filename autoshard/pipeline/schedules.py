@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 PerPart = float | Sequence[float]  # one number for all parts of the model, or one per part
@@ -82,11 +82,8 @@ class Schedule:
         kept = held if kept_bytes is None else per_part(kept_bytes, self.parts, "kept_bytes")
         peaks = []
         for d, units in enumerate(self.units):
-            now = peak = math.fsum(fixed[d :: self.devices])
-            for kind, v, _ in units:
-                now += {"F": held[v], "B": kept[v] * self.splits_backward - held[v], "W": -kept[v]}[kind]
-                peak = max(peak, now)
-            peaks.append(peak)
+            changes = ({"F": held[v], "B": kept[v] * self.splits_backward - held[v], "W": -kept[v]}[kind] for kind, v, _ in units)
+            peaks.append(max(accumulate(changes, initial=math.fsum(fixed[d :: self.devices]))))
         return tuple(peaks)
 
 

@@ -17,6 +17,7 @@ Every microbatch takes the same, so one is simulated and `schedule_times.run` sc
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autoshard.cost import axis_transfer_seconds, transfer_latency
 from autoshard.graph import Graph, Value
@@ -198,14 +199,9 @@ def _bytes(program: TaskProgram, of: Sequence[int], count: int) -> list[tuple[fl
         rows[v] += [(usage.start, amount), (usage.end, -amount)]
         if usage.start < turn < usage.end:
             waiting[v] += amount
-    bytes_of = []
-    for v in range(count):
-        now = peak = 0.0
-        for _, amount in sorted(rows[v]):  # at equal times, memory is freed first
-            now += amount
-            peak = max(peak, now)
-        bytes_of.append((waiting[v], fixed[v], max(peak - waiting[v], 0.0)))
-    return bytes_of
+    # at equal times, memory is freed first
+    peaks = (max(accumulate((amount for _, amount in sorted(of_part)), initial=0.0)) for of_part in rows)
+    return [(saved, held, max(peak - saved, 0.0)) for peak, saved, held in zip(peaks, waiting, fixed, strict=True)]
 
 
 def _holders(graph: Graph, of: Sequence[int], i: int) -> list[int]:

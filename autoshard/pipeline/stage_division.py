@@ -82,8 +82,9 @@ class Tiling:
     @cached_property
     def states(self) -> tuple[tuple, ...]:
         """All states that allocations can reach; the one in which all devices are free first."""
-        of_any = range(len(self.submeshes))
-        return tuple(reached([self._full], lambda state: (left for u in of_any for left in self._without(state, u))))
+        of_any, kinds = range(len(self.submeshes)), zip(self.kinds, self._counts)
+        full = tuple((n.number * n.devices,) if counts else (n.devices,) * n.number for n, counts in kinds)
+        return tuple(reached([full], lambda state: (left for u in of_any for left in self._without(state, u))))
 
     @cached_property
     def moves(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
@@ -104,10 +105,6 @@ class Tiling:
             parts = sorted({u.devices for u in self.submeshes if u.kind == kind and u.nodes == 1} | {nodes.devices})
             suffices.append(all(b % a == 0 for a, b in pairwise(parts)))
         return tuple(suffices)
-
-    @property
-    def _full(self) -> tuple:
-        return tuple((n.number * n.devices,) if c else (n.devices,) * n.number for n, c in zip(self.kinds, self._counts))
 
     def _without(self, state: tuple, u: int) -> list[tuple]:
         """The states after sub-mesh u is allocated; none where it does not fit."""
