@@ -219,7 +219,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
 
 def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
     mode = mode_of(fx_graph)
-    result_names: list[tuple[str, str]] | None
+    result_names: list[tuple[str, str]] | None = None
     if isinstance(fx_graph, ExportedProgram):
         if any(is_mutable(node) for node in fx_graph.graph.nodes):
             fx_graph = fx_graph.run_decompositions({})
@@ -235,7 +235,10 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
         tied = tied_parameters(module)
         names = [Named("parameter" if isinstance(p, nn.Parameter) else "buffer", n) for n, p in params.items()] + names
         fakes = [fake(mode, p) for p in params.values()] + fakes
-        result_names = _described_results(module)
+        described = next(node for node in module.graph.nodes if node.op == "output").meta.get("desc")
+        if described is not None:  # of a joint graph
+            of_leaves = enumerate(pytree.tree_leaves(described))
+            result_names = [("none", str(k)) if desc is None else result_name(desc) for k, desc in of_leaves]
     recorder = _Recorder(module)
 
     def run(*flat: torch.Tensor) -> Any:
@@ -278,14 +281,6 @@ def _called(graph: Graph, values: Mapping[fx.Node, Any], origins: Mapping[str, f
         if held is not None and node.op != "output":
             called[node.name] = ((graph.ops[held[0]].name, held[1]),)
     return {**{line: tuple(of.values()) for line, of in lines.items()}, **called}
-
-
-def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
-    """Kind and name of each output of a joint graph, where its output node has descriptions of them."""
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    if "desc" not in output.meta:
-        return None
-    return [result_name(desc) if desc is not None else ("none", str(k)) for k, desc in enumerate(pytree.tree_leaves(output.meta["desc"]))]
 
 
 def _check_operators(traced: fx.GraphModule) -> None:
@@ -385,7 +380,9 @@ def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwa
 
 def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
     """Forward and backward; the forward alone where no parameter requires a gradient."""
-    with ExitStack() as stack, dynamo_config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
+    calls = [name for name in dir(type(dynamo_log)) if name.split("_")[0] in ("debug", "info", "warning", "error", "critical", "log")]
+    logging = {getattr(type(dynamo_log), name) for name in calls}  # a model may call them; dynamo stops at them unless they are ignored
+    with ExitStack() as stack, dynamo_config.patch(ignore_logging_functions=logging, allow_rnn=True):
         templates: list[Any] = []
         captured = _forward(mode, module, args, kwargs, templates)
         mode.allow_non_fake_inputs = True  # constants, which torch 2.12 leaves in the graph
@@ -437,9 +434,3 @@ def _forget(mode: FakeTensorMode) -> None:
     leave_transforms()
     if mode.shape_env is not None:
         mode.shape_env.pending_fresh_unbacked_symbols.clear()
-
-
-def _logging_functions() -> set:
-    """Logging functions that a model may call: dynamo stops at them unless they are ignored."""
-    logger = type(dynamo_log)
-    return {getattr(logger, name) for name in dir(logger) if name.split("_")[0] in ("debug", "info", "warning", "error", "critical", "log")}

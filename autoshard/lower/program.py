@@ -282,16 +282,9 @@ def slots_of(record: Record) -> tuple[Slot, ...]:
 
 def _with_frees(records: list[Record]) -> tuple[Record, ...]:
     """Each slot is freed right after the last record that names it."""
-    last: dict[str, int] = {}
-    for i, record in enumerate(records):
-        last |= {slot.name: i for slot in slots_of(record)}
+    last = {slot.name: i for i, record in enumerate(records) for slot in slots_of(record)}
     ending: dict[int, list[str]] = {}
     for name, i in last.items():
         ending.setdefault(i, []).append(name)
-    with_frees: list[Record] = []
-    for i, record in enumerate(records):
-        with_frees.append(record)
-        if i in ending:
-            with_frees.append(FreeTensors(tuple(ending[i])))
-    return tuple(with_frees)
-
+    frees = {i: (FreeTensors(tuple(names)),) for i, names in ending.items()}
+    return tuple(one for i, record in enumerate(records) for one in (record, *frees.get(i, ())))

@@ -207,11 +207,11 @@ INDEXES = {  # target: (input that holds indexes, input that they index, its dim
 }
 
 
-def index_bounds(graph: Graph) -> dict[str, int]:
+def index_bounds(*graphs: Graph) -> dict[str, int]:
     """For each integer input the size of the smallest dim that it indexes, followed through views and copies."""
     bounds: dict[str, int] = {}
-    for op in graph.ops:
-        if op.target in INDEXES:
+    for graph in graphs:
+        for op in (op for op in graph.ops if op.target in INDEXES):
             holds, indexed, dim = INDEXES[op.target]
             shape = graph.tensor(op.inputs[indexed]).shape
             size = shape[dim] if dim is not None else min(shape)

@@ -169,8 +169,8 @@ class _Schedule:
         while self.fetches:
             start = self.fetches[0]
             if start not in self.placed:
-                busy = self._is_busy(str(start.args[-1])) or self._is_kept_back(start) or (self._unfinished(start) or 0.0) > self.now
-                if busy or not self._fits(start, i, self.flow.need[start]):
+                free = max(self.idle.get(str(start.args[-1]), 0.0), self._unfinished(start) or 0.0)  # its link, and what it reads
+                if free > self.now or self._is_kept_back(start) or not self._fits(start, i, self.flow.need[start]):
                     return  # those behind it are needed later
                 self._need(start)
             self.fetches.popleft()
@@ -184,13 +184,10 @@ class _Schedule:
             self.live[i:end] = [now + held for now in self.live[i:end]]
         return fits
 
-    def _is_busy(self, group: str) -> bool:
-        return self.idle.get(group, 0.0) > self.now
-
     def _is_kept_back(self, start: fx.Node) -> bool:
         """Whether it is in the background of a running collective."""
         groups = self.pace.groups
-        return start.args[-1] in groups.background and self._is_busy(groups.names[self.pace.axis(start)])
+        return start.args[-1] in groups.background and self.idle.get(groups.names[self.pace.axis(start)], 0.0) > self.now
 
     def _free(self, i: int) -> None:
         """Waits for the oldest reductions while their buffers do not fit."""

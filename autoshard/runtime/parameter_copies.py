@@ -61,16 +61,13 @@ class Sent:
 
     bytes: float = 0.0
 
-    def count(self, call: CollectiveCall, n: int) -> None:
-        """call: over n ranks."""
-        to_others = {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(call.collective, (n - 1) / n)
-        self.bytes += call.tensor.nbytes * to_others
-
     def drive(self, groups: Groups, program: RankGenerator) -> Tensor:
         """As `Groups.drive`, counting."""
 
         def answer(call: CollectiveCall) -> Tensor:
-            self.count(call, groups.sizes[call.axis])
+            n = groups.sizes[call.axis]
+            to_others = {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(call.collective, (n - 1) / n)
+            self.bytes += call.tensor.nbytes * to_others
             return groups.answer(call)
 
         return drive(program, answer)

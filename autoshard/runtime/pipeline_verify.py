@@ -64,10 +64,7 @@ def verify_stages(
     if (why := why_no_loss(plan)) is not None:
         raise ValueError(why)
     stages = lower_stages(plan)
-    bounds: dict[str, int] = {}
-    for stage in plan.stages:
-        for name, size in index_bounds(stage.graph).items():
-            bounds[name] = min(size, bounds.get(name, size))
+    bounds = index_bounds(*(stage.graph for stage in plan.stages))
     module, args, kwargs = seeded(model, example_inputs, bounds, seed)
     names, leaves = input_names(model, example_inputs), pytree.tree_leaves((args, kwargs))
     inputs = {name: x for name, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)}

@@ -76,14 +76,14 @@ class RunningProgram:
             return None
         if len(self.shapes) == 1:
             return _run(next(iter(self.shapes.values())), args, kwargs)
-        shapes = {name: _inputs_of(module).planned for name, module in self.shapes.items()}
-        bound = _inputs_of(next(iter(self.shapes.values()))).of_any_shape(args, kwargs)
+        shapes = {name: module._runner.inputs.planned for name, module in self.shapes.items()}
+        bound = next(iter(self.shapes.values()))._runner.inputs.of_any_shape(args, kwargs)
         actual = bound.named_shapes
         name, padded = _chosen(shapes, actual, self.pad)
         module = self.shapes[name]
         if actual == {key: shapes[name][key] for key in actual}:
             return _run(module, args, kwargs)
-        inputs = _inputs_of(module)
+        inputs = module._runner.inputs
         batch = _padded(inputs, bound, self.pad) if padded else inputs.shard(bound.inputs, local=False)
         self._note(name, shapes[name], actual, padded)
         return _run(module, *arguments_of(batch))
@@ -105,10 +105,6 @@ class RunningProgram:
 
 def _run(module: ParallelModule, args: tuple, kwargs: dict) -> Any:
     return ParallelModule.forward(module, *args, **kwargs)
-
-
-def _inputs_of(module: ParallelModule) -> CallInputs:
-    return module._runner.inputs
 
 
 def _chosen(shapes: Mapping[str, Mapping[str, Any]], actual: Mapping[str, tuple[int, ...]], pad: Mapping[str, float]) -> tuple[str, bool]:
@@ -252,8 +248,8 @@ def parallelize_programs(
         if (numbers := plan.devices.get(first)) is not None:
             devices = DeviceSet(plan[first].mesh, tuple(numbers))
             own = Where.among(devices.mesh, numbers, device_mesh.device_type, dist.new_group(list(numbers)))
-        maker = _Maker(name, plan, main, own, Mover(everywhere, devices, Transfers(plan.mesh, everywhere, devices), own, sent), module_of)
-        families[name] = maker.family(models[name], pad, from_first_rank)
+        mover = Mover(everywhere, devices, Transfers(plan.mesh, everywhere, devices), own, sent)
+        families[name] = _family(name, plan, main, own, mover, partial(module_of, models[name]), pad, from_first_rank)
     _share_generator(main, families, plan)
     programs = Programs(plan, families, sent, home)
     attach(main, parallel_class(type(main), ProgramsModule, "Programs"), plan.digest, programs=programs)
@@ -285,40 +281,32 @@ def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution)
     return None
 
 
-@dataclass(frozen=True, eq=False)
-class _Maker:
-    """Makes the modules of one program."""
+def _family(
+    program: str, plan: ProgramsSolution, main: ParallelModule, where: Where, mover: Mover, module_of: Callable[..., ParallelModule],
+    pad: Mapping[str, float], from_first_rank: bool,
+) -> RunningProgram:  # fmt: skip
+    """The modules of one program on its mesh, `where`; `mover` makes its copies."""
+    held = state_of_module(main)
+    copied = {row["parameter"]: row for row in plan.copied(program)}
+    modules, own = {}, dict[str, Tensor]()
 
-    name: str
-    plan: ProgramsSolution
-    main: ParallelModule
-    where: Where  # on the program's mesh
-    mover: Mover  # of the program's copies
-    module_of: Callable[..., ParallelModule]
+    def placed(name: str, tensor: Tensor, layout: Layout) -> Tensor:
+        if name in held and name not in copied and held[name].shape == tensor.shape:
+            return held[name]
+        if name not in own:
+            source = torch.empty_like(tensor, device="meta") if name in copied else tensor  # what is copied is made later
+            own[name] = where.distributed(source, layout, from_first_rank=from_first_rank)
+            if name in copied and isinstance(tensor, nn.Parameter):
+                own[name] = nn.Parameter(own[name], requires_grad=False)
+        return own[name]
 
-    def family(self, model: nn.Module, pad: Mapping[str, float], from_first_rank: bool) -> RunningProgram:
-        held = state_of_module(self.main)
-        copied = {row["parameter"]: row for row in self.plan.copied(self.name)}
-        modules, own = {}, dict[str, Tensor]()
-
-        def placed(name: str, tensor: Tensor, layout: Layout) -> Tensor:
-            if name in held and name not in copied and held[name].shape == tensor.shape:
-                return held[name]
-            if name not in own:
-                # what is copied is made later
-                source = torch.empty_like(tensor, device="meta") if name in copied else tensor
-                own[name] = self.where.distributed(source, layout, from_first_rank=from_first_rank)
-                if name in copied and isinstance(tensor, nn.Parameter):
-                    own[name] = nn.Parameter(own[name], requires_grad=False)
-            return own[name]
-
-        if self.where.coordinate:
-            for shape in self.plan.shapes_of(self.name):
-                modules[shape] = self.main if shape == self.plan.home else self.module_of(model, self.plan[shape], self.where, placed)
-        moves = {name: self.mover.of(held[name], parse(row["from"]), parse(row["to"])) for name, row in copied.items()}
-        copies = Copies({name: held[name] for name in copied}, {name: own[name] for name in copied if name in own}, moves)
-        state = {name: x for name, x in own.items() if name not in copied}
-        family = RunningProgram(self.name, modules, copies, state, self.name in self.plan.keeps_state, self.plan, pad)
-        if self.plan.families[self.plan.home] != self.name and not family.keeps_state:
-            family.end()
-        return family
+    if where.coordinate:
+        for shape in plan.shapes_of(program):
+            modules[shape] = main if shape == plan.home else module_of(plan[shape], where, placed)
+    moves = {name: mover.of(held[name], parse(row["from"]), parse(row["to"])) for name, row in copied.items()}
+    copies = Copies({name: held[name] for name in copied}, {name: own[name] for name in copied if name in own}, moves)
+    state = {name: x for name, x in own.items() if name not in copied}
+    family = RunningProgram(program, modules, copies, state, program in plan.keeps_state, plan, pad)
+    if plan.families[plan.home] != program and not family.keeps_state:
+        family.end()
+    return family

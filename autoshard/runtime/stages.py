@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from autoshard.graph import Graph, Result
-from autoshard.layout import Layout, R, S, has_partial, local_numel, local_shape, parse, replicated, text
+from autoshard.layout import Layout, R, S, local_numel, local_shape, parse, replicated, text
 from autoshard.lower import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
@@ -157,8 +157,6 @@ def sharded_further(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Layou
 
 def _without_partial(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Layout:
     """Partial sums are scattered where the tensor divides, and reduced elsewhere."""
-    if not has_partial(layout):
-        return layout
     reduced = tuple(R if p.is_partial() else p for p in layout)
     further = sharded_further(shape, reduced, mesh)
     return tuple(b if p.is_partial() else p for p, b in zip(layout, further, strict=True))
@@ -249,11 +247,9 @@ def _copies(stages: Sequence[LoweredStage]) -> Iterator[SharedParameter]:
     for name, by_group in holders.items():
         if len(by_group) > 1:
             first, *others = by_group.values()
-            there, back = [], []
-            for other in others:
-                there.append(_gradient_transfer(name, other, first))
-                back.append(_gradient_transfer(name, first, other))
-            yield SharedParameter(name, tuple(by_group), tuple(there), tuple(back))
+            there = tuple(_gradient_transfer(name, other, first) for other in others)
+            back = tuple(_gradient_transfer(name, first, other) for other in others)
+            yield SharedParameter(name, tuple(by_group), there, back)
 
 
 def _gradient_transfer(name: str, source: LoweredStage, target: LoweredStage) -> StageTransfer:

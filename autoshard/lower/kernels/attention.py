@@ -48,10 +48,6 @@ class Call:
         """How many query heads share a key-value head."""
         return self.query.shape[HEADS] // self.key.shape[HEADS]
 
-    @property
-    def is_empty(self) -> bool:
-        return 0 in (*self.query.shape, *self.key.shape, *self.value.shape)
-
 
 Backward = Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # of the gradient of out, out, logsumexp
 
@@ -83,7 +79,7 @@ def attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask=No
 def kernel_of(call: Call) -> str:
     """The name of the kernel that runs the call: the first that can."""
     q, width, of_values = call.query, call.query.shape[-1], call.value.shape[-1]
-    if call.is_empty:
+    if 0 in (*q.shape, *call.key.shape, *call.value.shape):
         return "math"
     if q.device.type == "cpu":
         return "flash for CPU" if width == of_values else "math"
