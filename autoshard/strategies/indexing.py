@@ -94,24 +94,15 @@ def index_select(op: Op, inputs: Inputs) -> list[Row]:
     return [*kept, row(S(dim), R, S(0)), row(P(), P(), R), row(P(), S(dim), R)] if len(inputs[1].shape) == 1 else kept
 
 
-@rule("aten.index_add.default")
-def index_add(op: Op, inputs: Inputs) -> list[Row]:
-    """x + source at index along dim."""
+@rule("aten.index_add.default", "aten.index_copy.default")
+def index_into(op: Op, inputs: Inputs) -> list[Row]:
+    """x with source added at index along dim, or put there, each index once; with dim sharded each rank puts the values of its shard."""
     rank = len(inputs[0].shape)
     dim = int(argument(op, 1, "dim")) % max(rank, 1)
-    kept = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim]
-    return [*kept, row(P(), P(), R, P()), row(P(), R, S(0), S(dim)), row(P(), R, R, P())]
-
-
-@rule("aten.index_copy.default")
-def index_copy(op: Op, inputs: Inputs) -> list[Row]:
-    """x with source put at index along dim, each index once; with dim sharded each rank puts the values of its shard."""
-    rank = len(inputs[0].shape)
-    if rank == 0:
-        return []
-    dim = int(argument(op, 1, "dim")) % rank
-    kept = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim]
-    return [*kept, row(S(dim), S(dim), R, R), row(P(), P(), R, P())]
+    kept, linear = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim], row(P(), P(), R, P())
+    if op.target == "aten.index_add.default":
+        return [*kept, linear, row(P(), R, S(0), S(dim)), row(P(), R, R, P())]
+    return [*kept, row(S(dim), S(dim), R, R), linear] if rank else []
 
 
 SUM, MEAN, MAX = range(3)

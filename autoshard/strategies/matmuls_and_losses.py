@@ -131,12 +131,10 @@ def loss_per_element(op: Op, inputs: Inputs) -> list[Row]:
     x, y = inputs[first], inputs[first + 1]
     if x.shape != y.shape or (weights >= 0 and argument(op, weights) is not None) or len(inputs) != first + 2:
         return []
-    none = argument(op, at_reduction, "reduction", 1) == 0
-    rows = []
-    for d in range(len(x.shape)):
-        of_loss = S(d) if none else R
-        rows.append(row(S(d), of_loss, S(d), S(d)) if first else row(S(d) if none else P(), S(d), S(d)))
-    return rows
+    none, dims = argument(op, at_reduction, "reduction", 1) == 0, range(len(x.shape))
+    if first:
+        return [row(S(d), S(d) if none else R, S(d), S(d)) for d in dims]
+    return [row(S(d) if none else P(), S(d), S(d)) for d in dims]
 
 
 @rule("autoshard.ctc_loss.default")

@@ -70,8 +70,7 @@ def overwrite(op: Op, inputs: Inputs) -> list[Row]:
 def squeeze(op: Op, inputs: Inputs) -> list[Row]:
     """A dim that the op may remove can't be sharded: local shards of size 1 would be removed too."""
     rank = len(inputs[0].shape)
-    named = argument(op, 1, "dim", tuple(range(rank)))
-    removable = {int(d) % max(rank, 1) for d in (named if isinstance(named, tuple) else (named,))}  # type: ignore[call-overload]
+    removable = named_dims(argument(op, 1, "dim"), rank)
     kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.outputs[0].shape) if i not in removable]  # type: ignore[union-attr]
     return shard_rows(op, inputs, kept) + linear_rows(1, 1)
 
