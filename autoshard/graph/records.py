@@ -248,13 +248,13 @@ def leaves(literals: object) -> Iterator[object]:
 
 def reached(start: Iterable[T], further: Callable[[T], Iterable[T]], where: Callable[[T], bool] = lambda _: True) -> dict[T, None]:
     """The items of `start`, and all to which `further` leads from them, each once in the order in which it is found; only those `where`."""
-    found = dict.fromkeys(filter(where, start))
-    waiting = list(found)
+    items = dict.fromkeys(filter(where, start))
+    waiting = list(items)
     while waiting:
-        new = dict.fromkeys(item for item in further(waiting.pop()) if item not in found and where(item))
-        found |= new
+        new = dict.fromkeys(item for item in further(waiting.pop()) if item not in items and where(item))
+        items |= new
         waiting += new
-    return found
+    return items
 
 
 def is_dense(shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> bool:
