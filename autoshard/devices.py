@@ -41,7 +41,7 @@ class MatmulKernel:
     rate: Amount  # FLOP/s of full waves of the largest tiles
     deep: Amount  # of k: what a tile's begin and end take
     waves: Amount  # 0 to 1
-    small: Amount  # how much slower a tile is per halving
+    small: Amount  # how much slower a tile is per halving; of older constants
     split: Amount  # seconds to add up the parts of a split k
     heat: Amount  # how much slower a warm device is
     bandwidth: Amount  # bytes/s of reads and writes, cached ones among them
@@ -49,9 +49,13 @@ class MatmulKernel:
     launch: Amount  # seconds
     multiprocessors: Amount
     cache: Amount  # bytes of the last level
-    memory_bandwidth: Amount  # bytes/s, of the data sheet
+    memory_bandwidth: Amount  # bytes/s of those that miss the cache
     itemsize: Amount  # bytes of an element of the matrices; the result has two
+    warm: Amount = 1e-3  # seconds after which a device is half as warm as it gets
     unaligned: Amount = 1.0  # how much longer matmuls take whose rows have an odd number of elements
+    loads: Amount = 0.0  # seconds per byte of the matrices that tiles load
+    host: Amount = 0.0  # seconds in which the host launches it, where it was measured so
+    padding: Amount = 0.0  # that it takes more where m is no multiple of 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class AttentionKernel:
     bandwidth: Amount
     launch: Amount
     multiprocessors: Amount
+    wide: Amount = 1.0  # how much longer heads of more than WIDE dims take
     by_dims: tuple[tuple[float, float], ...] = ()  # of kernels that follow no rule: head dims, and the rate there relative to `rate`
 
 
@@ -97,12 +102,14 @@ ITEMSIZE = {"bfloat16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625}  # n
 def kernel_form(form: type, sheet: Mapping[str, float], dtype: str, constants: Mapping[str, float]) -> Any:
     """A form with the constants of a device file, whose rates are shares of the data sheet's. Attention's are of 16 bits in every dtype."""
     peak = sheet["peak16" if issubclass(form, AttentionKernel) else PEAKS[dtype]]
-    known: dict[str, Any] = {**sheet, "itemsize": ITEMSIZE[dtype], **constants}
+    bandwidth = sheet["memory_bandwidth"]
+    misses = {"memory_bandwidth": constants.get("beyond", 1.0) * bandwidth, "loads": 1 / (constants.get("tiles", math.inf) * bandwidth)}
+    known: dict[str, Any] = {**sheet, "itemsize": ITEMSIZE[dtype], "small": 0.0, **misses, **constants}
     dims = tuple((float(name.split()[1]), value) for name, value in constants.items() if name.startswith("dim "))
-    moved = {name: constants[name] * sheet["memory_bandwidth"] for name in ("bandwidth", "beyond") if name in constants}
+    moved = {name: constants[name] * bandwidth for name in ("bandwidth", "beyond") if name in constants}
     unaligned = sheet.get("unaligned", 1.0) if ITEMSIZE[dtype] == 2 else 1.0
     known |= {"by_dims": dims, "rate": constants["rate"] * peak, **moved, "unaligned": unaligned}
-    return form(**{field.name: known[field.name] for field in fields(form)})
+    return form(**{field.name: known[field.name] for field in fields(form) if field.name in known})
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ class Kernels:
     attention: AttentionKernel  # of 16 bits, as torch runs it
     memory: float  # share of the memory bandwidth
     host: float  # seconds in which the host launches one kernel, beside the kernels that run; 0 where a graph of kernels is replayed
+    norms: float = 0.0  # bytes/s of softmax and norms that are kernels of their own, of which multiprocessors do too much; 0: as others
     slowed: float = 0.0  # how much longer kernels and collectives take beside each other, of the shorter one
     serial: TestedSteps | None = None  # of the seconds of a plan, in which nothing overlaps
     overlapped: TestedSteps | None = None  # of its simulated time line
@@ -129,7 +137,7 @@ class Kernels:
                 rates = {"matmul": sheet["peak16"] * of["matmul16"], "matmul8": sheet["peak8"] * of["matmul8"]}
                 rates["attention"] = sheet["peak16"] * of["attention"]
                 plain = plain_forms(rates, of["small"], of["short"], sheet["memory_bandwidth"] * of["memory"])
-                return Kernels(f"{name}: measured", *plain, of["memory"], of["host"] / LAUNCHES, SLOWED)
+                return Kernels(f"{name}: measured", *plain, of["memory"], of["host"] / LAUNCHES, slowed=SLOWED)
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
             said = f"{name}: kernels of {data['kernels']['source'].split(',')[0]}"
             said += f"; fitted to {rows} published training steps" if rows else ""
@@ -137,9 +145,11 @@ class Kernels:
             memory = data["given"]["memory_bandwidth"] * of["memory"]
             matmul, matmul8 = (in_program(form, min(form.bandwidth, memory), of["training"]) for form in (matmul, matmul8))
             matmul8 = replace(matmul8, cast=0.0, launch=matmul.launch)  # graphs have ops that cast
-            attention = slower(attention, of["training"] * (NEWEST if data["given"]["peak16"] > OF_HOPPER else 1.0))
+            sdpa = data["given"].get("sdpa", 1.0)  # own measurements are of what torch runs
+            attention = replace(slower(attention, of["training"] * sdpa), wide=data["given"].get("flash2", sdpa) / sdpa)
             tested = {kind: TestedSteps(**errors) for kind, errors in steps.items()}
-            return Kernels(said, matmul, matmul8, attention, of["memory"], of["host"] / LAUNCHES, SLOWED, **tested)
+            rates = of["memory"], of["host"] / LAUNCHES, NORMS * data["given"].get("multiprocessors", 0), SLOWED
+            return Kernels(said, matmul, matmul8, attention, *rates, **tested)
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             lacks = str(error) or "a figure"
             raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
@@ -161,14 +171,15 @@ FORMS: dict[str, tuple[type, str]] = {  # of plans: their kinds and dtypes
     "matmul8": (MatmulKernel, "fp8"),
     "attention": (AttentionKernel, "bfloat16"),
 }
-OF_HOPPER = 500e12  # FLOP/s in 16 bits: devices with more have attention kernels that differ by generation
-NEWEST = 2.15  # the rate of attention that was measured, 690 TFLOP/s, relative to that of FlashAttention-2, 320: H100, causal, 16k tokens
+NORMS = 1.66e12 / 132  # bytes/s per multiprocessor of torch's softmax and layer norm, 1.1 to 2.5 TB/s of an H200: docs/gpu.md
+WIDE = 128  # cuDNN's kernel, where torch takes it, is for heads of at most so many dims; then FlashAttention-2 runs
 
 
 def in_program(matmul: MatmulKernel, bandwidth: Amount, training: Amount) -> MatmulKernel:
     """As in a program: other kernels have been in the caches since its weights were read, and clocks are lower than of a kernel alone.
     bandwidth: bytes/s, of memory at most. training: how much longer that takes."""
-    return replace(matmul, rate=matmul.rate / training, bandwidth=bandwidth, cache=0.0 * bandwidth)
+    slower = {"rate": matmul.rate / training, "loads": matmul.loads * training}
+    return replace(matmul, **slower, bandwidth=bandwidth, memory_bandwidth=bandwidth, cache=0.0 * bandwidth)
 
 
 def slower(attention: AttentionKernel, by: Amount) -> AttentionKernel:

@@ -169,7 +169,7 @@ def write(fit: Fit, table: Table, memory: Mapping[str, list[float]], errors: Map
         path.write_text(json.dumps({**data, "fitted_rows": rows}, indent=1) + "\n")
     path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
-    for name in stacks:
+    for name in (name for name, one in stacks.items() if "as" not in one):
         stacks[name]["errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
     for i, name in enumerate(fit.stacks):
         if name in stacks:
@@ -182,7 +182,7 @@ def write(fit: Fit, table: Table, memory: Mapping[str, list[float]], errors: Map
 def write_memory(errors: Mapping[str, list[float]]) -> None:
     path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
-    for name in stacks:
+    for name in (name for name, one in stacks.items() if "as" not in one):
         stacks[name]["memory_errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
     path.write_text(json.dumps(stacks, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """Prices of single kernels against measured ones: matmuls, attention, latent attention and experts, on every kind of device.
 
     PYTHONPATH=. python benchmarks/kernels.py DIR [--json] [--kept-away]    DIR: gemm, attention, mla, moe .csv or .csv.gz; those it has
-    PYTHONPATH=. python benchmarks/kernels.py DIR --fit [--write]           constants of the device files, from three quarters of the shapes
+    PYTHONPATH=. python benchmarks/kernels.py DIR --fit [KIND ...] [--write]    constants of device files, from three quarters of the shapes
 
 Prints per device, kind and dtype the median of |predicted / measured - 1| over shapes of 512 tokens or more, and the 90th percentile.
 --kept-away: of those shapes alone that --fit doesn't see, a quarter by their hash; all measurements of a shape are in one part.
@@ -14,8 +14,8 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,10 @@ OF_ATTENTION: Mapping[str, Bounds] = {
 KINDS = {
     "matmul": Kind(
         "gemm", ("m", "n", "k"), lambda c: c["m"], MatmulKernel,
-        {"rate": (0.8, 0.1, 1.2), "deep": (64, 1, 2000), "waves": (0.7, 0.01, 1.0), "small": (0.03, 1e-3, 2.0), "split": (2e-6, 1e-7, 1e-4),
-         "heat": (0.1, 1e-3, 1.0), "bandwidth": (1.0, 0.2, 20.0), "cast": (1.0, 1e-3, 50.0), "launch": (3e-6, 1e-7, 1e-3)}, of_matmul,
+        {"rate": (0.8, 0.1, 1.2), "deep": (64, 1, 2000), "waves": (0.7, 0.01, 1.0), "tiles": (5.0, 1.0, 100.0), "split": (2e-6, 1e-7, 1e-4),
+         "heat": (0.1, 1e-3, 1.0), "warm": (1e-3, 1e-5, 1e-1), "bandwidth": (1.0, 0.2, 20.0), "beyond": (0.85, 0.5, 1.0),
+         "cast": (1.0, 1e-3, 50.0),
+         "launch": (3e-6, 1e-7, 1e-3)}, of_matmul,
     ),
     "attention": Kind(
         "attention", ("batch", "seq", "heads", "kv_heads", "head_dim"), lambda c: c["batch"] * c["seq"], AttentionKernel, OF_ATTENTION,
@@ -159,21 +161,27 @@ def read(directory: Path, kind: Kind) -> Table | None:
     return Table(columns, np.array(texts["ms"], float) / 1e3, hashes % 4 == 0)
 
 
-def form_of(kind: Kind, name: str, gpu: str, dtype: str) -> tuple[object, float] | None:
-    """The form with the constants of a device file, and vllm's seconds relative to others'; None where the file has none."""
-    constants = device_file(gpu).get("kernels", {}).get(name, {}).get(dtype) if gpu in known_devices() else None
-    return None if constants is None else (kernel_form(kind.form, device_file(gpu)["given"], dtype, constants), constants["vllm"])
+def constants_of(name: str, gpu: str, dtype: str) -> Mapping[str, float] | None:
+    """Those of a device file; None where it has none."""
+    return device_file(gpu).get("kernels", {}).get(name, {}).get(dtype) if gpu in known_devices() else None
 
 
-def predicted(kind: Kind, table: Table, form: object, vllm: float) -> np.ndarray:
-    return kind.seconds(table.columns, form) * np.where(table.columns["framework"] == "vllm", vllm, 1.0)
+def predicted(kind: Kind, table: Table, gpu: str, dtype: str, constants: Mapping[str, float]) -> np.ndarray:
+    """vllm's kernels take `vllm` times as long as others, and are `vllm heat` times as much slower where they are long: they were measured
+    on cooler devices."""
+    of_vllm, form = table.columns["framework"] == "vllm", kernel_form(kind.form, device_file(gpu)["given"], dtype, constants)
+    if "vllm heat" in constants:
+        form = replace(form, heat=form.heat * np.where(of_vllm, constants["vllm heat"], 1.0))
+    return kind.seconds(table.columns, form) * np.where(of_vllm, constants["vllm"], 1.0)
 
 
 def fitted(kind: Kind, table: Table, gpu: str, dtype: str) -> dict[str, float]:
     """The constants whose robust sum of squared logarithms of predicted / measured is least."""
     fields = dict(kind.fields)
     if len(set(table.columns["framework"].tolist())) > 1:
-        fields["vllm"] = (1.0, 0.1, 10.0)
+        fields |= {"vllm": (1.0, 0.1, 10.0)} | ({"vllm heat": (0.5, 1e-3, 10.0)} if "heat" in fields else {})
+    if kind.form is MatmulKernel and dtype == "fp8_block":  # measured with the host's seconds, and a kernel that pads rows
+        fields |= {"host": (1e-4, 1e-6, 1e-3), "padding": (5e-5, 1e-7, 1e-3)}
     if dtype == "bfloat16":
         fields.pop("cast", None)
     if kind.form is AttentionKernel and (gpu, dtype) in NO_RULE:
@@ -185,9 +193,7 @@ def fitted(kind: Kind, table: Table, gpu: str, dtype: str) -> dict[str, float]:
         return {**({"cast": 0.0} if "cast" in kind.fields else {}), "vllm": 1.0, **dict(zip(fields, np.exp(x).tolist()))}
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        values = constants(x)
-        form = kernel_form(kind.form, device_file(gpu)["given"], dtype, values)
-        return np.log(predicted(kind, few, form, values["vllm"]) / few.seconds)
+        return np.log(predicted(kind, few, gpu, dtype, constants(x)) / few.seconds)
 
     x = np.clip(np.log([row[0] for row in fields.values()]), low + 1e-6, high - 1e-6)
     for _ in range(2):
@@ -200,9 +206,9 @@ def figures(error: np.ndarray) -> dict[str, float]:
     return {"rows": len(error), "median": float(np.median(size)), "p90": float(np.quantile(size, 0.9)), "bias": float(np.median(error))}
 
 
-def cells(directory: Path) -> Iterator[tuple[str, Kind, str, str, Table]]:
+def cells(directory: Path, kinds: Iterable[str] = tuple(KINDS)) -> Iterator[tuple[str, Kind, str, str, Table]]:
     """Per kind, device and dtype the rows of enough tokens."""
-    for name, kind in KINDS.items():
+    for name, kind in ((name, KINDS[name]) for name in kinds):
         if table := read(directory, kind):
             table = table[kind.tokens(table.columns) >= FEWEST_TOKENS]
             of = np.char.add(np.char.add(table.columns["gpu"], " "), table.columns["dtype"])
@@ -210,15 +216,14 @@ def cells(directory: Path) -> Iterator[tuple[str, Kind, str, str, Table]]:
                 yield name, kind, *cell.split(), table[of == cell]
 
 
-def fit(directory: Path, write: bool) -> None:
-    for name, kind, gpu, dtype, table in cells(directory):
+def fit(directory: Path, kinds: list[str], write: bool) -> None:
+    for name, kind, gpu, dtype, table in cells(directory, kinds):
         if gpu not in known_devices():
             print(f"{name} {gpu}: no device file")
             continue
         constants = fitted(kind, table[~table.kept_away], gpu, dtype)
         kept = table[table.kept_away]
-        form = kernel_form(kind.form, device_file(gpu)["given"], dtype, constants)
-        error = figures(predicted(kind, kept, form, constants["vllm"]) / kept.seconds - 1)
+        error = figures(predicted(kind, kept, gpu, dtype, constants) / kept.seconds - 1)
         sizes = f"{error['rows']:6} {100 * error['median']:5.1f} {100 * error['p90']:5.1f}"
         print(f"{name:9} {gpu:13} {dtype:10} {sizes}  {constants}", flush=True)
         if write:
@@ -234,18 +239,18 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--kept-away", action="store_true")
-    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--fit", nargs="*", metavar="KIND", choices=[*KINDS, []])
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    if arguments.fit:
-        return fit(arguments.directory, arguments.write)
+    if arguments.fit is not None:
+        return fit(arguments.directory, arguments.fit or list(KINDS), arguments.write)
     rows = []
     for name, kind, gpu, dtype, table in cells(arguments.directory):
-        part, known = table[table.kept_away] if arguments.kept_away else table, form_of(kind, name, gpu, dtype)
+        part, known = table[table.kept_away] if arguments.kept_away else table, constants_of(name, gpu, dtype)
         if len(part.seconds):
             error: dict = {"rows": len(part.seconds), "median": None}
             if known is not None:
-                error = figures(predicted(kind, part, *known) / part.seconds - 1)
+                error = figures(predicted(kind, part, gpu, dtype, known) / part.seconds - 1)
             rows.append({"device": gpu, "kind": name, "dtype": dtype, **error})
     if arguments.json:
         return print(json.dumps(rows, indent=1))

@@ -48,7 +48,8 @@ def launched(row: dict[str, str]) -> float:
     runs = runs_of([row])
     constants = RunConstants.of(runs.device, runs.stack, runs.precision)
     network = replace(constants.device, network=np.ones(1))  # the adapters' rate is what collectives reach, as in the plan's mesh
-    plain = replace(constants.stack, gradient_bytes=np.full(1, 2.0), traffic=np.ones(1), host=np.ones(1))  # a plan knows no software
+    # a plan knows no software, and no cluster on which it ran
+    plain = replace(constants.stack, gradient_bytes=np.full(1, 2.0), traffic=np.ones(1), host=np.ones(1), congestion=np.zeros(1))
     return float(step_seconds(runs, replace(constants, device=network, stack=plain, without=frozenset({"fixed"})))[0])
 
 

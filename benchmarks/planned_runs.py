@@ -101,7 +101,7 @@ def scheme_of(row: Row) -> str:
 def mesh_of(row: Row, device: Device, link: float) -> Mesh:
     data, tensor, per_node = (int(float(row[name])) for name in ("dp", "tp", "gpn"))
     devices, per_node = data * tensor, min(per_node, data * tensor)
-    shape = (data, tensor) if tensor > 1 else (devices // per_node, per_node)
+    shape = (data, tensor) if tensor > 1 else (devices,)  # launchers have one group of all, so one ring, also beyond a node
     return Mesh.from_bandwidths(
         tuple(n for n in shape if n > 1) or (1,), devices_per_node=per_node, device=device, intra_node_bandwidth=link,
         inter_node_bandwidth=float(row["link_per_gpu"]) * per_node,
@@ -134,11 +134,12 @@ def step_seconds(row: Row, mesh: Mesh) -> np.ndarray:
     return step + (int(float(row["ga"])) - 1) * (step - update)
 
 
-def device_of(name: str, constants: DeviceConstants, i: int) -> Device:
-    """The device with the constants of row i."""
+def device_of(name: str, constants: DeviceConstants, flash: np.ndarray, i: int) -> Device:
+    """The device with the constants of row i, and the attention that it ran."""
     file = device_file(name)
     training = {"training": {"measured": float(constants.training[i])}}
-    return replace(DEVICES[name], kernels=Kernels.of_file({**file, "constants": {**file["constants"], **training}}, name))
+    given = {**file["given"], "sdpa": max(file["given"]["flash2"] / flash[i], 1.0)}
+    return replace(DEVICES[name], kernels=Kernels.of_file({**file, "given": given, "constants": {**file["constants"], **training}}, name))
 
 
 def fitted_devices(table: Table, count: int) -> DeviceConstants:
@@ -156,11 +157,11 @@ def fitted_devices(table: Table, count: int) -> DeviceConstants:
 
 def predicted(table: Table, count: int, most: int) -> tuple[Table, np.ndarray, np.ndarray]:
     """The rows drawn, their seconds (a column for each of KINDS) and their folds."""
-    rows, constants = drawn(table, most), fitted_devices(table, count)
+    rows, constants, flash = drawn(table, most), fitted_devices(table, count), constants_of(table.runs).stack.flash
     seconds = np.full((len(rows), len(KINDS)), np.nan)
     for n, i in enumerate(rows):
         print(f"{n + 1} of {len(rows)}: {table.cell[i]}", file=sys.stderr, flush=True)
-        device = device_of(str(table.runs.device[i]), constants, i)
+        device = device_of(str(table.runs.device[i]), constants, flash, i)
         link = float(constants.link_bandwidth[i] * constants.link[i])
         try:
             seconds[n] = step_seconds(table.rows[i], mesh_of(table.rows[i], device, link))

@@ -34,6 +34,7 @@ FIGURES = {"torchtitan": "reserved"}
 DEVICES = {"h100tt": "h100_500w"}  # the table's name of a part: ours
 STACKS = {
     "vtrain_single": "vtrain", "vtrain_multi": "vtrain", "nanotron_tp": "nanotron", "oom_nanotron": "nanotron",
+    "torchtitan": "torchtitan_2025",  # of December 2024 to June 2025
     "simumax": "megatron_core", "mcore": "megatron_core", "korthikanti": "megatron_2022", "mtnlg": "megatron_2022",
 }  # fmt: skip
 NUMBERS = [written for name, written in TABLE.items() if name not in WORDS]

@@ -94,6 +94,38 @@ def test_rows_of_an_odd_number_of_elements_take_longer_on_hopper_unless_they_are
     assert seconds(16384, 768, 50257, alone) == pytest.approx(seconds(16384, 768, 50304, alone), rel=0.01)
 
 
+def test_attention_of_plans_is_the_kernel_that_torch_chooses():
+    """TFLOP/s of cuDNN's on an H200, docs/gpu.md; its heads have 128 dims at most, beyond flash runs."""
+
+    def rate(name, dims):
+        q = ((1, 32, 8192, dims), "bfloat16")
+        device = autoshard.Mesh.from_bandwidths((1,), device=name).device
+        return 0.5 * 4 * 32 * 8192**2 * dims / busy_seconds("aten.attention.default", [q, q, q], [q], device, share=0.5)
+
+    assert 550e12 < rate("h200", 128) < 670e12 and 280e12 < rate("h200", 256) < 360e12
+    assert rate("a100", 256) > 0.9 * rate("a100", 128) and rate("mi300x", 256) > 0.9 * rate("mi300x", 128)  # flash, whatever the dims
+
+
+def test_softmax_and_norms_that_are_kernels_of_their_own_are_slower_than_copies():
+    """TB/s on an H200, docs/gpu.md; compilers group them with what they read. An L40S has more multiprocessors for its bandwidth."""
+    x = ((16384, 4096), "bfloat16")
+
+    def rate(name, target, fused=None):
+        device = autoshard.Mesh.from_bandwidths((1,), device=name).device
+        return 4 * 16384 * 4096 / busy_seconds(f"aten.{target}.default", [x], [x], device, fused=fused)
+
+    for target in ("_softmax", "_softmax_backward_data", "native_layer_norm"):
+        assert 1.1e12 < rate("h200", target) * (1.5 if "backward" in target else 1) < 2.5e12
+        assert rate("h200", target, Fused((1.0,), (1.0,), True)) == rate("h200", "clone") > 4e12
+        assert rate("l40s", target) == rate("l40s", "clone")
+
+
+def test_float8_blocks_take_as_long_as_the_host_and_longer_where_rows_are_padded():
+    form = kernel_form(MatmulKernel, device_file("gb200")["given"], "fp8_block", device_file("gb200")["kernels"]["matmul"]["fp8_block"])
+    short, odd, long = (float(matmul_seconds(m, 2048, 2048, form)) for m in (1024, 1025, 2**20))
+    assert short == form.host and odd == form.host + form.padding and long > 2 * odd > 2.5 * short
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_launch_pays_for_an_odd_vocabulary_as_a_plan_does_unless_it_is_compiled(compiled):
     launch = Launch(devices=8, seq=1024, global_batch=64, microbatch=8, data=8, shard=8, zero=3, compiled=compiled)  # not host-bound
@@ -147,7 +179,7 @@ def test_many_runs_at_once_are_priced_as_each_alone():
 
 
 def test_a_matmul_of_one_full_wave_takes_its_flops_at_the_rate():
-    form = replace(kernel_columns(MatmulKernel, ["h100"], "bf16"), heat=0.0, launch=0.0, bandwidth=1e30, memory_bandwidth=1e30)
+    form = replace(kernel_columns(MatmulKernel, ["h100"], "bf16"), heat=0.0, launch=0.0, loads=0.0, bandwidth=1e30, memory_bandwidth=1e30)
     seconds = matmul_seconds(128 * 12, 1e6, 256 * 11, form)  # 132 tiles, deep
     assert seconds == pytest.approx(2 * 128 * 12 * 256 * 11 * 1e6 / form.rate, rel=1e-3)
     assert matmul_seconds(128 * 12 + 1, 1e6, 256 * 11, replace(form, waves=1.0, split=1.0)) > 1.05 * seconds  # one row more: a new wave

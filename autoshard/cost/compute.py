@@ -3,7 +3,7 @@
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`) of a device without constants of kernels
     t = max( busy, host )                         of one with them (devices.Kernels): the host launches an op beside earlier ones
     busy       matmuls and attention of 16 bits, matmuls of 8: as measured, in a program (cost/measured_kernels.py, devices.in_program)
-               others: max( F / (peak * EFFICIENCY),  M / (memory_bandwidth * memory) )
+               others: max( F / (peak * EFFICIENCY),  M / (memory_bandwidth * memory) ), of softmax and norms at most at `norms` bytes/s
 
 F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
 peak = device.flops_for(itemsize of the first input), which for float32 is a matter of settings: torch runs convolutions as TF32, matmuls
@@ -107,7 +107,9 @@ def busy_seconds(
     moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
     if (own := PRICES.get(target)) is not None and own.bytes is not None:
         moved = own.bytes(inputs, outputs)
-    return most(share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY), moved / device.memory_rate)
+    seconds = most(share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY), moved / device.memory_rate)
+    slow = kernels is not None and fused is None and name.removesuffix("_data").removesuffix("_backward") in NORM_OPS
+    return most(seconds, moved / kernels.norms) if slow and np.all(kernels.norms) else seconds
 
 
 def most(*amounts: Any) -> Any:
@@ -246,6 +248,8 @@ MATMULS: dict[str, Callable[[list[Shape], list], Matrices]] = {
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_matrices),
     "linear": lambda i, o: (1, math.prod(i[0][:-1]), i[0][-1], i[1][0]),
 }
+
+NORM_OPS = ("_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm")
 
 # The elements of input 0 that an op reads, for ops that read only the elements that their indices select.
 SELECTED: dict[str, Callable[[list[Shape], list[Shape]], int]] = {

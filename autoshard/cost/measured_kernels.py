@@ -4,16 +4,19 @@ A matmul (b of [m, k] by [k, n]) is computed in tiles of A elements of its resul
 split in s parts, which more multiprocessors can share. M bytes of both matrices and of the result are moved:
 
     counted   ( waves(A, s) * multiprocessors * A / s )^w  ( b m n )^(1 - w)      w = waves: how much of an unfilled wave counts
-    c         min over (A, s) of  2 counted (1 + small log2(128 * 256 / A)) (k + s deep) / rate  + split where s > 1
-    c'        c (1 + heat c / (c + 1 ms)): a long kernel meets the device's power limit
+    loaded    k itemsize (rows + columns of a tile) tiles
+    c         min over (A, s) of  sqrt( (2 counted (1 + small log2(128 * 256 / A)) (k + s deep) / rate)^2 + (loaded loads)^2 )
+              + split where s > 1
+    c'        c (1 + heat c / (c + warm)): a long kernel meets the device's power limit
     u         1 + .4, .7 or 1 times (unaligned - 1): rows of multiples of 4, 2 or 1 elements, not of 8, of 16 bits; c' is u times as long
-    moving    max( M / bandwidth, (M - cache) / memory_bandwidth )
-    t         sqrt( c'^2 + moving^2 ) + cast m k / bandwidth + launch                                               (`matmul_seconds`)
+    missed    M min(max(M / cache - 1/2, 0), 1)
+    moving    max( M / bandwidth, missed / memory_bandwidth )
+    t         max( sqrt( c'^2 + moving^2 ) + cast m k / bandwidth + launch, host + padding if m is no multiple of 4 )  (`matmul_seconds`)
 
 Attention (heads h and pairs of keys and values g, head dims d of scores and e of values) has S scores, of which the longest tile of
 queries of one head, on a multiprocessor of its own, has 128 K beside K keys:
 
-    each      (1 + short / K) sqrt( (2 (d + e) / rate)^2 + (1 / exponentials)^2 )
+    each      (1 + short / K) sqrt( (2 (d + e) / rate)^2 + (1 / exponentials)^2 ), of heads wider than 128 `wide` times
     c         (S + tail * 128 K multiprocessors) each
     t         launch + c + M / bandwidth                                                                            (`attention_seconds`)
     missed    M min(max(2 (M / cache - 1), 0), 1)
@@ -32,14 +35,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.devices import Amount, AttentionKernel, ExpertsKernel, LatentAttentionKernel, MatmulKernel
+from autoshard.devices import WIDE, Amount, AttentionKernel, ExpertsKernel, LatentAttentionKernel, MatmulKernel
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # rows and columns
 SPLITS = (1, 2, 4, 8)
 ROWS, COLUMNS, PARTS = np.array([(*tile, parts) for tile in TILES for parts in SPLITS], float).T
 AREA = ROWS * COLUMNS
 HALVINGS = np.log2(128 * 256 / AREA)
-SOON = 1e-3  # seconds after which a device is warm
 QUERIES = 128  # of a tile of attention
 EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
 
@@ -50,12 +52,15 @@ def matmul_seconds(m: Amount, k: Amount, n: Amount, of: MatmulKernel, batch: Amo
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
     computed = np.ceil(tiles * parts / of.multiprocessors) * of.multiprocessors * area / parts
     counted = computed**of.waves * (batch * m * n) ** (1 - of.waves)
-    seconds = 2 * _unaligned(m, k, n, of) / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep) + of.split * (parts > 1)
-    least = seconds.min(0)
-    computing = least * (1 + of.heat * least / (least + SOON))
+    products = 2 * _unaligned(m, k, n, of) / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep)
+    loading = of.loads * of.itemsize * k * (rows + columns) * tiles
+    least = (np.hypot(products, loading) + of.split * (parts > 1)).min(0)
+    computing = least * (1 + of.heat * least / (least + of.warm))
     moved = batch * (of.itemsize * (m * k + k * n) + 2 * m * n)
-    moving = np.maximum(moved / of.bandwidth, (moved - of.cache) / of.memory_bandwidth)
-    return np.sqrt(computing**2 + moving**2) + of.cast * batch * m * k / of.bandwidth + of.launch
+    missed = moved * np.clip(moved / np.maximum(of.cache, 1.0) - 0.5, 0.0, 1.0)
+    moving = np.maximum(moved / of.bandwidth, missed / of.memory_bandwidth)
+    device = np.sqrt(computing**2 + moving**2) + of.cast * batch * m * k / of.bandwidth + of.launch
+    return np.maximum(device, of.host + of.padding * (m % 4 != 0))
 
 
 OF_ROWS = np.array([np.nan, 1.0, 0.7, np.nan, 0.4, np.nan, np.nan, np.nan, 0.0])  # by the greatest common divisor with 8
@@ -88,7 +93,8 @@ def _scores_seconds(scores: Amount, keys: Amount, dims: Amount, of: AttentionKer
     if of.by_dims:
         known, rates = np.array(of.by_dims).T
         rate = rate * np.interp(np.log2(dims), np.log2(2 * known), rates)
-    each = np.hypot(2 * dims / rate, 1 / of.exponentials) * (1 + of.short / keys)
+    wide = 1 + (of.wide - 1) * (dims > 2 * WIDE)
+    each = np.hypot(2 * dims / rate, 1 / of.exponentials) * (1 + of.short / keys) * wide
     return (scores + of.tail * QUERIES * keys * of.multiprocessors) * each
 
 

@@ -27,7 +27,7 @@ from autoshard.cost import (
     memory_constants,
     stack_constants,
 )
-from autoshard.devices import LAUNCHES, NEWEST, OF_HOPPER, AttentionKernel, ExpertsKernel, MatmulKernel, in_program, slower
+from autoshard.devices import LAUNCHES, NORMS, AttentionKernel, ExpertsKernel, MatmulKernel, in_program, slower
 
 from .captured_block import BlockTask, Sizes, again, end_of, is_launched, kernel_seconds, tasks_of
 from .runs import TrainingRuns, distinct
@@ -189,11 +189,14 @@ class _OneKind:
         self.exposed = np.where((runs.async_tensor > 0) | (stack.overlaps_tensor > 0), ASYNC_TP, 1.0) * constants.has("tensor parallel")
         self.host = device.host * stack.host / LAUNCHES * constants.has("host")
         self.known: dict[tuple, np.ndarray] = {}
-        newest = np.where(device.peak16 > OF_HOPPER, NEWEST / np.maximum(stack.flash, 1e-9), 1.0)
-        attention = slower(constants.attention, device.training * newest)
+        torchs, flash = stack.sdpa > 0, np.maximum(device.flash2 / np.maximum(stack.flash, 1e-9), 1.0)
+        attention = slower(constants.attention, device.training * np.where(torchs, device.sdpa, flash))
+        attention = replace(attention, wide=np.where(torchs, device.flash2 / device.sdpa, 1.0))
         self.of_block, self.of_ends = (
             SimpleNamespace(
-                kernels=SimpleNamespace(matmul=constants.in_program(matmul), attention=attention),
+                kernels=SimpleNamespace(
+                    matmul=constants.in_program(matmul), attention=attention, norms=NORMS * constants.matmul16.multiprocessors,
+                ),
                 memory_rate=constants.memory_rate / stack.traffic, flops_for=lambda itemsize, convolution: device.peak16,
             )
             for matmul in (constants.matmul, constants.matmul16)

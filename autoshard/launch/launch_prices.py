@@ -25,7 +25,7 @@ from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory
 from .runs import TrainingRuns
 from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
 
-STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "other", "nanotron": "nanotron"}
+STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "accelerate", "nanotron": "nanotron"}
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
 LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds

@@ -21,13 +21,15 @@ Names = Sequence[str] | np.ndarray
 
 @dataclass(frozen=True)
 class DeviceConstants:
-    """Of kinds of devices, as columns. The first five are from its data sheet's, the others can be fitted."""
+    """Of kinds of devices, as columns. The first five are from its data sheet, the next two from benchmarks, the others can be fitted."""
 
     peak16: Numbers  # FLOP/s, dense, 16-bit inputs
     peak8: Numbers
     peak4: Numbers
     memory_bandwidth: Numbers  # bytes/s
     link_bandwidth: Numbers  # bytes/s of one device to the others of its node, one direction
+    sdpa: Numbers  # how much longer attention as torch runs it takes than the measured kernels, both in training
+    flash2: Numbers  # and FlashAttention-2
     training: Numbers  # how much longer kernels take in training than alone on a warm device
     memory: Numbers  # share of the memory bandwidth that elementwise kernels reach
     link: Numbers  # share of link_bandwidth that collectives reach
@@ -41,6 +43,7 @@ class StackConstants:
     """Of software stacks, as columns. The last six can be fitted; the others say what the software does."""
 
     flash: Numbers  # rate of fused attention relative to FlashAttention-2; 0: scores are written to memory
+    sdpa: Numbers  # 1: attention is what torch 2.9 or newer chooses, cuDNN's kernel on Hopper and B200
     gradient_bytes: Numbers  # per parameter, as they are reduced
     balanced: Numbers  # 1: stages are balanced by cost, 0: even
     gathers8: Numbers  # 1: FSDP gathers parameters in float8 where matmuls run in it
@@ -71,7 +74,7 @@ class MemoryConstants:
     context: Numbers  # bytes of CUDA, NCCL and cuBLAS
 
 
-DATA_SHEET, DESCRIPTION = 5, 10  # leading fields that are never fitted
+DATA_SHEET, DESCRIPTION = 7, 11  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
@@ -154,4 +157,5 @@ def _device(name: str) -> Mapping[str, Any]:
 
 def _stack(name: str) -> Mapping[str, Any]:
     stacks = device_file("stacks")
-    return stacks.get(name, stacks["other"])
+    one = stacks.get(name, stacks["other"])
+    return {**stacks[one["as"]], **one} if "as" in one else one
