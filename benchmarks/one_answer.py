@@ -21,7 +21,7 @@ from autoshard.devices import DEVICES, link_of
 from autoshard.launch.block_time import RunConstants
 from autoshard.launch.step_time import step_seconds
 
-WITHIN = 0.0125
+WITHIN = 0.01
 MODEL = {
     "src": "torchtitan", "L": 32, "h": 4096, "ffn": 14336, "heads": 32, "kv": 8, "vocab": 128256, "head_dim": 128, "tied": 0, "gated": 1,
     "pos": 0, "prec": "bf16", "rowwise": 0, "mx": 0, "asynctp": 0, "gpu": "h100", "gpn": 8, "link_per_gpu": 40e9, "gpu_mem": 80e9,
