@@ -147,9 +147,9 @@ class Kernels:
             matmul8 = replace(matmul8, cast=0.0, launch=matmul.launch)  # graphs have ops that cast
             sdpa = data["given"].get("sdpa", 1.0)  # own measurements are of what torch runs
             attention = replace(slower(attention, of["training"] * sdpa), wide=data["given"].get("flash2", sdpa) / sdpa)
-            tested = {kind: TestedSteps(**errors) for kind, errors in steps.items()}
-            rates = of["memory"], of["host"] / LAUNCHES, NORMS * data["given"].get("multiprocessors", 0), SLOWED
-            return Kernels(said, matmul, matmul8, attention, *rates, **tested)
+            tested: dict[str, Any] = {kind: TestedSteps(**errors) for kind, errors in steps.items()}
+            norms = NORMS * data["given"].get("multiprocessors", 0)
+            return Kernels(said, matmul, matmul8, attention, of["memory"], of["host"] / LAUNCHES, norms, SLOWED, **tested)
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             lacks = str(error) or "a figure"
             raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None

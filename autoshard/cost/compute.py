@@ -108,8 +108,9 @@ def busy_seconds(
     if (own := PRICES.get(target)) is not None and own.bytes is not None:
         moved = own.bytes(inputs, outputs)
     seconds = most(share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY), moved / device.memory_rate)
-    slow = kernels is not None and fused is None and name.removesuffix("_data").removesuffix("_backward") in NORM_OPS
-    return most(seconds, moved / kernels.norms) if slow and np.all(kernels.norms) else seconds
+    if kernels is None or fused is not None or name.removesuffix("_data").removesuffix("_backward") not in NORM_OPS:
+        return seconds
+    return most(seconds, moved / kernels.norms) if np.all(kernels.norms) else seconds
 
 
 def most(*amounts: Any) -> Any:
