@@ -212,8 +212,27 @@ def test_a_pipeline_takes_as_long_as_the_microbatches_on_its_slowest_stage_and_o
     runs = recipe(L=28, pp=4, ga=4, src="nanotron")
     more = recipe(L=28, pp=4, ga=5, src="nanotron")
     slowest = predicted_seconds(more) - predicted_seconds(runs)  # another microbatch costs what the slowest stage takes
-    even = predicted_seconds(recipe(L=28, pp=1, ga=1, src="nanotron"))
+    even = predicted_seconds(recipe(L=28, pp=1, ga=2, src="nanotron")) - predicted_seconds(recipe(L=28, pp=1, ga=1, src="nanotron"))
     assert slowest > 0.9 * even / 4
+
+
+def test_transfers_in_pieces_hide_behind_the_matmuls_of_a_node_and_behind_none_across_nodes():
+    def transfers(**how):
+        return step_parts(runs := recipe(dp=1, **how), constants_of(runs))["tensor parallel"][0]
+
+    for sequence_parallel in (0, 1):
+        pieces = [transfers(src=src, tp=8, sp=sequence_parallel) for src in ("nanotron", "megatron_core")]
+        assert (pieces[0] < 0.75 * pieces[1]) == bool(sequence_parallel)  # all_reduces come in one piece
+    across = [transfers(src="nanotron", tp=16, asynctp=one) for one in (0, 1)]
+    assert across[0] == across[1] > 4 * pieces[1]
+
+
+def test_written_attention_moves_its_scores_forward_and_backward():
+    runs = recipe(src="vtrain", dp=1, tp=1, mbs=1, ga=1, zero=0, sp=0)
+    moved = 1 * 4096**2 * 32 * (9 + 11) * 16  # bytes of all blocks' scores
+    constants = constants_of(runs)
+    least = moved * constants.stack.traffic / constants.memory_rate
+    assert least < step_parts(runs, constants)["attention"] < 2 * least
 
 
 def test_what_fits():

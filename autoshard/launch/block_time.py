@@ -43,7 +43,7 @@ RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "expe
 GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, uncompiled, by StackConstants.libraries
 MICROSCALED = 0.93  # rate of float8 matmuls with scales per block of 32, relative to one scale per tensor
 ASYNC_TP = 0.5  # share of a tensor parallel transfer that its pieces leave exposed
-SCORE_BYTES = 10.0  # per score of unfused attention, forward: scale and mask, softmax, dropout
+SCORE_BYTES = 9.0, 11.0  # per score of unfused attention, forward and backward: softmax with its mask and scale, dropout with its mask
 FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
 
 
@@ -186,7 +186,9 @@ class _OneKind:
     def __init__(self, runs: TrainingRuns, constants: RunConstants, how: str):
         self.runs, self.constants, self.how, self.sizes = runs, constants, how, Sizes(runs)
         self.ring, stack, device = constants.ring(runs, runs.tensor, np.ones(len(runs))), constants.stack, constants.device
-        self.exposed = np.where((runs.async_tensor > 0) | (stack.overlaps_tensor > 0), ASYNC_TP, 1.0) * constants.has("tensor parallel")
+        pieces = (runs.async_tensor > 0) | ((stack.overlaps_tensor > 0) & (runs.sequence_parallel > 0))
+        pieces = pieces & (self.ring.nodes <= 1)  # matmuls of a block are shorter than what crosses the network
+        self.exposed = np.where(pieces, ASYNC_TP, 1.0) * constants.has("tensor parallel")
         self.host = device.host * stack.host / LAUNCHES * constants.has("host")
         self.known: dict[tuple, np.ndarray] = {}
         torchs, flash = stack.sdpa > 0, np.maximum(device.flash2 / np.maximum(stack.flash, 1e-9), 1.0)
@@ -236,19 +238,19 @@ class _OneKind:
         if key not in self.known:
             seconds = kernel_seconds(task, self.sizes, on, self.how)
             if task.kind == "attention" and not (self.constants.stack.flash > 0).all():
-                seconds = np.where(self.constants.stack.flash > 0, seconds, self._written_attention() * (1 + ("backward" in task.target)))
+                seconds = np.where(self.constants.stack.flash > 0, seconds, self._written_attention("backward" in task.target))
             if task.kind == "matmul":
                 seconds = seconds * np.where(self.runs.microscaling > 0, 1 / MICROSCALED, 1.0)
             seconds = np.maximum(seconds, self.host * is_launched(task, self.how))
             self.known[key] = seconds * self.constants.has(task.kind)
         return self.known[key]
 
-    def _written_attention(self) -> np.ndarray:
+    def _written_attention(self, backward: bool) -> np.ndarray:
         """As matmuls and kernels on scores in memory."""
         runs, heads = self.runs, self.runs.heads / self.runs.tensor
         of16 = self.constants.in_program(self.constants.matmul16)
-        products = 2 * matmul_seconds(runs.seq, runs.head_dim, runs.seq, of16, runs.tokens / runs.seq * heads)
-        moved = SCORE_BYTES * runs.tokens * runs.seq * heads
+        products = 2 * (1 + backward) * matmul_seconds(runs.seq, runs.head_dim, runs.seq, of16, runs.tokens / runs.seq * heads)
+        moved = SCORE_BYTES[backward] * runs.tokens * runs.seq * heads
         return products + moved * self.constants.stack.traffic / self.constants.memory_rate
 
     def _context(self, backward: bool, core: np.ndarray) -> np.ndarray:
