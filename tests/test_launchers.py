@@ -15,8 +15,19 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autoshard.api import check_launch
-from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, Site, configuration_text, read_configuration, why_illegal
+from autoshard.launch import (
+    Launch,
+    LaunchConfig,
+    ModelSizes,
+    Overrides,
+    Site,
+    configuration_text,
+    edited_text,
+    read_configuration,
+    why_illegal,
+)  # fmt: skip
 from autoshard.launch.blocks_of_stages import counts_of, spread
+from autoshard.launch.configurations import ENDINGS
 from autoshard.launch.launch_prices import _priced, by_kind, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
@@ -43,7 +54,19 @@ def name(path):
 
 
 # what the configurations leave to the command line: torchtitan's shard -1, accelerate's model and batch
-KNOWN = {"torchtitan": Overrides(devices=64), "accelerate": Overrides(sizes=LLAMA8, seq=8192, microbatch=1), "nanotron": Overrides()}
+KNOWN = {
+    "torchtitan": Overrides(devices=64), "accelerate": Overrides(sizes=LLAMA8, seq=8192, microbatch=1), "nanotron": Overrides(),
+    "deepspeed": Overrides(devices=64, sizes=LLAMA8, seq=8192),
+}  # fmt: skip
+OF_FILE = {  # what a file leaves open
+    "autotp_zero2_auto.json": Overrides(devices=64, sizes=LLAMA8, seq=8192, microbatch=2),
+    "llama_70b_zero3.json": Overrides(sizes=FLAVORS["llama3", "70B"], seq=4096),
+    "llama3_70b.yaml": Overrides(devices=128, sizes=FLAVORS["llama3", "70B"]),
+    "deepseek_v3.yaml": Overrides(sizes=FLAVORS["deepseek_v3", "671B"]),
+    "qwen3_moe_30b_former.yaml": Overrides(devices=16, sizes=FLAVORS["qwen3", "30B-A3B"]),
+    "fp8_cp.yaml": Overrides(devices=32, sizes=LLAMA8), "ddp.yaml": Overrides(devices=8, sizes=FLAVORS["qwen3", "0.6B"]),
+    "pipeline_1f1b.yaml": Overrides(sizes=LLAMA8),
+}  # fmt: skip
 DEVICES = {"gpt3_175b.sh": 1024, "sc21_figure_13.sh": 64, "sc21_figure_15.sh": 64, "mixtral_8x7b.sh": 64, "gpt_config.yaml": 8}
 
 
@@ -51,7 +74,7 @@ def described(path, old="", new=""):
     """A file's configuration, with a text in it replaced."""
     text, launcher = path.read_text(), path.parent.name
     assert old in text
-    known = KNOWN.get(launcher, Overrides(devices=DEVICES.get(path.name)))
+    known = OF_FILE.get(path.name) or KNOWN.get(launcher, Overrides(devices=DEVICES.get(path.name)))
     return read_configuration(launcher, text.replace(old, new) if old else text, path.name, known)
 
 
@@ -71,10 +94,11 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     ]  # fmt: skip
     if a.expert > 1:
         ok += [m.experts > 0 and m.experts % a.expert == 0]
-    if launcher in ("torchtitan", "megatron"):
+    if launcher in ("torchtitan", "megatron", "automodel"):
         ok += [len(counts) == stages and sum(counts) == m.layers if counts else stages <= m.layers + 2]
     if launcher == "torchtitan":
         ok += [a.seq % (a.tensor * a.context * 2) == 0, not a.async_tensor or a.compiled]
+    if launcher in ("torchtitan", "automodel"):
         if a.pipeline > 1:
             chunks = {"1F1B": a.virtual == 1, "GPipe": a.virtual == 1, "ZBVZeroBubble": a.virtual == 2, "DualPipeV": a.virtual == 2}
             ok += [chunks.get(a.schedule, a.virtual > 1)]
@@ -83,7 +107,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
             if a.schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
                 rounds = max(1, microbatches // a.pipeline)
                 ok += [microbatches % rounds == 0]
-        if a.expert > 1:
+        if a.expert > 1 and launcher == "torchtitan":
             ok += [a.expert_tensor in (1, a.tensor), (a.shard * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
         if a.zero == 0 and a.data > 1:
             ok += [a.tensor == a.context == a.pipeline == 1]
@@ -96,7 +120,13 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [a.virtual == 1 or a.group == 1 or a.group >= a.pipeline]
         ok += [a.virtual == 1 or (a.pipeline > 1 and max(a.group, a.pipeline) <= microbatches and not 0 < rest < a.pipeline)]
         ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
-    if launcher in ("megatron", "accelerate") and a.context > 1:
+    if launcher == "automodel":
+        ok += [bool(a.split) or m.layers % stages == 0, stages <= m.layers, a.expert == 1 or a.data % a.expert == 0]
+        ok += [a.zero == 0 or a.context > 1 or a.shard > 1 or a.data == 1]
+    if launcher == "deepspeed":
+        ok += [a.pipeline == a.virtual == a.expert == 1, a.zero < 3 or a.tensor == 1, a.zero in (0, 3) or a.shard == a.data]
+        ok += [a.zero > 0 or not a.offload, a.context == 1 or a.seq % a.context == 0 == m.heads % (a.tensor * a.context)]
+    if launcher in ("megatron", "accelerate", "automodel") and a.context > 1:
         ok += [a.seq % (2 * a.context) == 0]
     if launcher in ("megatron", "nanotron") and a.sequence_parallel:
         ok += [a.seq % (a.tensor * a.context) == 0]
@@ -126,7 +156,7 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     launcher=st.sampled_from(LAUNCHERS), model=st.sampled_from(sorted(MODELS)), devices=st.sampled_from([1, 6, 8, 64]),
     batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
     max_size=8),
-    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 4),
+    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 5),
     recompute=st.sampled_from(["none", "full"]), group=st.integers(1, 5),
     split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
 )  # fmt: skip
@@ -137,7 +167,7 @@ def test_legality_of_any_launch(
     launch = Launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
         sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
-        async_expert=flags[3], recompute=recompute, group=group,
+        async_expert=flags[3], recompute=recompute, group=group, offload=flags[4],
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
@@ -154,7 +184,7 @@ def crossed(fixed, choices):
 def test_every_rule_forbids_something():
     broken = set()
     choices = {
-        "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
+        "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 2, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True], "recompute": ["none", "full"],
@@ -224,7 +254,7 @@ def test_published_sizes():
 
 
 def test_there_are_six_configurations_of_each_launcher():
-    assert [len([path for path in FILES if path.parent.name == launcher]) for launcher in LAUNCHERS] == [6, 6, 6, 6]
+    assert [len([path for path in FILES if path.parent.name == launcher]) for launcher in LAUNCHERS] == [6] * len(LAUNCHERS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -252,6 +282,18 @@ FACTS = {  # devices, global batch, (data, shard, zero, tensor, context, expert,
     "nanotron/tiny_llama.yaml": (8, 4, (2, 1, 0, 2, 1, 1, 2, 1), 2, "none", "bf16"),
     "nanotron/llama3.2_3b.yaml": (4, 16, (2, 1, 0, 2, 1, 1, 1, 1), 2, "none", "bf16"),
     "nanotron/smollm1_135m.yaml": (64, 512, (64, 1, 0, 1, 1, 1, 1, 1), 8, "none", "bf16"),
+    "deepspeed/llama_70b_zero3.json": (32, 256, (32, 32, 3, 1, 1, 1, 1, 1), 1, "none", "bf16"),
+    "deepspeed/autotp_zero2_auto.json": (64, 32, (16, 16, 2, 4, 1, 1, 1, 1), 2, "none", "bf16"),
+    "deepspeed/zero2_offload_fp16.json": (64, 512, (64, 64, 2, 1, 1, 1, 1, 1), 4, "none", "fp16"),
+    "deepspeed/mics.json": (64, 128, (64, 8, 3, 1, 1, 1, 1, 1), 2, "none", "bf16"),
+    "deepspeed/ulysses_zero1.json": (64, 32, (8, 8, 1, 1, 8, 1, 1, 1), 1, "none", "bf16"),
+    "deepspeed/zero0_checkpointing.json": (64, 64, (64, 1, 0, 1, 1, 1, 1, 1), 1, "full", "bf16"),
+    "automodel/llama3_70b.yaml": (128, 128, (8, 8, 2, 4, 1, 1, 4, 5), 1, "full", "bf16"),
+    "automodel/qwen3_moe_30b_former.yaml": (16, 512, (16, 16, 3, 1, 1, 8, 1, 1), 4, "full", "bf16"),
+    "automodel/deepseek_v3.yaml": (128, 512, (16, 16, 2, 1, 1, 16, 8, 3), 1, "none", "bf16"),
+    "automodel/fp8_cp.yaml": (32, 64, (16, 8, 2, 1, 2, 1, 1, 1), 1, "selective_op", "fp8"),
+    "automodel/ddp.yaml": (8, 32, (8, 1, 0, 1, 1, 1, 1, 1), 2, "none", "bf16"),
+    "automodel/pipeline_1f1b.yaml": (32, 256, (4, 4, 2, 2, 1, 1, 4, 1), 2, "none", "bf16"),
 }  # fmt: skip
 
 
@@ -260,6 +302,22 @@ def test_a_configuration_means_what_it_says(file):
     a = described(DATA / file).launch
     degrees = (a.data, a.shard, a.zero, a.tensor, a.context, a.expert, a.pipeline, a.virtual)
     assert (a.devices, a.global_batch, degrees, a.microbatch, a.recompute, a.precision) == FACTS[file]
+
+
+def test_a_recipe_of_megatron_bridge_is_read_as_its_fields_say():
+    path = DATA / "recipes" / "deepseek_v3_h100_fp8.yaml"
+    text, known = path.read_text(), Overrides(devices=1024)
+    one = read_configuration("megatron", text, path.name, known)
+    a, sizes = one.launch, replace(DEEPSEEK, kv_heads=128, mtp=1)
+    assert (a.zero, a.shard, a.recompute, a.precision, a.deepep, a.virtual, a.split.count(",")) == (1, 64, "none", "fp8", True, 4, 31)
+    assert (a.tensor, a.pipeline, a.expert, a.expert_tensor, a.global_batch, one.sizes) == (2, 8, 64, 1, 8192, sizes)
+    assert why_illegal(a, sizes, "megatron") == () and edited_text("megatron", one, text, path.name, known) == text
+    grouped = read_configuration("megatron", text.replace("num_query_groups: 128", "num_query_groups: 8"), path.name, known)
+    assert grouped.sizes.kv_heads == 8
+    full = edited_text("megatron", replace(one, launch=replace(a, recompute="full")), text, path.name, known)
+    assert set(full.splitlines()) - set(text.splitlines()) == {
+        "  recompute_granularity: full", "  recompute_method: uniform", "  recompute_num_layers: 1",
+    }  # fmt: skip
 
 
 ILLEGAL = [  # file, text, its replacement, the reason
@@ -284,6 +342,13 @@ ILLEGAL = [  # file, text, its replacement, the reason
     ("nanotron/llama3b.yaml", "tp: 4", "tp: 16", "8 key-value heads do not divide by tp 16"),
     ("nanotron/smollm1_135m.yaml", "tp: 1", "tp: 2", "9 attention heads do not divide by tp 2"),
     ("nanotron/tiny_llama.yaml", "pp: 2", "pp: 4", "2 layers are fewer than pp 4 stages"),
+    ("deepspeed/autotp_zero2_auto.json", '"stage": 2', '"stage": 3', "autotp_size 4 goes with ZeRO stages up to 2"),
+    ("deepspeed/mics.json", '"stage": 3', '"stage": 2', "mics_shard_size needs stage 3"),
+    ("deepspeed/zero2_offload_fp16.json", '"stage": 2', '"stage": 0', "offloads where it shards"),
+    ("deepspeed/ulysses_zero1.json", '_size": 8', '_size": 64', "do not divide by sequence_parallel_size 64"),
+    ("automodel/deepseek_v3.yaml", "ep_size: 16", "ep_size: 32", "dp_size 16 is no multiple of ep_size 32"),
+    ("automodel/deepseek_v3.yaml", "interleaved1f1b", "1f1b", "1F1B has one stage per device, not 3"),
+    ("automodel/pipeline_1f1b.yaml", "local_batch_size: 16", "local_batch_size: 4", "2 microbatches are fewer than the 4 stages"),
 ]  # fmt: skip
 
 
@@ -330,7 +395,12 @@ BROKEN = [  # launcher, file's name, text, sentence
     ("nanotron", "a.yaml", "a: &a [*a]", "stand for more than 100000 values"),
     ("nanotron", "a.yaml", "a: !!binary aGk=", "holds a bytes; expected"),
     ("megatron", "a.sh", "--nnodes 1 --num-layers 99999999999 --hidden-size 8 --num-attention-heads 2", "expected a whole number below 2"),
-    ("deepspeed", "a.json", "{}", "there is no launcher 'deepspeed'; expected one of torchtitan"),
+    ("axolotl", "a.yaml", "{}", "there is no launcher 'axolotl'; expected one of torchtitan"),
+    ("deepspeed", "a.json", "{}", "does not say the sizes; add it after the file, as hf:DIR"),
+    ("deepspeed", "a.json", '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "TPU": 1}', "does not say the devices; add"),
+    ("deepspeed", "a.json", '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "TPU": 1, "train_batch_size": 8, '
+     '"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}', "keeps parameters on the host"),
+    ("automodel", "a.yaml", "distributed: {tp_size: 2}", "does not say the sizes; add it after the file, as hf:DIR"),
 ]  # fmt: skip
 
 
@@ -359,6 +429,7 @@ def sampled(launcher, sizes, count=25, **more):
 
 KEPT_BY = {  # fields that a written configuration does not hold, and their value when it is read back
     "torchtitan": {}, "megatron": {"compiled": False}, "accelerate": {"schedule": "1F1B"}, "nanotron": {"compiled": False},
+    "deepspeed": {"schedule": "1F1B"}, "automodel": {},
 }  # fmt: skip
 
 
@@ -372,9 +443,9 @@ def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor):
         multiple = 128 * launch.tensor if launcher == "megatron" else launch.tensor
         padded = sizes.with_padded_vocab(multiple) if launcher in ("megatron", "nanotron") else sizes
         text = configuration_text(launcher, LaunchConfig(launch, padded))
-        ending = {"torchtitan": "a.toml", "megatron": "a.sh"}.get(launcher, "a.yaml")
+        ending = f"a{ENDINGS[launcher]}"
         known = Overrides(devices=64)
-        if launcher == "accelerate":
+        if launcher in ("accelerate", "deepspeed", "automodel"):
             known = Overrides(sizes=sizes, seq=4096, microbatch=launch.microbatch, global_batch=256)
         back = read_configuration(launcher, text, ending, known)
         if launch.zero == 0:

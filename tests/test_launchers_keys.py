@@ -49,6 +49,8 @@ PLAIN = {
     "torchtitan": {"model": {"name": "llama3", "flavor": "8B"}},
     "nanotron": {"parallelism": {"dp": 1, "tp": 1, "pp": 1}, "tokens": {"micro_batch_size": 1, "sequence_length": 64}},
     "accelerate": {"distributed_type": "FSDP", "num_processes": 8},
+    "deepspeed": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1},
+    "automodel": {"step_scheduler": {"global_batch_size": 8, "local_batch_size": 1}, "dataset": {"seq_len": 64}},
 }
 KEYS = {  # launcher -> section -> keys of its documentation, of former versions too
     "torchtitan": {
@@ -70,6 +72,37 @@ KEYS = {  # launcher -> section -> keys of its documentation, of former versions
         "visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
         "compile": "enable components backend",
         "float8": "recipe_name enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp filter_fqns moe_fqns emulate",
+    },
+    "deepspeed": {
+        "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler communication_data_type "
+        "prescale_gradients gradient_predivide_factor sparse_gradients fp16 bf16 bfloat16 amp gradient_clipping zero_optimization "
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing sparse_attention steps_per_print "
+        "wall_clock_breakdown dump_state flops_profiler tensorboard wandb csv_monitor comms_logger aio elasticity compression_training "
+        "data_efficiency checkpoint tensor_parallel sequence_parallel_size torch_autocast compile data_types "
+        "seq_parallel_communication_data_type",
+        "zero_optimization": "stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size "
+        "contiguous_gradients offload_optimizer offload_param sub_group_size stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_gather_16bit_weights_on_model_save "
+        "gather_16bit_weights_on_model_save ignore_unused_parameters round_robin_gradients zero_hpz_partition_size "
+        "zero_quantized_weights zero_quantized_gradients mics_shard_size mics_hierarchical_params_gather cpu_offload",
+        "bf16": "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states",
+        "fp16": "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis",
+        "activation_checkpointing": "cpu_checkpointing contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary "
+        "profile",
+    },
+    "automodel": {
+        "": "recipe step_scheduler dist_env rng seed model checkpoint distributed loss_fn dataset packed_sequence dataloader optimizer "
+        "lr_scheduler validation_dataset validation_dataloader wandb mlflow peft quantization fp8 compile benchmark ci slurm autopipeline "
+        "parallelizer processor freeze_config",
+        "step_scheduler": "grad_acc_steps ckpt_every_steps val_every_steps num_epochs max_steps global_batch_size local_batch_size "
+        "gc_every_steps",
+        "distributed": "_target_ strategy dp_size dp_replicate_size tp_size cp_size pp_size ep_size sequence_parallel tp_plan mp_policy "
+        "offload_policy autocast_dtype activation_checkpointing activation_checkpointing_scope defer_fsdp_grad_sync reshard_after_forward "
+        "enable_async_tensor_parallel enable_compile enable_fsdp2_prefetch pipeline moe zero_dp_strategy use_hf_tp_plan backend",
+        "dataset": "dataset_name split seq_length num_samples paths index_mapping_dir tokenizer path_or_dataset seq_len",
+        "fp8": "recipe_name filter_fqns enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp "
+        "force_recompute_fp8_weight_in_bwd",
+        "compile": "mode fullgraph dynamic backend",
     },
     "nanotron": {
         "": "checkpoints data_stages general lighteval logging metrics_logging model optimizer profiler tokenizer s3_upload",
@@ -150,7 +183,7 @@ def test_check_refuses_a_misspelled_key(tmp_path):
 @pytest.mark.parametrize(
     "verb, file, said",
     [
-        ("check", "nanotron/qwen.yaml", "may be of several launchers; add --launcher accelerate, nanotron, megatron or torchtitan"),
+        ("check", "nanotron/qwen.yaml", "may be of several launchers; add --launcher accelerate, nanotron, automodel, megatron or"),
         ("show", "nanotron/qwen.yaml", "may be of several launchers; add --launcher accelerate"),
         ("simulate", "megatron/gpt3_175b.sh", "looks like a launcher's configuration, not like a plan; `autoshard check`, `fits`, `show`"),
         ("export", "torchtitan/llama3_8b.toml", "looks like a launcher's configuration, not like a plan; `autoshard check`, `fits`"),

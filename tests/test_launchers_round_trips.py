@@ -53,6 +53,26 @@ def test_a_real_configuration_is_read_and_written_as_the_same_bytes(path):
     assert not sizes or any(legal)
 
 
+RECIPES = sorted(path for launcher in ("deepspeed", "automodel") for path in (DATA / launcher).iterdir())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_recipes_and_json_are_written_as_the_same_bytes_and_changed_in_their_lines_alone(path):
+    launcher, text = path.parent.name, path.read_text()
+    known = replace(known_for("accelerate"), seq=8192 if launcher == "deepspeed" else None, devices=32 if "70b" in path.name else 64)
+    config = read_configuration(launcher, text, path.name, replace(known, microbatch=1 if "auto" in path.name else None))
+    known = replace(known, microbatch=config.launch.microbatch)
+    assert edited_text(launcher, config, text, path.name, known) == text
+    other = "none" if config.launch.recompute == "full" else "full"
+    wanted = replace(config, launch=replace(config.launch, recompute=other, microbatch=1, global_batch=2 * config.launch.global_batch))
+    changed = edited_text(launcher, wanted, text, path.name, replace(known, global_batch=None))
+    again = read_configuration(launcher, changed, path.name, replace(known, microbatch=None))
+    assert again.launch.recompute == other and again.launch.global_batch == wanted.launch.global_batch
+    kept = [line for line in text.splitlines() if line in changed.splitlines()]
+    assert len(kept) >= len(text.splitlines()) - 5
+    assert [line for line in text.splitlines() if "#" in line] == [line for line in changed.splitlines() if "#" in line]
+
+
 def changed_lines(before, after):
     diff = difflib.ndiff(before.splitlines(), after.splitlines())
     return [line for line in diff if line[:2] in ("- ", "+ ")]
@@ -78,7 +98,8 @@ def test_a_change_is_a_difference_of_its_lines_alone(path):
     assert all(any(word in line for word in words) for line in lines) and len(lines) <= 6
     back = read_configuration(launcher, text, path.name, known).launch
     assert all(getattr(back, name) == value for name, value in fields.items())
-    assert edited_text(launcher, config, text, path.name, known).count("\n") >= path.read_text().count("\n")  # and back
+    lost = "--recompute-modules" in path.read_text()  # small modules alone, which a launch does not know
+    assert edited_text(launcher, config, text, path.name, known).count("\n") >= path.read_text().count("\n") - lost  # and back
 
 
 DEGREES = {

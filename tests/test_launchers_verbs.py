@@ -94,7 +94,7 @@ def test_degrees_says_no_where_nothing_fits():
 @pytest.mark.parametrize(
     "option, sentence",
     [
-        (("--launcher", "deepspeed"), "there is no launcher 'deepspeed'; expected one of torchtitan"),
+        (("--launcher", "axolotl"), "there is no launcher 'axolotl'; expected one of torchtitan"),
         (("--device", "tpu"), "unknown device 'tpu'; known are a100"),
         (("--precision", "int8"), "--precision is 'int8'; expected one of bf16"),
         (("--memory", "80"), "add its unit"),

@@ -42,9 +42,11 @@ SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned"
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
-LAUNCHERS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # and how its configurations end
+LAUNCHERS = {  # and how its configurations end
+    "torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml", "deepspeed": ".json", "automodel": ".yaml",
+}  # fmt: skip
 SEVERAL = (".yaml", ".yml")  # endings of configurations that don't tell their launcher
-CONFIGURATIONS = {ending: launcher for launcher, ending in LAUNCHERS.items() if ending not in SEVERAL}  # those that do
+CONFIGURATIONS = {".toml": "torchtitan", ".sh": "megatron"}  # that do; a .json is a plan, unless a launcher is named
 PLAN_OR_CONFIGURATION = "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"
 RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "full")  # by launchers
 LAUNCH_SCHEDULES = ("none", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")

@@ -28,6 +28,7 @@ WRITTEN = {
     "microbatch": "microbatch", "recompute": "recompute", "tensor": "tp", "context": "cp", "pipeline": "pp", "schedule": "schedule",
     "virtual": "stages per device", "split": "layers of stages", "passes": "passes per step", "expert": "ep", "expert_tensor": "expert tp",
     "async_expert": "expert overlap", "deepep": "DeepEP", "data": "dp", "shard": "shard", "zero": "zero",
+    "offload": "optimizer on the host",
 }  # fmt: skip
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from . import accelerate, megatron, nanotron, torchtitan
+from . import accelerate, automodel, deepspeed, megatron, nanotron, torchtitan
 from .edits import edited
 from .legality import check_launcher
 from .runs import LaunchConfig, Overrides
 
 # each with `read`, `write`, `settings`, `place` and groups of keys of which one counts
-FORMATS: dict[str, Any] = {"torchtitan": torchtitan, "megatron": megatron, "accelerate": accelerate, "nanotron": nanotron}
-ENDINGS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # of what is written
+FORMATS: dict[str, Any] = {
+    "torchtitan": torchtitan, "megatron": megatron, "accelerate": accelerate, "nanotron": nanotron, "deepspeed": deepspeed,
+    "automodel": automodel,
+}  # fmt: skip
+ENDINGS = {  # of what is written
+    "torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml", "deepspeed": ".json", "automodel": ".yaml",
+}  # fmt: skip
 ROUNDS = 3  # of changes
 
 

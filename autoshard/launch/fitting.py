@@ -28,10 +28,10 @@ MOST_SEQUENCES = 512  # of a microbatch that is looked at
 CHUNKS = 8  # torchtitan's ChunkedCELoss, Liger's fused linear cross entropy
 CHUNKED, OFFLOADED = f"the loss in {CHUNKS} chunks", "the optimizer's state in the host's memory"
 SWITCHES = {  # what launchers can switch on that is no field of a launch: columns of TrainingRuns
-    "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)},
-    "megatron": {OFFLOADED: ("offload", 1)}, "nanotron": {},
+    "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)}, "megatron": {}, "nanotron": {},
+    "deepspeed": {}, "automodel": {},
 }  # fmt: skip
-COLUMNS = {"loss_chunks": 1, "offload": 0}  # and their usual values
+COLUMNS = {"loss_chunks": 1}  # and their usual values
 TOGETHER = 3  # changes at once, where one is not enough
 Move = tuple[str, Mapping[str, Any], Mapping[str, int]]  # what, fields of a launch, columns
 
@@ -158,7 +158,7 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
 
 
 def _in_words(launch: Launch, to: Launch, move: Move) -> str:
-    return ", ".join(filter(None, [in_words(launch, to), *(what for what in move[0].split("; ") if what in (CHUNKED, OFFLOADED))]))
+    return ", ".join(filter(None, [in_words(launch, to), *(what for what in move[0].split("; ") if what == CHUNKED)]))
 
 
 def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
@@ -170,7 +170,7 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
         if launch.microbatch % n == 0:
             yield f"microbatch {n}", {"microbatch": n}, {}
     if launch.data > 1:
-        zeros = {"megatron": (1,), "nanotron": (1,)}.get(launcher, (2, 3))
+        zeros = {"megatron": (1,), "nanotron": (1,), "deepspeed": (1, 2, 3)}.get(launcher, (2, 3))
         for zero in zeros:
             if zero > launch.zero or (zero == launch.zero and launch.shard < launch.data):
                 yield f"zero {zero}", {"zero": zero, "shard": launch.data}, {}
@@ -179,8 +179,10 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
         if launch.data % 2 == 0:
             if name == "tensor":
                 of_experts = 2 * launch.expert_tensor if launch.expert_tensor == launch.tensor else launch.expert_tensor
-                fields |= {"sequence_parallel": launcher != "accelerate", "expert_tensor": of_experts}
+                fields |= {"sequence_parallel": launcher not in ("accelerate", "deepspeed"), "expert_tensor": of_experts}
             yield name, fields, {}
+    if launcher in ("megatron", "deepspeed") and not launch.offload:
+        yield OFFLOADED, {"offload": True}, {}
     for what, (column, value) in SWITCHES[launcher].items():
         yield what, {}, {column: value}
 

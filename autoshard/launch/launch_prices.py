@@ -25,7 +25,10 @@ from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory
 from .runs import TrainingRuns
 from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
 
-STACKS = {"torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "accelerate", "nanotron": "nanotron"}
+STACKS = {  # those of torchtitan know torch's FSDP and pipelines
+    "torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "accelerate", "nanotron": "nanotron", "deepspeed": "accelerate",
+    "automodel": "torchtitan",
+}  # fmt: skip
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
 LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds
@@ -163,7 +166,7 @@ def _priced(
     split = stages(runs, constants.stack.balanced > 0)
     blocks = of_each_kind(block, runs, constants) if timed else ()
     parts = step_parts(runs, constants, split, blocks) if blocks else {}
-    if parts and "offload" in runs.values and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
+    if parts and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
         parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])

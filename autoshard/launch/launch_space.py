@@ -27,13 +27,13 @@ from .runs import FIELDS, Launch, TrainingRuns
 
 RECOMPUTED = {
     "torchtitan": ("none", "selective_op", "selective_layer", "full"), "megatron": ("none", "attn", "full"), "accelerate": ("none", "full"),
-    "nanotron": ("none", "full"),
+    "nanotron": ("none", "full"), "deepspeed": ("none", "full"), "automodel": ("none", "selective_op", "full"),
 }  # fmt: skip
 STAGES = {  # schedule, stages per device, split; of pipelines
     "torchtitan": [*((name, n, ENDS) for name, n in (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2)))],
     "megatron": [*(("1F1B" if n == 1 else "Interleaved1F1B", n, split) for n in (1, 2, 4) for split in ("", ENDS)),
                  *(("Interleaved1F1B", n, "") for n in (3, 6, 8, 12))],
-    "nanotron": [("1F1B", 1, "")],
+    "nanotron": [("1F1B", 1, "")], "automodel": [("1F1B", 1, ""), *(("Interleaved1F1B", n, "") for n in (2, 4))],
 }  # fmt: skip
 LARGEST_MICROBATCH = 64  # sequences
 MOST = 3 * 10**6  # launches; of more, those are left out that shard states over some of the data parallel ranks
@@ -51,7 +51,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     varied = {name: np.array(column) for name, column in zip(names, zip(*_structures(fixed.devices, launcher)))}
     tensor, rows = varied["tensor"], len(varied["tensor"])
     varied |= {
-        "expert_tensor": tensor, "sequence_parallel": (tensor > 1) & (launcher != "accelerate"),
+        "expert_tensor": tensor, "sequence_parallel": (tensor > 1) & (launcher not in ("accelerate", "deepspeed")),
         "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
         "deepep": np.full(rows, fixed.deepep and launcher != "megatron"),
     }  # fmt: skip
@@ -62,7 +62,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
 def _structures(devices: int, launcher: str) -> Iterator[tuple]:
     for tensor in divisors(devices):
         for context in divisors(devices // tensor):
-            for pipeline in [1] if launcher == "accelerate" else divisors(devices // tensor // context):
+            for pipeline in [1] if launcher in ("accelerate", "deepspeed") else divisors(devices // tensor // context):
                 data = devices // tensor // context // pipeline
                 for states in _states(data, context, pipeline, launcher):
                     for stages in STAGES[launcher] if pipeline > 1 else [("1F1B", 1, "")]:
@@ -74,6 +74,8 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     ranks = data * context
     if launcher in ("megatron", "nanotron"):
         return [(1, 0), *([(data, 1)] if ranks > 1 else [])]
+    if launcher == "deepspeed":
+        return [(1, 0), *([(data, zero) for zero in (1, 2, 3)] if ranks > 1 else [])]
     kinds = (2, 3) if launcher == "accelerate" or pipeline > 1 else (3,)
     sharded = [(shard, zero) for shard in divisors(data) for zero in kinds if shard * context > 1]
     return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
@@ -85,7 +87,7 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
     most = int(kept.global_batch.max(initial=1))
     sizes_of = [2**k for k in range(int(np.log2(min(LARGEST_MICROBATCH, most))) + 1)]
     experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if sizes.experts else [1]
-    if launcher in ("accelerate", "nanotron"):
+    if launcher in ("accelerate", "nanotron", "deepspeed"):
         experts = [1]
     if len(kept) * len(experts) * len(sizes_of) * len(RECOMPUTED[launcher]) > MOST:
         kept = kept[(kept.shard == 1) | (kept.shard == kept.data)]

@@ -1,7 +1,8 @@
 """Which launches a launcher can start for a model: one row per rule, applied to many launches at once.
 
 Sources: `ParallelDims` of torchtitan, `TransformerConfig` and `validate_args` of Megatron-LM, `ParallelContext` of nanotron,
-`ParallelismConfig` of accelerate, the schedules of torch.distributed.pipelining.
+`ParallelismConfig` of accelerate, `_configure_tensor_parallel_states` and `DistributedAttention` of DeepSpeed, `FSDP2Manager` and
+`calculate_virtual_stages` of Automodel, the schedules of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .blocks_of_stages import ENDS, listed
 from .model_sizes import ModelSizes
 from .runs import LOOPED, SINGLE, V_SHAPED, Launch, TrainingRuns
 
-LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
+LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron", "deepspeed", "automodel")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Rule:
     sentence: Callable[[Launch, ModelSizes], str]
 
 
-TITAN, MEGATRON, ACCELERATE, NANOTRON = (("torchtitan",), ("megatron",), ("accelerate",), ("nanotron",))
+TITAN, MEGATRON, ACCELERATE, NANOTRON, DEEPSPEED, AUTOMODEL = ((name,) for name in LAUNCHERS)
+TORCH = (*TITAN, *AUTOMODEL)  # with the schedules of torch
 RULES = (
     Rule("devices", LAUNCHERS, lambda c, m: c.data * c.tensor * c.context * c.pipeline != c.devices,
          lambda a, m: f"dp {a.data} x tp {a.tensor} x cp {a.context} x pp {a.pipeline} is "
@@ -37,7 +39,7 @@ RULES = (
          lambda a, m: f"{m.heads} attention heads do not divide by tp {a.tensor}"),
     Rule("kv_heads", MEGATRON, lambda c, m: (not m.latent) & (m.kv_heads % c.tensor != 0) & (c.tensor % m.kv_heads != 0),
          lambda a, m: f"tp {a.tensor} is no multiple or divisor of {m.kv_heads} key-value heads"),
-    Rule("kv_heads", (*TITAN, *ACCELERATE, *NANOTRON), lambda c, m: (0 if m.latent else m.kv_heads) % c.tensor != 0,
+    Rule("kv_heads", (*TORCH, *ACCELERATE, *NANOTRON, *DEEPSPEED), lambda c, m: (0 if m.latent else m.kv_heads) % c.tensor != 0,
          lambda a, m: f"{m.kv_heads} key-value heads do not divide by tp {a.tensor}"),
     Rule("ffn", LAUNCHERS, lambda c, m: m.ffn % c.tensor != 0,
          lambda a, m: f"the MLP's width {m.ffn} does not divide by tp {a.tensor}"),
@@ -45,38 +47,46 @@ RULES = (
          lambda a, m: f"the global batch {a.global_batch} does not divide by dp {a.data} x microbatch {a.microbatch}"),
     Rule("sequence", TITAN, lambda c, m: c.seq % (2 * c.tensor * c.context) != 0,
          lambda a, m: f"the sequence {a.seq} does not divide by 2 x tp {a.tensor} x cp {a.context}"),
-    Rule("sequence", ("megatron", "accelerate"), lambda c, m: (c.context > 1) & (c.seq % (2 * c.context) != 0),
+    Rule("sequence", ("megatron", "accelerate", "automodel"), lambda c, m: (c.context > 1) & (c.seq % (2 * c.context) != 0),
          lambda a, m: f"the sequence {a.seq} does not divide by 2 x cp {a.context}"),
     Rule("sequence", ("megatron", "nanotron"), lambda c, m: c.sequence_parallel & (c.seq % (c.tensor * c.context) != 0),
          lambda a, m: f"the sequence {a.seq} does not divide by tp {a.tensor} x cp {a.context}, as sequence parallelism needs"),
     Rule("layers", MEGATRON, lambda c, m: (c.split == "") & (m.layers % (c.pipeline * c.virtual) != 0),
          lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)
          + "; --pipeline-model-parallel-layout can list what each stage has"),
-    Rule("layers", (*TITAN, *MEGATRON), lambda c, m: np.isin(c.split, ("", ENDS)) & (c.pipeline * c.virtual > m.layers + 2),
+    Rule("layers", (*TORCH, *MEGATRON), lambda c, m: np.isin(c.split, ("", ENDS)) & (c.pipeline * c.virtual > m.layers + 2),
          lambda a, m: f"{m.layers} layers, token table and head are fewer than pp {a.pipeline} x {a.virtual} stages"),
-    Rule("layers", (*TITAN, *MEGATRON), lambda c, m: lists_other_layers(c, m),
+    Rule("layers", (*TORCH, *MEGATRON), lambda c, m: lists_other_layers(c, m),
          lambda a, m: f"the stages that are listed are {len(listed(a.split))} with {sum(listed(a.split))} layers; expected "
          f"pp {a.pipeline} x {a.virtual} stages with {m.layers} layers"),
-    Rule("layers", NANOTRON, lambda c, m: c.pipeline > m.layers,
-         lambda a, m: f"{m.layers} layers are fewer than pp {a.pipeline} stages"),
-    Rule("pipeline", ACCELERATE, lambda c, m: c.pipeline > 1,
-         lambda a, m: f"accelerate trains without pipelines, pp is {a.pipeline}"),
-    Rule("schedule", TITAN, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, SINGLE) & (c.virtual != 1),
+    Rule("layers", AUTOMODEL, lambda c, m: (c.split == "") & (m.layers % (c.pipeline * c.virtual) != 0),
+         lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline} x {a.virtual} stages"),
+    Rule("layers", (*NANOTRON, *AUTOMODEL), lambda c, m: c.pipeline * c.virtual > m.layers,
+         lambda a, m: f"{m.layers} layers are fewer than pp {a.pipeline} stages" + f" x {a.virtual}" * (a.virtual > 1)),
+    Rule("pipeline", (*ACCELERATE, *DEEPSPEED), lambda c, m: c.pipeline > 1,
+         lambda a, m: f"its configuration expresses no pipeline, pp is {a.pipeline}"),
+    Rule("sequence", DEEPSPEED, lambda c, m: (c.context > 1) & ((c.seq % c.context != 0) | (m.heads % (c.context * c.tensor) != 0)),
+         lambda a, m: f"the sequence {a.seq} or {m.heads} attention heads do not divide by sequence_parallel_size {a.context}"),
+    Rule("sharding", DEEPSPEED, lambda c, m: (c.zero == 3) & (c.tensor > 1),
+         lambda a, m: f"autotp_size {a.tensor} goes with ZeRO stages up to 2"),
+    Rule("sharding", DEEPSPEED, lambda c, m: ((c.shard < c.data) & (c.zero > 0) & (c.zero < 3)) | (c.offload & (c.zero == 0)),
+         lambda a, m: f"stage {a.zero} shards over all ranks, and offloads where it shards; mics_shard_size needs stage 3"),
+    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, SINGLE) & (c.virtual != 1),
          lambda a, m: f"{a.schedule} has one stage per device, not {a.virtual}"),
-    Rule("schedule", TITAN, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.virtual < 2),
+    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.virtual < 2),
          lambda a, m: f"{a.schedule} needs 2 stages per device or more, not {a.virtual}"),
-    Rule("schedule", TITAN, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, V_SHAPED) & (c.virtual != 2),
+    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, V_SHAPED) & (c.virtual != 2),
          lambda a, m: f"{a.schedule} has 2 stages per device, not {a.virtual}"),
     Rule("schedule", ("megatron", "nanotron"), lambda c, m: np.isin(c.schedule, V_SHAPED) | np.isin(c.schedule, LOOPED[1:]),
          lambda a, m: f"there is no schedule {a.schedule}"),
     Rule("schedule", MEGATRON, lambda c, m: (c.virtual > 1) & (c.pipeline == 1),
          lambda a, m: f"{a.virtual} virtual stages need pp of 2 or more"),
-    Rule("schedule", ("nanotron", "accelerate"), lambda c, m: c.virtual > 1,
+    Rule("schedule", ("nanotron", "accelerate", "deepspeed"), lambda c, m: c.virtual > 1,
          lambda a, m: f"there are no virtual stages ({a.virtual})"),
-    Rule("microbatches", TITAN,
+    Rule("microbatches", TORCH,
          lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, ("1F1B", "DualPipeV")) & (c.microbatches_of_pass < c.pipeline * c.virtual),
          lambda a, m: f"{a.microbatches_of_pass} microbatches are fewer than the {a.pipeline * a.virtual} stages of {a.schedule}"),
-    Rule("microbatches", TITAN,
+    Rule("microbatches", TORCH,
          lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED)
          & (c.microbatches_of_pass % np.maximum(c.microbatches_of_pass // c.pipeline, 1) != 0),
          lambda a, m: f"{a.microbatches_of_pass} microbatches do not divide into rounds of pp {a.pipeline}"),
@@ -89,7 +99,7 @@ RULES = (
     Rule("experts", LAUNCHERS, lambda c, m: (c.expert > 1) & ((m.experts == 0) | (m.experts % c.expert != 0)),
          lambda a, m: f"{m.experts} experts do not divide by ep {a.expert}" if m.experts else
          f"the model has no experts, ep is {a.expert}"),
-    Rule("experts", ("accelerate", "nanotron"), lambda c, m: c.expert > 1,
+    Rule("experts", ("accelerate", "nanotron", "deepspeed"), lambda c, m: c.expert > 1,
          lambda a, m: f"expert parallelism (ep {a.expert}) is not expressed by its configuration"),
     Rule("experts", MEGATRON, lambda c, m: (c.data * c.context * c.tensor) % (c.expert * c.expert_tensor) != 0,
          lambda a, m: f"dp {a.data} x cp {a.context} x tp {a.tensor} ranks do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
@@ -104,7 +114,11 @@ RULES = (
          lambda a, m: f"shard {a.shard} x cp {a.context} x tp {a.tensor} do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
     Rule("experts", LAUNCHERS, lambda c, m: (m.expert_ffn * (m.experts > 0)) % c.expert_tensor != 0,
          lambda a, m: f"the experts' width {m.expert_ffn} does not divide by expert tp {a.expert_tensor}"),
-    Rule("replicas", TITAN, lambda c, m: (c.zero == 0) & (c.data > 1) & (c.tensor * c.context * c.pipeline > 1),
+    Rule("experts", AUTOMODEL, lambda c, m: (c.expert > 1) & (c.data % c.expert != 0),
+         lambda a, m: f"dp_size {a.data} is no multiple of ep_size {a.expert}"),
+    Rule("replicas", AUTOMODEL, lambda c, m: (c.zero > 0) & (c.context == 1) & (c.shard == 1) & (c.data > 1),
+         lambda a, m: f"dp_replicate_size {a.data} leaves nothing to shard; expected strategy ddp, or fewer replicas"),
+    Rule("replicas", TORCH, lambda c, m: (c.zero == 0) & (c.data > 1) & (c.tensor * c.context * c.pipeline > 1),
          lambda a, m: f"replicas without shards (DDP, dp {a.data}) go with no other parallelism"),
     Rule("replicas", ACCELERATE, lambda c, m: (c.shard == 1) & (c.data > 1) & (c.tensor * c.context > 1),
          lambda a, m: f"dp_replicate_size {a.data} with dp_shard_size 1 does not go with tp_size {a.tensor} or cp_size {a.context}"),

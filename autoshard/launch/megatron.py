@@ -36,6 +36,7 @@ EXCLUSIVE = (
 )  # fmt: skip
 OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
     "virtual-pipeline-model-parallel-size": VIRTUAL, "gated-linear-unit": "swiglu", "num-moe-experts": "num-experts",
+    "sequence-length": "seq-length",
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
 MOST_LETTERS = 10_000  # of a layout
@@ -54,11 +55,28 @@ class Arguments(dict[str, list[str]]):
 
 
 def _of_data(data: Mapping[str, Any]) -> Arguments:
-    """Arguments of nested YAML or JSON; sections only group them."""
+    """Arguments of nested YAML or JSON; sections only group them. A recipe's `model` has fields of megatron-core's configs, which say some
+    things the other way round, and go before those of the same name in other sections (the tokenizer's)."""
+    model = data["model"] if isinstance(data.get("model"), Mapping) else {}
+    arguments, said = Arguments({**_of_sections(data), **_of_sections(model)}), {_name(key): value for key, value in model.items()}
+    for field, argument in (("share-embeddings-and-output-weights", "untie-embeddings-and-output-weights"),
+                            ("add-bias-linear", "disable-bias-linear")):  # fmt: skip
+        if said.get(field) is False:
+            arguments[argument] = []
+    if said.get("num-query-groups"):
+        arguments["group-query-attention"] = []
+    if said.get("should-pad-vocab") is False:
+        arguments["make-vocab-size-divisible-by"] = ["1"]
+    if LAYOUT in said:  # which tells as much
+        arguments.pop(VIRTUAL, None)
+    return arguments
+
+
+def _of_sections(data: Mapping[str, Any]) -> Arguments:
     arguments = Arguments()
     for key, value in data.items():
         if isinstance(value, Mapping):
-            arguments.update(_of_data(value))
+            arguments.update(_of_sections(value))
         elif value is not None and value is not False:
             arguments[_name(str(key))] = [] if value is True or str(value) == "true" else [str(value)]
     return arguments
@@ -81,6 +99,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     virtual, split = _stages(a, sizes, pipeline)
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
+    if "core_attn" not in " ".join(a.get("recompute-modules", ["core_attn"])) and granularity == "selective":
+        granularity = "none"  # some small modules alone
     launch = Launch(
         devices=devices, seq=known.seq or a.number("seq-length", 2048),
         global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch,
@@ -89,6 +109,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), split=split,
         group=a.number(GROUP, 1, 1),
+        offload="optimizer-cpu-offload" in a,
         async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
@@ -158,10 +179,11 @@ def layout_text(counts: Sequence[int], mtp: int = 0) -> str:
 
 
 def _zero(a: Arguments) -> int:
-    strategy = a.text("data-parallel-sharding-strategy")
-    if "use-torch-fsdp2" in a or (("use-megatron-fsdp" in a or "use-custom-fsdp" in a) and strategy in ("", "optim_grads_params")):
+    if "use-torch-fsdp2" in a:
         return 3
-    return {"optim_grads": 2, "no_shard": 0}.get(strategy, int("use-distributed-optimizer" in a))
+    if "use-megatron-fsdp" in a or "use-custom-fsdp" in a:
+        return {"optim_grads": 2, "optim": 1, "no_shard": 0}.get(a.text("data-parallel-sharding-strategy"), 3)
+    return int("use-distributed-optimizer" in a)
 
 
 def _precision(a: Arguments) -> str:
@@ -185,7 +207,8 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     more: dict[str, int] = {}
     if experts:
         frequency = a.text("moe-layer-freq", "1")  # the pattern ([0]*3+[1]*58) says which blocks have experts
-        dense = frequency.partition("[0]*")[2].partition("+")[0]
+        listed = re.match(r"\[(?:0, )*", frequency)  # or lists them
+        dense = frequency.partition("[0]*")[2].partition("+")[0] or str(listed[0].count("0") if listed else 0)
         more = {
             "experts": experts, "active": a.number("moe-router-topk", 2), "expert_ffn": a.number("moe-ffn-hidden-size", ffn),
             "shared_ffn": a.number("moe-shared-expert-intermediate-size", 0), "dense_layers": int(dense) if dense.isdecimal() else 0,
@@ -235,6 +258,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "pipeline-model-parallel-layout": layout_text(counts_of(launch, m.layers, m.mtp), m.mtp) if launch.split else None,
         GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
+        "optimizer-cpu-offload": launch.offload,
         "recompute-granularity": next((name for name, kind in RECOMPUTED.items() if kind == launch.recompute), None),
         "bf16": launch.precision in ("bf16", "fp8", "nvfp4"), "fp16": launch.precision == "fp16",
         "fp8-format": "hybrid" if launch.precision == "fp8" else None, "fp4-format": "e2m1" if launch.precision == "nvfp4" else None,

@@ -177,7 +177,7 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConsta
     fully, sharing, pure = runs.zero >= 3, runs.sharing, constants.memory.pure > 0
     reduced = (runs.zero >= 2) & (runs.pipeline == 1)
     unsharded = np.where(fully, 4.0, constants.memory.gradients)
-    on_device = 1 - runs.values.get("offload", np.zeros(len(runs)))
+    on_device = 1 - 1.0 * runs.offload
     return {
         "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)),
         "gradients": parameters * np.where(pure, 2.0, unsharded) / np.where(reduced, sharing, 1.0),

@@ -58,6 +58,7 @@ class Launch:
     split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
     group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
     passes: int = 1  # of a step: the pipeline runs empty after each
+    offload: bool = False  # the optimizer and its state are on the host
 
     def __post_init__(self) -> None:
         for name in sorted(COUNTS, key="devices".__eq__):  # their product comes last
@@ -86,7 +87,7 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule")}
+DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule", "offload")}
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
 COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
 

@@ -284,6 +284,10 @@ def yaml_text(data: Mapping[str, Any]) -> str:
     return _as_written(yaml.safe_dump(dict(data), sort_keys=False), data, partial(yaml.load, Loader=PlainLoader))
 
 
+def json_text(data: Mapping[str, Any]) -> str:
+    return _as_written(json.dumps(data, indent=2) + "\n", data, json.loads)
+
+
 def arguments_text(options: Mapping[str, Any]) -> str:
     """Options as lines of a command: True is a flag, False and None are left out."""
     rows = [
