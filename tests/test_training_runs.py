@@ -235,6 +235,18 @@ def test_written_attention_moves_its_scores_forward_and_backward():
     assert least < step_parts(runs, constants)["attention"] < 2 * least
 
 
+def test_a_loss_in_one_kernel_moves_ten_bytes_a_logit_however_the_block_is_sharded():
+    def ends(src, sp):
+        runs = recipe(src=src, dp=1, tp=1, sp=sp, ga=1, zero=0, vocab=151936)
+        parts = [step_parts(runs.with_columns(vocab=runs.vocab * n), constants_of(runs))["elementwise"][0] for n in (1, 2)]
+        return parts[1] - parts[0]
+
+    constants = constants_of(recipe(src="bridge"))
+    moved = 10 * 2 * 4096 * 151936 / constants.memory_rate[0]
+    assert ends("bridge", 0) == pytest.approx(ends("bridge", 1)) == pytest.approx(moved, rel=0.1)  # beside the token table's
+    assert ends("megatron_core", 0) > 2 * ends("bridge", 0)
+
+
 def test_what_fits():
     small, large = recipe(mbs=1), recipe(mbs=64)
     assert chance_to_run(small, peak_bytes(small))[0] > 0.95 > 0.1 > chance_to_run(large, peak_bytes(large))[0]

@@ -44,6 +44,7 @@ GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, 
 MICROSCALED = 0.93  # rate of float8 matmuls with scales per block of 32, relative to one scale per tensor
 ASYNC_TP = 0.5  # share of a tensor parallel transfer that its pieces leave exposed
 SCORE_BYTES = 9.0, 11.0  # per score of unfused attention, forward and backward: softmax with its mask and scale, dropout with its mask
+LOSS_BYTES = 6.0, 4.0  # per logit, forward and backward (TransformerEngine): read twice, the gradient written over it; which is scaled
 FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
 
 
@@ -180,6 +181,12 @@ def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     return one(0), one(1)
 
 
+def _is_of_logits(task: BlockTask) -> bool:
+    """Whether an elementwise kernel reads or writes values of all tokens and words."""
+    tensors = ({letter for dim in one[0] for letter in dim[1]} for one in (*task.inputs, *task.outputs) if one is not None)
+    return task.kind == "elementwise" and any({"v", "s"} <= letters for letters in tensors)
+
+
 class _OneKind:
     """Of runs whose blocks have the same tasks."""
 
@@ -214,8 +221,18 @@ class _OneKind:
         back["tensor parallel"] = back["tensor parallel"] + gathers * self.exposed * self.ring.gather(2 * runs.tokens * runs.width)
         counts = [sum(is_launched(task, self.how) for task in part) for part in (forward, backward, repeated)]
         relative = np.array(1 + share * counts[2] / (counts[0] + counts[1]))
-        ends = Block(self._parts(tasks["forward ends"], self.of_ends), self._parts(tasks["backward ends"], self.of_ends), np.zeros(1))
+        ends = Block(*(self._ends(tasks[f"{way} ends"], bytes) for way, bytes in zip(("forward", "backward"), LOSS_BYTES)), np.zeros(1))
         return Block(self._parts(forward, self.of_block), back, relative), ends
+
+    def _ends(self, tasks: tuple[BlockTask, ...], bytes: float) -> Parts:
+        """bytes: of a loss in one kernel, per logit."""
+        fused = self.constants.stack.fused_loss
+        parts = self._parts(tasks, self.of_ends)
+        if (fused > 0).any():
+            rest = self._parts(tuple(replace(task, after=()) for task in tasks if not _is_of_logits(task)), self.of_ends)["elementwise"]
+            moved = bytes * self.runs.tokens * self.runs.vocab / self.runs.tensor
+            parts["elementwise"] = np.where(fused > 0, rest + moved / self.constants.memory_rate, parts["elementwise"])
+        return parts
 
     def _parts(self, tasks: tuple[BlockTask, ...], on: SimpleNamespace) -> Parts:
         end, by_kind = end_of(tasks, partial(self._seconds, on=on))

@@ -83,12 +83,12 @@ def place(text: str, path: str, name: str) -> str:
 def settings(config: LaunchConfig) -> dict[str, Any]:
     """What is written, by dotted names; None and the defaults -1 and "none" are left out."""
     launch = config.launch
-    degrees = {"tensor_parallel": {"autotp_size": launch.tensor}} if launch.tensor > 1 else {}
     return flat(
         {
             "train_batch_size": launch.global_batch, "train_micro_batch_size_per_gpu": launch.microbatch,
             "gradient_accumulation_steps": launch.microbatches, "sequence_parallel_size": launch.context,
-            "bf16": {"enabled": launch.precision == "bf16"}, "fp16": {"enabled": launch.precision == "fp16"}, **degrees,
+            "bf16": {"enabled": launch.precision == "bf16"}, "fp16": {"enabled": launch.precision == "fp16"},
+            "tensor_parallel": {"autotp_size": launch.tensor},
             "zero_optimization": {
                 "stage": launch.zero, "mics_shard_size": launch.shard if launch.zero and launch.shard < launch.data else -1,
                 "offload_optimizer": {"device": "cpu" if launch.offload else "none"},

@@ -52,6 +52,7 @@ class StackConstants:
     libraries: Numbers  # of kernels, uncompiled: 2: norms, rotary positions and activations are one each; 1: but activations; 0: none is
     overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
     regathers: Numbers  # 1: the inputs of sequence parallel matmuls are gathered again in the backward
+    fused_loss: Numbers  # 1: softmax and loss are one kernel, which leaves the gradient in place of the logits
     fused_accumulation: Numbers  # 1: the matmul that computes a gradient adds it to those of earlier microbatches
     host: Numbers  # launches relative to the device's `host`
     traffic: Numbers  # elementwise bytes relative to the formula
@@ -74,7 +75,7 @@ class MemoryConstants:
     context: Numbers  # bytes of CUDA, NCCL and cuBLAS
 
 
-DATA_SHEET, DESCRIPTION = 7, 11  # leading fields that are never fitted
+DATA_SHEET, DESCRIPTION = 7, 12  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
