@@ -221,8 +221,8 @@ class _OneKind:
         back["tensor parallel"] = back["tensor parallel"] + gathers * self.exposed * self.ring.gather(2 * runs.tokens * runs.width)
         counts = [sum(is_launched(task, self.how) for task in part) for part in (forward, backward, repeated)]
         relative = np.array(1 + share * counts[2] / (counts[0] + counts[1]))
-        ends = Block(*(self._ends(tasks[f"{way} ends"], bytes) for way, bytes in zip(("forward", "backward"), LOSS_BYTES)), np.zeros(1))
-        return Block(self._parts(forward, self.of_block), back, relative), ends
+        first, last = (self._ends(tasks[f"{way} ends"], bytes) for way, bytes in zip(("forward", "backward"), LOSS_BYTES))
+        return Block(self._parts(forward, self.of_block), back, relative), Block(first, last, np.zeros(1))
 
     def _ends(self, tasks: tuple[BlockTask, ...], bytes: float) -> Parts:
         """bytes: of a loss in one kernel, per logit."""

@@ -28,8 +28,7 @@ MOST_SEQUENCES = 512  # of a microbatch that is looked at
 CHUNKS = 8  # torchtitan's ChunkedCELoss, Liger's fused linear cross entropy
 CHUNKED, OFFLOADED = f"the loss in {CHUNKS} chunks", "the optimizer's state in the host's memory"
 SWITCHES = {  # what launchers can switch on that is no field of a launch: columns of TrainingRuns
-    "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)}, "megatron": {}, "nanotron": {},
-    "deepspeed": {}, "automodel": {},
+    "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)},
 }  # fmt: skip
 COLUMNS = {"loss_chunks": 1}  # and their usual values
 TOGETHER = 3  # changes at once, where one is not enough
@@ -183,7 +182,7 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
             yield name, fields, {}
     if launcher in ("megatron", "deepspeed") and not launch.offload:
         yield OFFLOADED, {"offload": True}, {}
-    for what, (column, value) in SWITCHES[launcher].items():
+    for what, (column, value) in SWITCHES.get(launcher, {}).items():
         yield what, {}, {column: value}
 
 
