@@ -36,7 +36,8 @@ def formulated(name: str, sizes: tuple[int, ...]) -> Formulation:
 def as_solution(f: Formulation, choice) -> Solution:
     judged = evaluate(f.problem, choice)
     layouts, results = layouts_of(f, choice), results_of(f, choice)
-    return Solution(layouts, results, f.mesh, judged.cost, 0.0, "feasible", "", judged.peak, True, peak=peak_of(f, choice))
+    taken = evaluate(f.problem_as_run(choice), choice).peak
+    return Solution(layouts, results, f.mesh, judged.cost, 0.0, "feasible", "", taken, True, peak=peak_of(f, choice))
 
 
 def ratio(graph: Graph, solution: Solution, **options) -> float:
@@ -53,8 +54,12 @@ def test_the_peak_of_the_best_plan_is_what_its_program_takes(case):
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_the_peak_of_random_layouts_is_never_below_what_their_program_takes(case):
     f = formulated(*case)
-    found = ratio(f.graph, as_solution(f, random_choice(f, 0)))
-    assert 1 - 0.02 <= found <= 1.6  # moves are counted as if all inputs of an op were fetched at once
+    choice = random_choice(f, 0)
+    solution = as_solution(f, choice)
+    as_run = ratio(f.graph, solution)
+    assert 1 - 0.05 <= as_run <= 1.2  # `drive` holds what a collective has returned while the next step of the route runs
+    most = as_run * evaluate(f.problem, choice).peak / solution.peak_bytes  # as a limit has it: copies count as long as any view
+    assert 1 - 0.02 <= most <= 1.6
 
 
 @pytest.mark.parametrize("batch", [256, 2048])
@@ -65,17 +70,12 @@ def test_a_gradient_that_ends_in_a_view_is_reduced_beside_nothing_of_the_next_op
     assert ratio(graph, as_solution(f, solve(f.problem).choice)) == pytest.approx(1, abs=ON_RANKS)
 
 
-LESS = {  # what is held is less than the prediction
-    "mlp 2x2": "a copy of a parameter counts as long as its view, also where the view is sharded again for those who read it later",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks_hold_what_is_predicted(name):
     """Training on 4 gloo ranks: 20 plans with limits, recomputation, offloading, microbatches, and pipelines in four orders."""
     row = on_ranks(RANKS[name], SimpleNamespace(data="models"))
-    assert row["ok"] or (name in LESS and max(row["tracked_error"], row["held_error"]) < 0), row
+    assert row["ok"], row
 
 
 def test_a_forgotten_part_is_seen():
@@ -100,7 +100,7 @@ def test_a_plan_under_a_limit_takes_no_more():
 def test_the_parts_of_the_peak_add_up_to_it(case):
     f = formulated(*case)
     for choice in (solve(f.problem).choice, random_choice(f, 0)):
-        judged, peak = evaluate(f.problem, choice), peak_of(f, choice)
+        judged, peak = evaluate(f.problem_as_run(choice), choice), peak_of(f, choice)
         assert sum(peak["parts"].values()) == pytest.approx(judged.peak, rel=1e-12)
         assert set(peak["parts"]) <= set(KINDS) and peak["parts"]["parameters"] > 0 and peak["parts"]["optimizer_state"] > 0
         assert peak["op"] in f.graph.index or peak["op"] == "end"

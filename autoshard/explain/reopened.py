@@ -80,7 +80,7 @@ class Reopened:
     @cached_property
     def judged(self) -> Evaluation:
         """Cost and memory of the plan's choice, without the plan's pins."""
-        return evaluate(self.formulated.problem, self.choice)
+        return evaluate(self.formulated.problem_as_run(self.choice), self.choice)
 
     @cached_property
     def messages(self) -> np.ndarray:

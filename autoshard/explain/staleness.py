@@ -156,7 +156,8 @@ def check_program(model: nn.Module, example_inputs: Any, solution: Solution, ins
         except ValueError as error:  # a layout or a pin that is not possible any more
             return inspection.answer(changes, str(error))
     price = None if plan.options.objective == "serial" else lambda: timeline_of(plan.formulated, plan.choice, join=True).seconds
-    return inspection.judge(changes, plan.problem, plan.choice, lambda: _best(plan, solve, time_limit), price)
+    as_run = plan.formulated.problem_as_run(plan.choice, plan.problem)
+    return inspection.judge(changes, as_run, plan.choice, lambda: _best(plan, solve, time_limit), price)
 
 
 @dataclass(frozen=True)

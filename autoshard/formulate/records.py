@@ -79,6 +79,39 @@ class Formulation:
             self._known_routes[key] = self.routes.route(tensor.shape, tensor.itemsize, edge.source_layouts[a], edge.target_layouts[b])
         return self._known_routes[key]
 
+    def problem_as_run(self, choice: Sequence[int], problem: Problem | None = None) -> Problem:
+        """With the usages of this choice: a copy ends with the last op that reads it, or a view of it that isn't a copy itself. More than
+        two choices decide that, so in the problem itself a copy counts as long as any view. problem: this one with other costs."""
+        ops, users, edges, usages = self.graph.ops, self.graph.users, self.problem.edges, self.problem.usages
+        results, hubs = {result.value for result in self.graph.results}, {node: value for value, node in self.hubs.items()}
+
+        def end(value: Value, layout: Layout | None, held: float) -> float:
+            """Of a copy of so many bytes, with a value in this layout."""
+            if value in results or ops[value[0]].kind != "compute":
+                return math.inf
+            views = {j for j, a in users.get(value, ()) if ops[j].alias == a and self.candidate(j, choice).inputs[a] == layout}
+            return max([value[0] + 1.0, *(end_of(j, held) if j in views else j + 1 for j, _ in users.get(value, ()))])
+
+        def end_of(i: int, held: float) -> float:
+            """... with what view i computes. A hub of another layout is computed in front of its first reader, which then gets its copy."""
+            ends = []
+            for k, layout in enumerate(self.candidate(i, choice).outputs):
+                node, first = self.hubs.get((i, k)), min((j for j, _ in users.get((i, k), ())), default=i)
+                if node is None or self.hub((i, k), choice) == layout:
+                    ends.append(end((i, k), layout, held))
+                else:
+                    after = (u.held(choice) for u in usages if u.start == first and u.ends in ((first,), (node, first)))
+                    ends.append(first + (sum(after) < held))
+            return max(ends)
+
+        shorter = list(usages)
+        for n, u in enumerate(usages):
+            if u.edge is not None and (b := edges[u.edge].b) in hubs:
+                shorter[n] = replace(u, end=int(min(u.end, end(hubs[b], self.hub(hubs[b], choice), u.held(choice)))))
+            elif u.edge is not None and b < len(ops) and ops[b].alias is not None:
+                shorter[n] = replace(u, end=int(min(u.end, end_of(b, u.held(choice)))))
+        return replace(problem or self.problem, usages=tuple(shorter))
+
     @cached_property
     def _known_routes(self) -> dict[tuple, Route | None]:
         return {}

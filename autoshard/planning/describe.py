@@ -65,7 +65,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
         **({"random_numbers_per_shard": drawn} if (drawn := drawn_per_shard(formulated, choice)) else {}),
         **assumptions,
     }
-    layouts, results = layouts_of(formulated, choice), results_of(formulated, choice)
+    layouts, results, peak = layouts_of(formulated, choice), results_of(formulated, choice), peak_of(formulated, choice)
     return Solution(
         layouts=layouts,
         results=results,
@@ -74,8 +74,8 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
         bound=min(answer.bound, answer.cost),
         status=answer.status.value,
         solver=answer.solver,
-        peak_bytes=float(answer.peak or 0.0),
-        peak=peak_of(formulated, choice),
+        peak_bytes=sum(peak["parts"].values()),
+        peak=peak,
         training=any(r.kind == "gradient" for r in graph.results),
         baselines=dict(baselines),
         replicated_ops=replicated_ops(formulated, choice),
@@ -198,7 +198,7 @@ def parameter_row(tensor: Tensor, layout: Layout, mesh: Mesh) -> dict:
 
 def peak_of(formulated: Formulation, choice: Choice) -> dict:
     """The op during which a device holds most, its bytes by kind (they add up to the peak), and the largest tensors then."""
-    problem, ops = formulated.problem, formulated.graph.ops
+    problem, ops = formulated.problem_as_run(choice), formulated.graph.ops
     evaluation = evaluate(problem, choice)
     parts = dict.fromkeys(KINDS, 0.0)
     holders: dict[str, float] = defaultdict(float)
