@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
+from autoshard.launch.allocations import _excess
 from autoshard.launch.block_memory import OWN_INPUT, kept_tasks
 from autoshard.launch.captured_block import tasks_of
 from autoshard.launch.fitting import will_fit
@@ -256,3 +257,46 @@ def test_bad_input_is_a_sentence(tmp_path):
         ((*BIG, "--evidence", str(tmp_path / "evidence.json")), "without measured and predicted bytes"),
     ):
         assert said in refusal(*words), words
+
+
+# -- one device: what an H200 reserved (docs/gpu.md) --------------------------------------------------------------------------------
+
+LLAMA_4 = ModelSizes(4, 4096, 14336, 32, 8, 128256)
+GPT2_LARGE = ModelSizes(36, 1280, 5120, 20, 20, 50257, tied=True, gated=False)
+MEASURED = [  # sizes, seq, microbatch, recompute, compiled; GB allocated and reserved
+    (LLAMA_4, 8192, 1, "none", False, 47.2, 51.0), (LLAMA_4, 8192, 1, "full", False, 37.7, 43.9),
+    (LLAMA_4, 8192, 1, "selective_op", False, 39.5, 45.4), (LLAMA_4, 4096, 2, "none", False, 47.2, 51.0),
+    (replace(LLAMA_4, layers=2), 8192, 2, "full", False, 45.4, 57.1), (GPT2_LARGE, 1024, 8, "none", False, 29.6, 31.3),
+    (GPT2_LARGE, 1024, 16, "full", False, 22.6, 26.5), (LLAMA_4, 8192, 1, "none", True, 35.7, 38.1),
+    (LLAMA_4, 8192, 1, "full", True, 31.1, 33.1),
+]  # fmt: skip
+
+
+def of_one_device(sizes: ModelSizes, seq: int, microbatch: int, recompute: str, compiled: bool):
+    one = Launch(1, seq, microbatch, microbatch=microbatch, recompute=recompute, compiled=compiled, compiled_loss=compiled)
+    return launch_memory(TrainingRuns.of([one]), sizes, Site("h200", memory=141e9), "torchtitan")
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=str)
+def test_the_allocator_reserves_what_it_did_on_one_device(row):
+    *launch, allocated, reserved = row
+    memory = of_one_device(*launch)
+    assert memory.reserved[0] / memory.allocated[0] == pytest.approx(reserved / allocated, rel=0.05)
+    assert memory.allocated[0] / 1e9 == pytest.approx(allocated, rel=0.08)
+    assert memory.reserved[0] / 1e9 == pytest.approx(reserved, rel=0.12)
+
+
+@pytest.mark.parametrize(("steps", "wrong"), [(1, 4), (3, 0)])
+def test_the_second_step_finds_the_segments_of_the_first_and_the_third_is_like_it(monkeypatch, steps, wrong):
+    monkeypatch.setattr("autoshard.launch.allocations.STEPS", steps)
+    _excess.cache_clear()
+    ratios = [memory.reserved[0] / memory.allocated[0] for memory in (of_one_device(*row[:-2]) for row in MEASURED)]
+    _excess.cache_clear()
+    off = sum(abs(ratio / (row[-1] / row[-2]) - 1) > 0.05 for ratio, row in zip(ratios, MEASURED))
+    assert off >= wrong if wrong else off == 0
+
+
+def test_between_microbatches_of_powers_of_two_the_excess_is_between():
+    few, some, more = (of_one_device(LLAMA_4, 1024, n, "full", False) for n in (4, 6, 8))
+    a, b, c = ((one.reserved / one.allocated)[0] for one in (few, some, more))
+    assert min(a, c) <= b <= max(a, c)

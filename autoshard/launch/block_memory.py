@@ -81,7 +81,7 @@ def is_written(task: BlockTask, how: str) -> bool:
 def largest_live(tasks: Sequence[BlockTask], sizes: Sizes, how: str) -> np.ndarray:
     """The most bytes alive at once of tensors that grow with the tokens: gradients of parameters don't."""
     last = {j: i for i, task in enumerate(tasks) for j in task.after}
-    held = {i: result_bytes(task, sizes) for i, task in enumerate(tasks) if _grows(task) and is_written(task, how)}
+    held = {i: result_bytes(task, sizes) for i, task in enumerate(tasks) if grows(task) and is_written(task, how)}
     live = largest = np.zeros(1)
     for i, task in enumerate(tasks):
         live = live + held.get(i, 0.0)
@@ -90,7 +90,7 @@ def largest_live(tasks: Sequence[BlockTask], sizes: Sizes, how: str) -> np.ndarr
     return largest
 
 
-def _grows(task: BlockTask) -> bool:
+def grows(task: BlockTask) -> bool:
     """Whether a task's results grow with the tokens."""
     dims = [task.bytes] if task.kind == "collective" else [dim for tensor in filter(None, task.outputs) for dim in tensor[0]]
     return any("s" in letters for _, letters, _ in dims)

@@ -24,6 +24,7 @@ import numpy as np
 
 from autoshard.cost import StackConstants, memory_errors
 
+from .allocations import excess
 from .block_memory import input_bytes, kept_bytes, largest_live, result_bytes
 from .block_time import KEEPS, PART, Names, RunConstants, of_each_kind, rows_of_kinds
 from .blocks_of_stages import Stages, stages
@@ -118,6 +119,9 @@ def chance_within(bytes: np.ndarray, limit: np.ndarray | float, levels: np.ndarr
 def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> Memory:
     """Of every run. split: as in `step_seconds`."""
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
+    alone, fused = runs.devices == 1, constants.stack.fused_accumulation > 0
+    # where FSDP is not needed its launchers keep float32 parameters as well, and cast them (autocast)
+    runs = runs.with_columns(zero=np.where(alone & ~fused & (constants.stack.balanced == 0), 3, runs.zero))
     p, one, none = runs.pipeline, runs.pipeline == 1, np.zeros(len(runs))
     kept, working = of_each_kind(activation_bytes, runs, constants, [p > 1])
     logits, table = logits_bytes(runs, constants), runs.table_parameters
@@ -128,8 +132,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
     unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
     # autograd's gradients, which are none before the first backward; on one device nothing is reduced, so they need no buffers either
-    alone = runs.devices == 1
-    appear = ((runs.zero >= 2) | (alone & (constants.stack.fused_accumulation == 0))) & (runs.microbatches == 1)
+    appear = ((runs.zero >= 2) | (alone & ~fused)) & (runs.microbatches == 1)
     places = (
         ("first", np.ones(len(runs), bool), 0, split.first, np.where(one | folded, both, table), one | folded),
         ("inner", p > 2, 1, split.largest, none, none > 0),
@@ -149,14 +152,20 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
             kinds = dict(states)
             if moment == "loss":
                 kinds["gradients"] = np.where(appear, 0.0, kinds["gradients"])
-            kinds["gathered"] = _gathered(runs, constants.stack, tables / runs.tensor, moment)
+            kinds["gathered"] = _gathered(runs, constants.stack, tables / runs.tensor, moment, blocks)
             kinds["activations"] = none if moment == "update" else activations + np.where(head & (moment == "loss"), ends, 0.0)
             kinds["transfers"] = buffers
             kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
             kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
             peaks.append(Peak(stage, moment, {kind: np.where(exists, bytes, 0.0) for kind, bytes in kinds.items()}))
     fragments = np.where((runs.zero >= 3) & one, 0.0, constants.memory.fragments)  # FSDP's are counted one by one: `_pools`
-    return Memory(tuple(peaks), _pools(runs, constants, both), fragments, np.where(alone, CONTEXT, constants.memory.context))
+    context = np.where(alone, CONTEXT, constants.memory.context)
+    memory = Memory(tuple(peaks), _pools(runs, constants, both), np.where(alone, 0.0, fragments), context)
+    if not alone.any():
+        return memory
+    some, facts = np.flatnonzero(alone), (_grouped(runs, constants), _compiled_loss(runs, constants), _chunks(runs))
+    memory.pools[some] = memory.allocated[some] * excess(runs[some], *(np.broadcast_to(one, len(runs))[some] for one in facts))
+    return memory
 
 
 def schedules(runs: TrainingRuns) -> np.ndarray:
@@ -185,15 +194,19 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConsta
     }
 
 
-def _gathered(runs: TrainingRuns, stack: StackConstants, tables: np.ndarray, moment: str) -> np.ndarray:
+def _gathered(runs: TrainingRuns, stack: StackConstants, tables: np.ndarray, moment: str, blocks: np.ndarray) -> np.ndarray:
     """FSDP's, in 16 bits: the parameters of a block and of the next, and the tables at the loss; in the backward the gradients of a block,
-    and the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) `state_bytes` counts all parameters."""
+    and the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) `state_bytes` counts all parameters.
+    On one device autocast's copies of weights: of the head's until its backward, and of all blocks'; of a block that is computed again
+    beside its gradients only."""
     if moment == "update":
         return np.zeros(len(runs))
     block = runs.block_parameters / runs.tensor
+    of_blocks = np.where(np.isin(runs.recompute, list(KEEPS)), 2 * block * (moment == "backward"), blocks * block)
+    alone = np.where(runs.zero >= 3, 2 * (of_blocks + runs.table_parameters * (moment == "loss")), 0.0)
     at_hand = np.where(runs.zero >= 3, 2 * (2 * block + (tables if moment == "loss" else 0.0)), 0.0)
     on_their_way = 2 * block + stack.gradient_bytes * np.maximum(block, tables) if moment == "backward" else 0.0
-    return at_hand + np.where((runs.zero >= 2) & (runs.pipeline == 1), on_their_way, 0.0)
+    return np.where(runs.devices == 1, alone, at_hand + np.where((runs.zero >= 2) & (runs.pipeline == 1), on_their_way, 0.0))
 
 
 def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> np.ndarray:
@@ -207,13 +220,17 @@ def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> n
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     """What a block keeps of one microbatch for its backward; and what one block holds besides while it is computed again and backward."""
     family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
-    # Megatron fuses chains of ops and keeps what autograd asks for: it has no partitioner
-    partitioned = (runs.compiled > 0) & (constants.stack.fused_accumulation == 0)
-    grouped = np.where(partitioned, "compiled", np.where(constants.stack.libraries > 1, "library", ""))
+    grouped = _grouped(runs, constants)
     kept, working = np.zeros(len(runs)), np.zeros(len(runs))
     for kind, rows in rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute):
         kept[rows], working[rows] = _of_one_kind(runs[rows], constants.at(rows), *kind)
     return kept, working
+
+
+def _grouped(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
+    """How ops are grouped in kernels. Megatron fuses chains of ops and keeps what autograd asks for: it has no partitioner."""
+    partitioned = (runs.compiled > 0) & (constants.stack.fused_accumulation == 0)
+    return np.where(partitioned, "compiled", np.where(constants.stack.libraries > 1, "library", ""))
 
 
 def _of_one_kind(
