@@ -300,3 +300,13 @@ def test_between_microbatches_of_powers_of_two_the_excess_is_between():
     few, some, more = (of_one_device(LLAMA_4, 1024, n, "full", False) for n in (4, 6, 8))
     a, b, c = ((one.reserved / one.allocated)[0] for one in (few, some, more))
     assert min(a, c) <= b <= max(a, c)
+
+
+def test_chunks_of_the_loss_and_learned_positions_are_counted():
+    one, whole = TrainingRuns.of([FSDP]), {}
+    for chunks in (1, 2, 8):
+        whole[chunks] = prices_of(one.with_columns(loss_chunks=np.array([chunks])), LLAMA8, Site(), "torchtitan").seconds[0]
+    assert whole[8] - whole[1] == pytest.approx(7 * (whole[2] - whole[1])) and whole[2] > whole[1]  # each adds to the head's gradient
+    alone = Launch(1, 1024, 1)
+    more = bytes_of(alone, "megatron", replace(GPT2_LARGE, learned_positions=True)) - bytes_of(alone, "megatron", GPT2_LARGE)
+    assert more == pytest.approx(18 * 1024 * 1280, rel=0.3)  # 2 bytes, 4 of the gradient, 12 of the optimizer

@@ -85,6 +85,7 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     numbers = {name: column.astype(float) for name, column in launches.values.items() if column.dtype.kind in "biu"}
     fixed = {name: getattr(sizes, name) for name in OF_MODEL}
     fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn}
+    fixed["positions"] = sizes.learned_positions
     fixed |= {"per_node": site.per_node, "network": site.network, "microscaling": 0}
     columns = {name: np.full(len(launches), float(value)) for name, value in fixed.items()}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1).astype(float)
@@ -170,6 +171,9 @@ def _priced(
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
         parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
+    if parts and "loss_chunks" in runs.values:  # the head's gradient of a chunk is added to that of those before
+        added = (runs.loss_chunks - 1) * 3 * 2 * runs.table_parameters / runs.tensor / constants.memory_rate
+        parts["elementwise"] = parts["elementwise"] + runs.microbatches * added
     of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
     memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
     if sizes.experts:

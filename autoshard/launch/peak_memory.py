@@ -127,14 +127,15 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     logits, table = logits_bytes(runs, constants), runs.table_parameters
     shard = 2 * runs.tokens * runs.width / np.where(runs.sequence_parallel > 0, runs.tensor, 1.0)  # of what goes from block to block
     ends = 2 * runs.tokens * runs.width + shard  # kept of the last norm and the head
-    both = (2 - runs.tied) * table
+    first = table + runs.positions * runs.seq * runs.width
+    both = (1 - runs.tied) * table + first
     folded = np.isin(schedules(runs), V_SHAPED) & ~one  # the first device has the last stage, too
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
     unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
     # autograd's gradients, which are none before the first backward; on one device nothing is reduced, so they need no buffers either
     appear = ((runs.zero >= 2) | (alone & ~fused)) & (runs.microbatches == 1)
     places = (
-        ("first", np.ones(len(runs), bool), 0, split.first, np.where(one | folded, both, table), one | folded),
+        ("first", np.ones(len(runs), bool), 0, split.first, np.where(one | folded, both, first), one | folded),
         ("inner", p > 2, 1, split.largest, none, none > 0),
         ("last", p > 1, p - 1, split.last, np.where(folded, 0.0, table), ~folded),
     )
