@@ -72,6 +72,8 @@ def _why_nothing_fits(question: Question, problem: Problem, answer: Answer, conf
 
 def _smallest(problem: Problem, why: Infeasibility) -> str:
     low, high = why.smallest_limit
+    if math.isinf(high):
+        return f"the smallest limit that works is above {bytes_text(low)}"
     smallest = (
         f"the smallest limit that works is {bytes_text(high, up=True)}"
         if high - low <= 1e-3 * high
