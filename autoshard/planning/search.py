@@ -24,8 +24,10 @@ from autoshard.planning.selecting import answered_per_tensor
 from autoshard.planning.solving import solve_or_refuse
 from autoshard.planning.variants import Answered, Kind, Tried
 from autoshard.planning.warm_starts import start_from
+from autoshard.solvers import TIME_LIMIT
 
 KINDS: tuple[Kind, ...] = (orders, chunks, recomputations)  # the variants of a kind are tried under each of those before it
+SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where the shortest time line is wanted
 
 
 def search(question: Question, kinds: Sequence[Kind] = KINDS) -> Answered:
@@ -73,7 +75,7 @@ def answered(question: Question) -> Answered:
     time line for the objective "overlapped". `Infeasible` where nothing fits."""
     if question.options.objective == "overlapped" and question.mesh.cost_model is not None:
         raise ValueError("a time line needs seconds that no cost_model states, of joined collectives; plan with objective='serial'")
-    best = answered_per_tensor(question) if question.options.recompute == "auto" else best_choice(question)
+    best = _of_all_seconds(question)
     if question.options.objective == "overlapped":
         if question.on_plan is not None:  # that of the sum of all seconds, until the search for the shortest time line has ended
             question.on_plan(described(best))
@@ -83,6 +85,22 @@ def answered(question: Question) -> Answered:
         return best
     formulated, problem = best.instance.formulated, best.instance.problem
     return replace(best, answer=align_batches(formulated, problem, best.answer, question.options.gap))
+
+
+def _of_all_seconds(question: Question) -> Answered:
+    """The best plan of tasks one after the other: in a share of a time limit, where the shortest time line is looked for in the rest."""
+    options = question.options
+    is_auto = options.recompute == "auto"
+    found = answered_per_tensor if is_auto else best_choice
+    if options.objective != "overlapped" or options.time_limit == TIME_LIMIT:
+        return found(question)
+    try:
+        best = found(question.within(SHARE))
+    except Infeasible as error:
+        if not (is_auto or isinstance(error, NoAnswer)):
+            raise
+        best = found(question)
+    return replace(best, question=best.question.with_options(time_limit=options.time_limit))
 
 
 def best_choice(question: Question, *, share: float = 1.0) -> Answered:
