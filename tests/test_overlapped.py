@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from dataclasses import replace
 from functools import cache
 
@@ -27,14 +28,15 @@ from autoshard.simulate.chains import full_streams, longest_chain
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import (
+    Loads,
     Part,
     best_prices,
+    mixed,
     parts_that_differ,
     priced_by_stream,
     seconds_of_choice,
     seconds_of_parts,
     solve,
-    worst_mixture,
 )
 from models import mlp
 from tests.helpers import TINY, tiny_graph
@@ -155,12 +157,35 @@ def test_the_prices_of_streams_prove_the_optimum_of_two_equal_streams():
     nodes = [np.eye(2), np.eye(2)]
     parts = [Part(np.eye(2)[[s, s]], np.zeros((0, 2))) for s in range(2)]
     known = [seconds_of_parts(parts, *seconds_of_choice(problem, nodes, [], choice)) for choice in ((0, 0), (1, 1))]
-    (prices, value), (shares, most) = best_prices(known), worst_mixture(known)
+    prices, _, shares, value = best_prices(known)
     assert prices == pytest.approx([0.5, 0.5]) and value == pytest.approx(1.0)
-    assert shares == pytest.approx([0.5, 0.5]) and most == pytest.approx(1.0)  # the other plan of the same value: half of each
+    assert shares == pytest.approx([0.5, 0.5])  # the other plan of the same value: half of each
     weights = sum(price * part.nodes for price, part in zip(prices, parts))
     assert solve(priced_by_stream(problem, nodes, [], weights, np.zeros((0, 2)))).bound == pytest.approx(1.0)
     assert parts_that_differ(problem, np.array([0, 0]), np.array([1, 1])) == [[0], [1]]
+
+
+def test_a_byte_costs_what_makes_a_fast_plan_that_is_too_large_as_long_as_a_slow_one():
+    """max over z of min(1 + z, 3 - z), and half of each plan, which holds just the limit."""
+    prices, of_bytes, shares, value = best_prices([np.array([1.0]), np.array([3.0])], [np.array([1.0]), np.array([-1.0])])
+    assert (prices.tolist(), of_bytes.tolist(), value) == ([1.0], pytest.approx([1.0]), pytest.approx(2.0))
+    assert shares == pytest.approx([0.5, 0.5])
+    assert best_prices([np.array([1.0])], [np.array([-0.5])])[1] == 0.0 < best_prices([np.array([1.0])], [np.array([0.5])])[1]
+
+
+def test_bytes_at_a_price_bound_every_plan_that_fits_and_a_mixture_of_two_plans_fits():
+    _, instance, problem, plans = few_choices(3, True, 0)
+    peaks = sorted(evaluate(problem, plan).peak for plan in plans)
+    limited = replace(problem, usage_limit=peaks[len(peaks) // 3])
+    loads = Loads(limited)
+    times, price = loads.rows.times, evaluate(problem, plans[0]).cost
+    for k in range(len(times)):
+        fees = np.where(np.arange(len(times)) == k, price, 0.0)
+        bound = solve(loads.priced(limited, fees)).bound - fees.sum()
+        assert bound <= min(evaluate(limited, plan).cost for plan in plans if evaluate(limited, plan).fits) * (1 + 1e-9)
+    smallest, fastest = (min(plans, key=lambda plan: getattr(evaluate(problem, plan), what)) for what in ("peak", "cost"))
+    found = evaluate(limited, mixed(limited, [smallest, fastest], time.monotonic, 60.0))
+    assert found.fits and found.cost <= evaluate(limited, smallest).cost
 
 
 def test_reports_name_the_objective():

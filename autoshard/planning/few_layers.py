@@ -24,13 +24,14 @@ import numpy as np
 
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
-from autoshard.problem import Problem, evaluate, without_limit
-from autoshard.solvers import TIME_LIMIT, Answer, converged, hopeless, solve
+from autoshard.problem import Edge, Problem, evaluate, without_limit
+from autoshard.solvers import TIME_LIMIT, Answer, Loads, best_prices, converged, hopeless, solve
 
 PATIENCE = 120.0  # seconds: for a first choice of the problem of few layers, which dual ascent decodes in its first sweeps
 LEAST_SECONDS = 0.1  # of a search, whatever time is left: it begins, and its starts are judged
 ASCENT_GAP = 1e-4  # relative, at most: dual ascent goes on to here, which is cheap; a plan of many layers is as good as that of few
 FEW_SECONDS, FEW_SHARE = 60.0, 0.25  # for few layers, of the time left; the deep problem is left to prove more
+ROUNDS, AROUND_GAP = 10, 1e-3  # of prices per byte for few layers, and the relative gap of each
 NONE_CORRESPONDS = "{} of the deep graph has no corresponding op in the shallow one: the layers differ, or are too few"
 
 
@@ -86,6 +87,8 @@ class FewLayers:
             options["time_limit"] = LEAST_SECONDS
         start = self.correspondence.choice(answer.choice or choice)
         starts = [start, *options.pop("starts", ())]
+        if limited:
+            starts += self._around(problem, clock, until)
         deep = solve(problem, starts=starts, messages=self.correspondence.messages(self.formulated, messages), **options)
         return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
@@ -113,6 +116,38 @@ class FewLayers:
         """A choice of the deep problem without a limit (None where there is none) and its messages, from dual ascent on few layers."""
         choice, messages = converged(self.formulated.problem, time_limit=time_limit, clock=clock)
         return None if choice is None else self.correspondence.choice(choice), self.correspondence.messages(self.formulated, messages)
+
+    def _around(self, problem: Problem, clock: Callable[[], float], until: float) -> list[tuple[int, ...]]:
+        """Choices on both sides of the memory limit and near it: those of few layers at prices per byte, which are found as for the deep
+        problem (Kelley 1960), where each price takes as long as a plan."""
+        loads, times, found = Loads(problem), list[int](), dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]()
+        prices = np.zeros(len(loads.rows.times))
+        for _ in range(ROUNDS):
+            few = self.at_costs_of(loads.priced(problem, prices))
+            time_limit = FEW_SHARE * (until - clock())
+            if time_limit < LEAST_SECONDS:
+                break
+            solved = solve(few.formulated.problem, solver="prices", gap=AROUND_GAP, time_limit=time_limit, clock=clock, homes=self.layers)
+            choice = self.correspondence.choice(solved.choice) if solved.choice is not None else ()
+            if not choice or choice in found or not math.isfinite(cost := evaluate(problem, choice).cost):
+                break
+            found[choice] = np.array([cost]), (load := loads.of(choice))
+            if load.max(initial=-1.0) > 0 and (fullest := int(load.argmax())) not in times:
+                times.append(fullest)
+            if not times:
+                break
+            of_bytes = best_prices([one for one, _ in found.values()], [one[times] for _, one in found.values()])[1]
+            prices = np.zeros(len(prices))
+            prices[times] = of_bytes
+        return list(found)
+
+    def at_costs_of(self, problem: Problem) -> FewLayers:
+        """The few layers, each node and edge at the costs of the first of the deep problem's that it stands for."""
+        few, of = self.formulated.problem, self.correspondence
+        nodes, edges = ({k: deep for deep, k in reversed(list(enumerate(to)))} for to in (of.nodes, of.edges))
+        costs = tuple(problem.node_costs[nodes[v]] if v in nodes else c for v, c in enumerate(few.node_costs))
+        tables = tuple(Edge(e.a, e.b, problem.edges[edges[k]].table) if k in edges else e for k, e in enumerate(few.edges))
+        return FewLayers(replace(self.formulated, problem=replace(few, node_costs=costs, edges=tables)), of, self.layers)
 
     @cached_property
     def _without_limit(self) -> Problem:

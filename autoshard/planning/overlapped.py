@@ -15,7 +15,7 @@ some time, end it earlier.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,6 @@ import numpy as np
 from autoshard.formulate import StreamSeconds, stream_seconds
 from autoshard.graph import OFFLOADED
 from autoshard.planning.batches import align_batches, with_choice
-from autoshard.planning.few_layers import FewLayers
 from autoshard.planning.instance import Instance
 from autoshard.planning.question import Question
 from autoshard.planning.solving import solve_instance
@@ -32,23 +31,25 @@ from autoshard.problem import evaluate
 from autoshard.simulate import full_streams, longest_chain, timeline_of
 from autoshard.solvers import (
     Answer,
+    Loads,
     Part,
     Status,
     best_prices,
+    mixed,
     parts_that_differ,
     priced_by_stream,
     seconds_of_choice,
     seconds_of_parts,
-    worst_mixture,
 )
 
 ROUNDS, SOLVED = (11, 22), 220_000  # prices that are tried: least and most, and nodes of all these problems together
-STEP = 0.3  # from the best prices so far
-GAP = 5e-3  # relative, of each of these problems
+STEP = 0.3  # of the way from the best prices so far
+GAP = 1e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
+EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EXACT = 2.0**-43  # seconds: sums of multiples up to 1,000 s are exact
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
@@ -83,7 +84,7 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
     if instance.formulated.mesh.num_devices == 1 and not any(op.kind == OFFLOADED for op in question.graph.ops):  # a time line is the sum
         search.bound = answer.bound
     try:
-        search.bound_from_prices()
+        search.bound_from_prices(answer.prices or {})
         search.polish()
     except KeyboardInterrupt:
         answer = replace(answer, interrupted=True)
@@ -103,14 +104,17 @@ class _Search:
         self.question, self.instance, self.problem = question, instance, instance.problem
         self.streams: StreamSeconds = stream_seconds(instance.formulated, joined=True)
         self.tables = self.streams.nodes, self.streams.edges
-        self.few_tables: tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]] | None = None  # of few layers
         self.parts = [Part(one.nodes, one.edges) for one in full_streams(instance.formulated, self.streams)]
         self.groups = tied_groups(instance.formulated)
         self.seconds: dict[tuple[int, ...], float] = {}  # choice -> seconds of its time line
-        self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of the choices that the prices are made of
+        self.loads = Loads(instance.problem)
+        self.known: list[tuple[int, ...]] = []  # the choices that the prices are made of, within the limit or not
+        self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of these
+        self.by_time: list[np.ndarray] = []  # of these, how full the memory is at every time
+        self.times: list[int] = []  # at which bytes have a price
         self.rounds = int(np.clip(SOLVED // len(self.problem.node_costs), *ROUNDS))
         self.bound = 0.0
-        self.priced = instance.problem  # at the prices of the bound
+        self.priced = self.priced_last = instance.problem  # at the prices of the bound, and at the last ones
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
         for k, e in enumerate(self.problem.edges):
             self.edges_of[e.a].append(k)
@@ -143,47 +147,59 @@ class _Search:
 
     # -- the bound
 
-    def bound_from_prices(self) -> None:
-        """Prices that make the bound large; each answer on the way is offered.
+    def bound_from_prices(self, of_bytes: Mapping[int, float]) -> None:
+        """Prices that make the bound large, at first those of_bytes, by time; each answer on the way is offered.
 
         First those that are best for the plans known so far. From there the prices move towards those that are best for the answers known
         (Ben-Ameur and Neto 2007), which alone would jump to and fro.
         """
         for choice in list(self.seconds):
             self._note(choice)
-        centre, highest, idle = np.zeros(0), 0.0, 0  # the prices with the highest bound; rounds that gained little
+        self.times = [k for k, t in enumerate(self.loads.rows.times.tolist()) if of_bytes.get(t)]
+        fees = np.array([of_bytes[int(self.loads.rows.times[k])] * self.loads.limit for k in self.times])
+        centre, highest, idle = (np.zeros(0), fees), 0.0, 0  # the prices with the highest bound; rounds that gained little
         for k in range(self.rounds):
-            best, most = self._best_prices()
+            *best, most = self._best_prices()
             if most - self.bound <= AGREED * most or self.is_proven or idle == MOST_IDLE or self.question.is_over:
                 return
             known = self.bound, self.shortest
-            prices = best.copy()
-            if len(centre):
-                prices *= STEP
-                prices[: len(centre)] += (1 - STEP) * centre
+            if k:
+                prices = _towards(centre[0], best[0]), _towards(centre[1], best[1])
+            else:
+                prices = best[0], np.append(fees, np.zeros(len(best[1]) - len(fees)))
             self._say(k)
-            answer, bound = self._solved(prices)
+            answer, bound = self._solved(*prices)
             if answer is None:
                 return
             if bound > highest:
                 centre, highest = prices, bound
-            self.offer(answer)
             self._note(answer)
+            if self.by_time[self.known.index(answer)].max(initial=-1.0) > 0:
+                answer = mixed(self.priced_last, self.known, self.question.clock.now, self.question.seconds_left())
+                self._note(answer)
+            self.offer(answer)
             idle = idle + 1 if max(self.bound - known[0], known[1] - self.shortest) < LITTLE * self.shortest else 0
 
     def _note(self, choice: Sequence[int]) -> None:
-        self.by_stream.append(seconds_of_choice(self.problem, *self.tables, choice))
+        if tuple(choice) not in self.known:
+            self.known.append(tuple(choice))
+            self.by_stream.append(seconds_of_choice(self.problem, *self.tables, choice))
+            self.by_time.append(self.loads.of(choice))
 
-    def _best_prices(self) -> tuple[np.ndarray, float]:
-        """The prices that are best for the known choices; every chain that matters to a mixture of them is a part."""
+    def _best_prices(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """The prices that are best for the known choices; every chain, and every time, that matters to a mixture of them has a price."""
         known = [seconds_of_parts(self.parts, *one) for one in self.by_stream]
         while True:
-            shares, most = worst_mixture(known)
+            prices, of_bytes, shares, most = best_prices(known, [one[self.times] for one in self.by_time])
+            full = sum(share * one for share, one in zip(shares, self.by_time))
+            if len(full) and full.max() > AGREED and (fullest := int(full.argmax())) not in self.times:
+                self.times.append(fullest)
+                continue
             nodes, edges = self._alike(*(sum(share * one[k] for share, one in zip(shares, self.by_stream)) for k in (0, 1)))
             chain = longest_chain(self.instance.formulated, self.streams, nodes, edges)
             part = Part(chain.nodes, chain.edges)
             if seconds_of_parts([part], nodes, edges)[0] <= (1 + AGREED) * most:
-                return best_prices(known)
+                return prices, of_bytes, most
             self.parts.append(part)
             known = [np.append(row, seconds_of_parts([part], *one)) for row, one in zip(known, self.by_stream)]
 
@@ -198,33 +214,25 @@ class _Search:
         nodes, edges = (np.round(rows / EXACT) * EXACT for rows in alike)
         return nodes, edges
 
-    def _solved(self, prices: np.ndarray) -> tuple[tuple[int, ...] | None, float]:
-        """The cheapest choice at these prices, and its bound, which is one on all time lines."""
+    def _solved(self, prices: np.ndarray, of_bytes: np.ndarray) -> tuple[tuple[int, ...] | None, float]:
+        """The cheapest choice at these prices, which may exceed the limit, and its bound, which is one on all time lines."""
         of_nodes = sum((y * part.nodes for y, part in zip(prices, self.parts) if y), np.zeros_like(self.parts[0].nodes))
         of_edges = sum((y * part.edges for y, part in zip(prices, self.parts) if y), np.zeros_like(self.parts[0].edges))
-        priced, few_layers = priced_by_stream(self.problem, *self.tables, of_nodes, of_edges), self._few_layers(of_nodes, of_edges)
-        instance = replace(self.instance, problem=priced, few_layers=few_layers)
+        self.priced_last = priced_by_stream(self.problem, *self.tables, of_nodes, of_edges)
+        fees = np.zeros(len(self.loads.rows.times))
+        fees[self.times] = of_bytes
+        free, few = self.loads.priced(self.priced_last, fees), self.instance.few_layers
+        instance = replace(self.instance, problem=free, few_layers=few and few.at_costs_of(free))
         options = self.question.options
         solver = "prices" if options.solver == "auto" else options.solver  # no branching: its seconds would decide the plan
         asked = self.question.with_options(gap=max(GAP, options.gap), solver=solver)
         quiet = replace(asked, clock=self.question.clock.quiet())
-        answer = solve_instance(quiet, instance, [self.best], preferred=False).in_passing()
-        bound = answer.bound - SAFE * abs(answer.bound) if math.isfinite(answer.bound) else 0.0
+        answer = solve_instance(quiet, instance, self.known, preferred=False).in_passing()
+        size = abs(answer.bound) + float(fees.sum())
+        bound = answer.bound - float(fees.sum()) - SAFE * size if math.isfinite(answer.bound) else 0.0
         if bound > self.bound:
-            self.bound, self.priced = bound, instance.problem
+            self.bound, self.priced = bound, self.priced_last
         return answer.choice, bound
-
-    def _few_layers(self, nodes: np.ndarray, edges: np.ndarray) -> FewLayers | None:
-        """The few layers at the mean of the prices of those that they stand for."""
-        few = self.instance.few_layers
-        if few is None:
-            return None
-        if self.few_tables is None:
-            streams = stream_seconds(few.formulated, joined=True)
-            self.few_tables = streams.nodes, streams.edges
-        problem, of = few.formulated.problem, few.correspondence
-        weights = _means(nodes, of.nodes, len(problem.node_costs)), _means(edges, of.edges, len(problem.edges))
-        return FewLayers(replace(few.formulated, problem=priced_by_stream(problem, *self.few_tables, *weights)), of, few.layers)
 
     def _say(self, k: int) -> None:
         gap = (self.shortest - self.bound) / self.shortest if self.shortest else 0.0
@@ -266,7 +274,7 @@ class _Search:
     def _moves(self) -> list[tuple[float, dict[int, int]]]:
         """The exchanges that may help, and other choices of equal nodes: the extra cost of each, and the choices that change."""
         x, moves = self.best, self._flips(self.best)
-        for other in self.seconds:
+        for other in sorted(self.seconds, key=lambda choice: self.seconds[choice])[1:EXCHANGED]:
             for nodes in self._exchanges(x, other):
                 changes = {v: other[v] for v in nodes}
                 moves.append((self._priced([changes.get(v, i) for v, i in enumerate(x)], nodes) - self._priced(x, nodes), changes))
@@ -306,6 +314,13 @@ def _members(groups: Sequence[int]) -> dict[int, list[int]]:
     for v, group in enumerate(groups):
         members.setdefault(group, []).append(v)
     return members
+
+
+def _towards(centre: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """From the centre, which has as many of the first entries, a part of the way to the best."""
+    prices = STEP * best
+    prices[: len(centre)] += (1 - STEP) * centre
+    return prices
 
 
 def _means(weights: np.ndarray, of: Sequence[int], count: int) -> np.ndarray:

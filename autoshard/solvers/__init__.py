@@ -28,14 +28,15 @@ from .ilp import write_program as write_program
 from .memory_hull import Hull as Hull
 from .memory_hull import HullPoint as HullPoint
 from .memory_hull import hull as hull
+from .price_search import mixed as mixed
 from .solve import TIME_LIMIT as TIME_LIMIT
 from .solve import Auto as Auto
 from .solve import certified as certified
 from .solve import converged as converged
 from .solve import solve as solve
+from .streams import Loads as Loads
 from .streams import Part as Part
 from .streams import best_prices as best_prices
 from .streams import priced_by_stream as priced_by_stream
 from .streams import seconds_of_choice as seconds_of_choice
 from .streams import seconds_of_parts as seconds_of_parts
-from .streams import worst_mixture as worst_mixture

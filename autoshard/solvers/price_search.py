@@ -13,7 +13,7 @@ Where many layers are equal this proves in seconds what branching on their choic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +21,10 @@ import numpy as np
 from ..problem import Problem, held, without_limit
 from .binding_times import load
 from .exchange_parts import differences
-from .incumbent import Incumbent, Solver
+from .incumbent import Incumbent, Record, Solver
 from .infeasibility import refute
 from .lagrangian import KnownAnswer, Lagrangian, corners, scale
-from .settle import reduce_and_settle
+from .settle import polish
 from .split import split
 
 AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves the rest
@@ -43,7 +43,7 @@ class PriceSearch(Solver):
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         if problem.usage_limit is None:
-            reduce_and_settle(problem, incumbent)
+            polish(problem, incumbent)
         else:
             search_prices(problem, incumbent)
 
@@ -73,6 +73,19 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
                 break
             lagrangian.gap = fine
     fill(lagrangian, incumbent, limit)
+
+
+def mixed(problem: Problem, choices: Sequence[Sequence[int]], clock: Callable[[], float], time_limit: float) -> tuple[int, ...]:
+    """The cheapest that fits of these choices, some of which do, and of mixtures of two of them, on both sides of the limit."""
+    assert problem.usage_limit is not None
+    incumbent = Incumbent(problem, Record(problem, clock() + time_limit, 0.0, clock))
+    lagrangian = Lagrangian(without_limit(problem), incumbent.until, clock)
+    for choice in choices:
+        lagrangian.add(choice)
+    report(lagrangian, incumbent, problem.usage_limit)
+    fill(lagrangian, incumbent, problem.usage_limit)
+    assert incumbent.choice is not None
+    return incumbent.choice
 
 
 def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: np.ndarray | None) -> None:

@@ -6,7 +6,11 @@
 
 The problem on the right is an ordinary one. Its proven bound is a bound on the time of every choice, and the y that make it large are
 those at which the cheapest known choice costs most (Kelley 1960). At these no mixture of the known choices has all F_r small: the mixture
-says which further r would raise the bound.                                                          (`best_prices`, `worst_mixture`)
+says which further r would raise the bound.                                                                             (`best_prices`)
+
+A limit on bytes is priced beside them: with m_t(x) = bytes_t(x) / limit - 1 and any z >= 0
+
+    min over x that fit of time(x)  >=  min over all x of sum_r y_r F_r(x) + sum_t z_t m_t(x)                                   (`Loads`)
 """
 
 from __future__ import annotations
@@ -16,8 +20,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..problem import Edge, Problem
-from .lagrangian import best_shares
+from ..problem import Edge, Problem, held
+from .binding_times import binding_rows, load
+from .infeasibility import priced
+from .linprog import SparseRows, linprog
+
+STEEPEST = 100.0  # times the longest known choice: the most that z can be, which has no other end where no known choice fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +69,40 @@ def priced_by_stream(
     return replace(problem, node_costs=tuple(costs), edges=tuple(tables))
 
 
-def best_prices(seconds: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
-    """The prices of sum 1 at which the cheapest of the known choices costs most, and what it then costs. seconds: F of each choice."""
-    known = np.array(seconds)
-    prices = best_shares(np.zeros(len(known)), known)
+class Loads:
+    """m_t of every choice, for the times t at which the limit may be exceeded; none without a limit."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.rows, self.limit = problem, binding_rows(problem), problem.usage_limit or 1.0
+
+    def of(self, choice: Sequence[int]) -> np.ndarray:
+        return load(self.rows, held(self.problem, choice)) / self.limit - 1.0
+
+    def priced(self, problem: Problem, prices: np.ndarray) -> Problem:
+        """The problem without its limit, in which z_t (bytes_t / limit) costs something: min over x plus sum_t z_t."""
+        return priced(problem, self.rows.of_usages(prices / self.limit))
+
+
+def best_prices(seconds: Sequence[np.ndarray], loads: Sequence[np.ndarray] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """(y, z, shares, value): the y, of sum 1, and z at which the cheapest of the known choices costs most; the shares, of sum 1, of the
+    known choices of which the largest mean F_r is smallest while no mean m_t exceeds 0; and the value of both, which are each other's dual.
+
+    seconds: F of each choice; loads: its m.
+    """
+    known, scale = np.array(seconds), float(np.max(seconds)) or 1.0
+    count, parts = known.shape
+    more = np.array(loads).reshape(count, -1)
+    kinds = np.ones(parts), np.zeros(more.shape[1])  # of sum 1, and any
+    rows = np.vstack([np.hstack([np.ones((count, 1)), -known / scale, -more]), np.concatenate([np.zeros(1), *kinds])])
+    low, high = np.append(np.full(count, -np.inf), 1.0), np.append(np.zeros(count), 1.0)
+    least, most = (np.append(end, np.full(rows.shape[1] - 1, other)) for end, other in ((-np.inf, 0.0), (np.inf, STEEPEST)))
+    solved = linprog(np.append(-1.0, np.zeros(rows.shape[1] - 1)), SparseRows.dense(rows), low, high, least, most)
+    if solved is None:  # any prices give a bound
+        (prices, of_bytes), shares = kinds, np.ones(count)
+    else:
+        prices, of_bytes = np.split(np.maximum(solved.x[1:], 0.0), [parts])
+        shares = np.maximum(-solved.prices[:-1], 0.0)
     prices = np.where(prices < 1e-9, 0.0, prices)
     prices = prices / prices.sum()
-    return prices, float((known @ prices).min())
-
-
-def worst_mixture(seconds: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
-    """The shares, of sum 1, of the known choices of which the largest mean F_r is smallest, and that mean: the dual of `best_prices`."""
-    known = np.array(seconds)
-    shares = best_shares(np.zeros(known.shape[1]), known.max() - known.T)
-    return shares / shares.sum(), float((shares / shares.sum() @ known).max())
+    of_bytes = of_bytes * scale
+    return prices, of_bytes, shares / shares.sum(), float((known @ prices + more @ of_bytes).min())
