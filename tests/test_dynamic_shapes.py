@@ -121,12 +121,12 @@ def test_the_plan_is_the_best_of_all_layouts_by_its_criterion(criterion):
     choices = itertools.product(*(range(len(costs)) for costs in problems[0].node_costs))
     costs = [[evaluate(problem, choice).cost for problem in problems] for choice in choices]
     best = [min(of) for of in zip(*costs, strict=True)]
-    ratios = [CRITERIA[criterion][0]([cost / b for cost, b in zip(of, best, strict=True)]) for of in costs]
+    ratios = [CRITERIA[criterion][0]([cost / b for cost, b in zip(of, best, strict=True)], best) for of in costs]
     found = plan.dynamic_shapes
     assert found is not None and [row["bound_seconds"] for row in found.points] == pytest.approx(best)
     assert found.bound_ratio <= min(ratios) * (1 + 1e-9) <= found.ratio * (1 + 1e-8)
     assert found.ratio == pytest.approx(min(ratios), rel=1e-9 if criterion == "average" else 0.02)
-    assert min(ratios) > 1.001 or criterion == "median"  # else every plan would do
+    assert min(ratios) > 1.001 or criterion != "worst"  # else every plan would do
 
 
 # -- what is covered -----------------------------------------------------------------------------------------------------------------

@@ -104,6 +104,32 @@ def test_another_file_is_no_cache():
     assert refusal(run, kind="exported", cache="nothing://x").startswith("cache nothing://x: ")
 
 
+def test_the_tables_of_another_program_stay_as_they_are():
+    with sqlite3.connect("other.db") as connection:
+        connection.execute("CREATE TABLE runs (n INTEGER)")
+    with open("other.db", "rb") as file:
+        before = file.read()
+    said = refusal(run, kind="exported", cache="other.db")
+    assert said.startswith("cache other.db: it has the tables of another program, such as runs; it is no cache of plans")
+    with open("other.db", "rb") as file:
+        assert file.read() == before
+    assert refusal(run, kind="exported", cache=7).startswith("cache is 7; expected the path of a file, or a URL")
+
+
+def test_a_cache_that_can_not_be_written_serves_its_plans_and_loses_no_new_one(monkeypatch, caplog):
+    run(kind="exported", cache="plans.db")
+    open_cache("plans.db")._connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open("plans.db", "rb") as file:
+        before = file.read()
+    monkeypatch.setattr(cache_module.os, "access", lambda path, mode: False)
+    assert run(kind="exported", cache="plans.db")[1]["cache"] == "hit"
+    with caplog.at_level(logging.WARNING):
+        assert run(kind="exported", cache="plans.db", memory_limit=1e9)[1]["cache"] == "warm"
+    assert "the plan is not kept: cache plans.db: attempt to write a readonly database; it or its folder can't be written" in caplog.text
+    with open("plans.db", "rb") as file:
+        assert file.read() == before
+
+
 def test_what_was_used_longest_ago_goes_first():
     cache = open_cache("plans.db", most_bytes=250)
     entries = [CacheEntry(f"key{k}", "family", {"n": k}, os.urandom(40).hex()) for k in range(6)]

@@ -62,8 +62,13 @@ class CachedPlans:
         return tuple(plan for _, plan in sorted(plans, key=lambda pair: pair[0])[:FEW])
 
     def keep(self, solution: Solution) -> None:
+        """Puts the plan into the cache; a warning where that can't be written: the plan is the caller's all the same."""
         facts = {"status": solution.status, "objective": solution.objective, "seconds": solution.objective_seconds}
-        self.cache.put(CacheEntry(self.key, self.family, {**self.facts, **facts, "bound": solution.objective_bound}, to_text(solution)))
+        entry = CacheEntry(self.key, self.family, {**self.facts, **facts, "bound": solution.objective_bound}, to_text(solution))
+        try:
+            self.cache.put(entry)
+        except (ValueError, OSError) as error:
+            log.warning("the plan is not kept: %s", error)
 
 
 def why_wrong(solution: Solution, question: Question) -> str:

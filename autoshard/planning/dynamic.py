@@ -2,7 +2,8 @@
 
 point p     the graph with the sizes of p (graph.sized); best_p: the seconds of its own best plan, which no plan of it can go below bound_p
 common      an op's candidates are those that it has at every point, so that the problems of all points have the same nodes and choices
-average     minimise  sum_p cost_p(x) / best_p:  one problem, whose costs are weighted sums. Its bound is that of the average ratio
+average     minimise  sum_p cost_p(x) / sum_p best_p:  the seconds of all points together, as if each were as frequent. One problem, whose
+            costs are sums; its bound is that of the ratio
 worst       max_p cost_p(x) / best_p >= sum_p y_p cost_p(x) / best_p for any weights y that add up to 1: each choice of weights is an
             ordinary problem that bounds the worst ratio. The next weights favour the points with large ratios
 median      the next weights favour the points with small ratios; without a bound
@@ -46,9 +47,10 @@ from autoshard.solution import DynamicShapes, Solution
 from autoshard.solvers import TOLERANCE, Answer, Status
 from autoshard.strategies import common_candidates
 
-CRITERIA: dict[str, tuple[Callable[[Sequence[float]], float], float]] = {  # of the ratios; the power of them that the next weights favour
-    "average": (fmean, 0.0), "worst": (max, 2.0), "median": (median, -2.0),
-}  # fmt: skip
+# of the seconds relative to the best, by point, and those of the best; the power of the ratios that the next weights favour
+CRITERIA: dict[str, tuple[Callable[[Sequence[float], Sequence[float]], float], float]] = {
+    "average": (fmean, 0.0), "worst": (lambda ratios, _: max(ratios), 2.0), "median": (lambda ratios, _: median(ratios), -2.0),
+}
 ROUNDS = 8  # of weights
 LEAST_WEIGHT = 1e-4  # of a point
 UNLIKE = {"objective": "overlapped", "sequence_order": "head_tail", "chunked_loss": "always"}  # what one plan for ranges can't be asked for
@@ -134,19 +136,20 @@ def _cover(
         problems = [with_pins(one, allowed_by_pins(one, options)) for one in formulated]
     top = max(range(len(points)), key=lambda p: list(points[p].values()))
     measure, power = CRITERIA[criterion]
-    weights, bound, kept = [1 / len(points)] * len(points), 0.0, None
+    least = [one.answer.cost for one in best]
+    weights, bound, kept = [s / sum(least) if power == 0 else 1 / len(points) for s in least], 0.0, None
     for _ in range(ROUNDS if power else 1):
-        scaled = [y / one.answer.cost for y, one in zip(weights, best, strict=True)]
+        scaled = [y / s for y, s in zip(weights, least, strict=True)]
         instance = Instance(formulated[top], _sum(problems, scaled, problems[top]))
         with question.clock.phase("solve", f"solving for the {criterion} of {len(points)} points", 0.75):
             answer = solve_or_refuse(question, instance, [kept.answer.choice] if kept and kept.answer.choice else [], share=0.5)
         answer = align_batches(instance.formulated, instance.problem, answer, options.gap)
         assert answer.choice is not None
         seconds = [evaluate(problem, answer.choice).cost for problem in problems]
-        ratios = [s / one.answer.cost for s, one in zip(seconds, best, strict=True)]
+        ratios = [s / own for s, own in zip(seconds, least, strict=True)]
         bound = max(bound, answer.bound) if power >= 0 else 0.0
-        if kept is None or measure(ratios) < kept.ratio:
-            kept = _Cover(measure(ratios), bound, answer, padded, seconds, formulated[0], problems[0])
+        if kept is None or measure(ratios, least) < kept.ratio:
+            kept = _Cover(measure(ratios, least), bound, answer, padded, seconds, formulated[0], problems[0])
         weights = [y * ratio**power for y, ratio in zip(weights, ratios, strict=True)]
         weights = [max(y / sum(weights), LEAST_WEIGHT) for y in weights]
         if power > 0:

@@ -50,6 +50,8 @@ MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
 EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
+FEWER = 5, 8  # times, prices and time lines, where the search starts from near plans
+MOST_KNOWN = 0.02  # relative: a gap at which that is enough; a near plan's own is, too, if it isn't larger
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EXACT = 2.0**-43  # seconds: sums of multiples up to 1,000 s are exact
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
@@ -84,8 +86,10 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
     if instance.formulated.mesh.num_devices == 1 and not any(op.kind == OFFLOADED for op in question.graph.ops):  # a time line is the sum
         search.bound = answer.bound
     try:
-        search.bound_from_prices(answer.prices or {})
-        search.polish()
+        for few in (True, False) if question.known else (False,):
+            search.run(few, answer.prices or {})
+            if search.gap <= MOST_KNOWN:
+                break
     except KeyboardInterrupt:
         answer = replace(answer, interrupted=True)
     choice = search.plainest()
@@ -112,8 +116,10 @@ class _Search:
         self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of these
         self.by_time: list[np.ndarray] = []  # of these, how full the memory is at every time
         self.times: list[int] = []  # at which bytes have a price
-        self.rounds = int(np.clip(SOLVED // len(self.problem.node_costs), *ROUNDS))
+        self.rounds = self.simulations = 0
         self.bound = 0.0
+        gaps = [plan.objective_gap for plan in question.known if plan.overlapped]
+        self.known_gap = min([*gaps, MOST_KNOWN]) if gaps else 0.0
         self.priced = self.priced_last = instance.problem  # at the prices of the bound, and at the last ones
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
         for k, e in enumerate(self.problem.edges):
@@ -130,9 +136,14 @@ class _Search:
 
     @property
     def is_proven(self) -> bool:
+        """Within the gap that is enough, or that of the near plans that the search starts from."""
         options = self.question.options
-        gap = max(options.gap, options.accepted[0] if self.question.clock.elapsed > options.accepted[1] else 0.0)
-        return self.shortest - self.bound <= gap * self.shortest
+        gap = max(options.gap, options.accepted[0] if self.question.clock.elapsed > options.accepted[1] else 0.0, self.known_gap)
+        return self.gap <= gap
+
+    @property
+    def gap(self) -> float:
+        return (self.shortest - self.bound) / self.shortest if self.shortest else 0.0
 
     def offer(self, choice: Sequence[int]) -> float:
         """Simulate a choice that fits, once; inf for one that doesn't, or that unties equal layers where they are to be tied."""
@@ -144,6 +155,14 @@ class _Search:
                 return math.inf
             self.seconds[choice] = timeline_of(self.instance.formulated, choice, join=True).seconds
         return self.seconds[choice]
+
+    def run(self, few: bool, of_bytes: Mapping[int, float]) -> None:
+        """Bound and polish, in few steps: from near plans, which are polished, they do where the gap is small then."""
+        fewer = FEWER if few else (1, 1)
+        self.rounds = int(np.clip(SOLVED // len(self.problem.node_costs), *ROUNDS)) // fewer[0]
+        self.simulations = int(np.clip(SIMULATED // len(self.groups), *SIMULATIONS)) // fewer[1]
+        self.bound_from_prices(of_bytes)
+        self.polish()
 
     # -- the bound
 
@@ -235,8 +254,7 @@ class _Search:
         return answer.choice, bound
 
     def _say(self, k: int) -> None:
-        gap = (self.shortest - self.bound) / self.shortest if self.shortest else 0.0
-        proven = f"best {self.shortest * 1e3:.3f} ms, proven within {gap:.2%} of the best"
+        proven = f"best {self.shortest * 1e3:.3f} ms, proven within {self.gap:.2%} of the best"
         self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {self.rounds} prices", 0.6 + 0.3 * k / self.rounds)
 
     # -- polishing
@@ -246,7 +264,7 @@ class _Search:
 
         At the prices of the bound no choice costs more than its time line takes: one that costs more than the best takes isn't simulated.
         """
-        left, before = int(np.clip(SIMULATED // len(self.groups), *SIMULATIONS)), math.inf
+        left, before = self.simulations, math.inf
         while self.shortest < before and not self.is_proven:
             before, moves = self.shortest, self._moves()
             for _, changes in moves:

@@ -1,30 +1,36 @@
-"""A choice in a new problem from the plan of a near one: another batch, other bandwidths, one layer more."""
+"""A choice in a new problem from the plan of a near one: another batch, other bandwidths, a layer more or less."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 
 from autoshard.formulate import Formulation
+from autoshard.graph import Graph, repeated_blocks
 from autoshard.layout import parse
-from autoshard.solution import Solution
+from autoshard.solution import Placed, Solution
+
+read = lru_cache(maxsize=4096)(parse)
 
 
 def start_from(formulated: Formulation, known: Solution) -> tuple[int, ...] | None:
-    """Each op and each value's copy as in the known plan, where that has the name and the layouts are possible; the others, one after the
+    """Each op and each value's copy as in the known plan, where that has such an op and the layouts are possible; the others, one after the
     other, as is cheapest beside those that are chosen. None where some node has no choice then."""
-    problem, graph = formulated.problem, formulated.graph
-    wanted: dict[int, set[int]] = {}
-    for i, op in enumerate(graph.ops):
-        if (placed := known.layouts.get(op.name)) is None:
-            continue
-        outputs = tuple(None if y is None else parse(y) for y in placed.outputs)
-        inputs = tuple(map(parse, placed.inputs))
-        wanted[i] = {k for k, c in enumerate(formulated.candidates.of[i]) if (tuple(c.inputs), tuple(c.outputs)) == (inputs, outputs)}
+    problem, placed_of, memo = formulated.problem, corresponding(formulated.graph, known.layouts), {}
+    wanted: dict[int, list[int]] = {}
+    for i, placed in placed_of.items():
+        key = (id(formulated.candidates.of[i]), placed)
+        if key not in memo:
+            layouts = tuple(map(read, placed.inputs)), tuple(None if y is None else read(y) for y in placed.outputs)
+            memo[key] = [k for k, c in enumerate(formulated.candidates.of[i]) if (tuple(c.inputs), tuple(c.outputs)) == layouts]
+        wanted[i] = memo[key]
         for k, hub in enumerate(placed.hubs):
             if hub is not None and (i, k) in formulated.hubs:
-                wanted[formulated.hubs[i, k]] = {n for n, layout in enumerate(formulated.hub_layouts[i, k]) if layout == parse(hub)}
+                wanted[formulated.hubs[i, k]] = [n for n, layout in enumerate(formulated.hub_layouts[i, k]) if layout == read(hub)]
     edges: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_costs]
     for e in problem.edges:
         edges[e.a].append((e.b, e.table))
@@ -33,7 +39,7 @@ def start_from(formulated: Formulation, known: Solution) -> tuple[int, ...] | No
     order = sorted(range(len(problem.node_costs)), key=lambda v: (not wanted.get(v), v))
     for v in order:
         costs = problem.node_costs[v] + sum(table[:, choice[u]] for u, table in edges[v] if u in choice)
-        allowed = _only(costs, sorted(wanted.get(v, ())))
+        allowed = _only(costs, wanted.get(v, ()))
         if not np.isfinite(allowed).any():
             allowed = costs
         if not np.isfinite(allowed).any():
@@ -48,3 +54,26 @@ def _only(costs: np.ndarray, kept: Sequence[int]) -> np.ndarray:
     allowed = np.full(len(costs), np.inf)
     allowed[list(kept)] = costs[list(kept)]
     return allowed
+
+
+def corresponding(graph: Graph, layouts: Mapping[str, Placed]) -> dict[int, Placed]:
+    """For each op of the graph what corresponds to it in the plan of a graph of as many layers, or of some more or fewer: the op at the
+    same place. Where the graphs differ in something else, the op of the same name."""
+    layer = [-1 if place is None or place.block else place.instance for place in repeated_blocks(graph).places]
+    names, middle = list(layouts), max(layer, default=-1) // 2
+    more, rest = divmod(len(names) - len(layer), layer.count(middle)) if middle >= 0 else (0, len(names) - len(layer))
+    dropped = range(middle, middle - more)  # of the graph's layers: the plan has none for them
+    order = []
+    for k, run in groupby(range(len(layer)), key=lambda i: layer[i]):
+        order += [] if k in dropped else list(run) * (1 + max(more, 0) * (k == middle))
+    if rest or len(order) != len(names) or any(_stem(graph.ops[i].name) != _stem(name) for i, name in zip(order, names, strict=True)):
+        return {i: layouts[op.name] for i, op in enumerate(graph.ops) if op.name in layouts}
+    found = {i: layouts[name] for i, name in zip(order, names, strict=True)}
+    for ops in repeated_blocks(graph).equal.values():
+        kept = [i for i in ops if i in found]
+        found |= {i: found[min(kept, key=lambda j: abs(j - i))] for i in ops if i not in found and kept}
+    return found
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"\d+|_(?=\d)", "", name)

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1e9  # of all entries of a file
@@ -29,6 +30,8 @@ COMMIT;"""
 CHANGES = (  # by the beginning of what SQLite says
     ("unable to open", "give the name of a file, new or old, in a folder that exists"),
     ("database is locked", "another process holds it: try again"),
+    ("attempt to write a readonly", "it or its folder can't be written: plans are read from it, and none is kept"),
+    ("disk I/O error", "its folder can't be written, or its disk is full"),
     ("", "it is no cache of plans, or damaged: remove it, or give another"),
 )
 WAIT = 60.0  # seconds for another process to finish writing
@@ -43,9 +46,12 @@ class CacheEntry:
     text: str = ""  # the plan's file
 
 
-def open_cache(location: str, most_bytes: float = MOST_BYTES) -> SQLiteCache | FsspecCache:
+def open_cache(location: str | os.PathLike[str], most_bytes: float = MOST_BYTES) -> SQLiteCache | FsspecCache:
     """The cache at a path, or at a URL (`memory://plans`, `s3://bucket/plans`), which needs fsspec."""
-    return FsspecCache(location) if "://" in location else SQLiteCache(location, most_bytes)
+    if not isinstance(location, (str, os.PathLike)) or not os.fspath(location):
+        raise ValueError(f"cache is {location!r}; expected the path of a file, or a URL")
+    where = os.fsdecode(location)
+    return FsspecCache(where) if "://" in where else SQLiteCache(where, most_bytes)
 
 
 class SQLiteCache:
@@ -53,33 +59,39 @@ class SQLiteCache:
 
     def __init__(self, path: str, most_bytes: float = MOST_BYTES):
         self.path, self.most_bytes = path, most_bytes
-
+        needed = (path, os.path.dirname(path) or ".")  # beside the file, SQLite writes its journal
+        self.is_read_only = os.path.exists(path) and not all(os.access(one, os.W_OK) for one in needed)
         self._open: dict[tuple[int, int], sqlite3.Connection] = {}  # by process and thread: a fork or another thread has its own
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
         try:
             yield self._connection()
-        except (sqlite3.DatabaseError, zlib.error) as error:
+        except (sqlite3.DatabaseError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as error:
             told = ((start, change) for start, change in CHANGES if str(error).startswith(start))
             raise ValueError(f"cache {self.path}: {error}; {next(told)[1]}") from None
 
     def _connection(self) -> sqlite3.Connection:
         place = os.getpid(), threading.get_ident()
         if place not in self._open:
-            connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-            connection.execute("PRAGMA synchronous=NORMAL")
-            if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
-                connection.execute("PRAGMA journal_mode=WAL")
-            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'uses'").fetchone():
-                connection.executescript(SCHEMA)
+            where = Path(self.path).absolute().as_uri() + "?mode=ro&immutable=1" if self.is_read_only else self.path
+            connection = sqlite3.connect(where, timeout=WAIT, isolation_level=None, uri=self.is_read_only)
+            names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master")]
+            if names and "uses" not in names:
+                raise sqlite3.DatabaseError(f"it has the tables of another program, such as {names[0]}")
+            if not self.is_read_only:
+                connection.execute("PRAGMA synchronous=NORMAL")
+                if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+                    connection.execute("PRAGMA journal_mode=WAL")
+                if not names:
+                    connection.executescript(SCHEMA)
             self._open[place] = connection
         return self._open[place]
 
     def get(self, key: str, family: str = "*") -> CacheEntry | None:
         with self._connected() as connection:
             row = connection.execute("SELECT key, family, facts, plan FROM plans WHERE key = ?", (key,)).fetchone()
-            if row is not None:
+            if row is not None and not self.is_read_only:
                 connection.execute("UPDATE plans SET used = (SELECT max(used) FROM plans) + 1 WHERE key = ?", (key,))
         return None if row is None else _entry(row)
 
