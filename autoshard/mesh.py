@@ -76,6 +76,9 @@ MOST_DEVICES, MOST_AXES = 2**18, 5  # an op's candidates multiply with the axes:
 DEVICES_PER_NODE = 8  # where nobody says and no shape does: a server with A100s, H100s or H200s has as many
 
 
+COST_METHODS = ("compute", "collective", "transfer", "memory")  # of a cost model
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Axes (slowest first) of equal devices. `rank` is row-major over the axes, as torch's DeviceMesh counts."""
@@ -91,6 +94,12 @@ class Mesh:
             raise ValueError(f"the axes are called {', '.join(map(repr, self.axis_names))}; expected a name of its own for each")
         if not (isinstance(self.expert_imbalance, (int, float)) and 1 <= self.expert_imbalance < math.inf):
             raise ValueError(f"expert_imbalance is {self.expert_imbalance!r}; expected a number of 1 or more: 1 is a balanced load")
+        if (model := self.cost_model) is not None and not isinstance(model, AbsentCostModel):
+            lacks = [name for name in COST_METHODS if not callable(getattr(model, name, None))]
+            lacks += [name for name in ("name", "fingerprint") if not isinstance(getattr(model, name, None), str)]
+            if lacks or isinstance(model, type):
+                what = f"lacks {', '.join(lacks)}" if lacks else "is a class"
+                raise ValueError(f"the cost_model {what}; expected an object with {', '.join(COST_METHODS)} and the texts name, fingerprint")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -189,7 +198,7 @@ class AbsentCostModel:
     fingerprint: str
 
     def __getattr__(self, method: str) -> Any:
-        if method not in ("compute", "collective", "transfer", "memory"):
+        if method not in COST_METHODS:
             raise AttributeError(method)
         raise ValueError(f"the plan's seconds are those of the cost model {self.name!r}, which a file can't hold; plan again with it")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.cost.compute import PRICES
+from autoshard.cost.compute import PRICES, Price
 from autoshard.formulate import formulate
 from autoshard.mesh import AbsentCostModel
 from autoshard.problem import evaluate
@@ -106,3 +106,28 @@ def test_a_registered_price_counts_and_is_part_of_the_fingerprint(monkeypatch):
         PRICES.pop("aten.gelu.default", None)
     assert run(kind="exported", objective="serial")[1]["solution"].cost == before.cost
     assert refusal(autoshard.register_price, "aten.gelu.default").startswith("register_price takes seconds or bytes, one of them")
+
+
+WRONG = [float("nan"), -1.0, "3", None, [1.0, None]]
+
+
+@pytest.mark.parametrize("found", WRONG, ids=map(repr, WRONG))
+@pytest.mark.parametrize("method", ["compute", "collective", "memory"])
+def test_what_a_cost_model_says_is_checked(method, found):
+    own = type("Wrong", (autoshard.DefaultCosts,), {"name": "wrong", "fingerprint": "1", method: lambda self, *args: found})()
+    sentence = refusal(run, kind="joint", cost_model=own)
+    assert f" by the cost model 'wrong' is {found!r}; expected numbers of 0 or more" in sentence and sentence.startswith(f"{method} of ")
+
+
+def test_a_registered_price_is_checked(monkeypatch):
+    for found in (*WRONG[:4], float("-inf")):
+        monkeypatch.setitem(PRICES, "aten.gelu.default", Price(lambda inputs, outputs, device, found=found: found))
+        assert refusal(run, kind="exported").startswith(f"the price of aten.gelu.default is {found!r}; expected numbers")
+
+
+def test_an_object_without_the_methods_is_no_cost_model():
+    lacking = type("Lacking", (), {"name": "mine", "compute": lambda self: 1.0})()
+    assert refusal(run, kind="exported", cost_model=lacking).startswith(
+        "the cost_model lacks collective, transfer, memory, fingerprint; expected an object with compute, collective, transfer, memory"
+    )
+    assert refusal(run, kind="exported", cost_model=autoshard.DefaultCosts).startswith("the cost_model is a class; expected an object")

@@ -48,7 +48,6 @@ from .collectives import COLLECTIVES as COLLECTIVES
 from .collectives import PricedCollective as PricedCollective
 from .collectives import bytes_sent as bytes_sent
 from .collectives import collective_seconds as collective_seconds
-from .collectives import priced as priced
 from .collectives import size_independent_seconds as size_independent_seconds
 from .compute import busy_seconds as busy_seconds
 from .compute import op_flops as op_flops
@@ -77,6 +76,7 @@ from .memory import spare_bytes as spare_bytes
 from .model import CostModel as CostModel
 from .model import DefaultCosts as DefaultCosts
 from .model import cost_of as cost_of
+from .model import priced as priced
 from .model import register_price as register_price
 from .model import registered_prices as registered_prices
 from .stages import TimedStage as TimedStage

@@ -24,12 +24,11 @@ gloo has neither reduce_scatter nor all_to_all: torch runs an all_reduce or an a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple, overload
 
 import numpy as np
 
-from autoshard.mesh import Axis, Mesh
+from autoshard.mesh import Axis
 
 TINY = 1e-9  # bytes: the seconds of so small a collective are its latency
 
@@ -83,17 +82,6 @@ class PricedCollective(NamedTuple):
     bytes: int  # B
     seconds: float
     sent: float  # bytes, per rank
-
-
-def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[PricedCollective, ...]:
-    """The seconds and bytes of collectives (collective, axis, B in bytes), for example those inside an op's local program."""
-
-    def price(name: str, axis: int, B: int) -> PricedCollective:
-        of = collective_seconds if mesh.cost_model is None else mesh.cost_model.collective
-        seconds, sent = (one(name, mesh.axes[axis], float(B)) for one in (of, bytes_sent))
-        return PricedCollective(name, axis, B, float(seconds), float(sent))
-
-    return tuple(price(*one) for one in collectives)
 
 
 def size_independent_seconds(collective: str, axis: Axis) -> float:

@@ -50,6 +50,18 @@ class Price:
 PRICES: dict[str, Price] = {}  # by target (model.register_price)
 
 
+def stated(found: Any, what: str) -> Any:
+    """What the user's prices state. ValueError where it is anything but numbers of 0 or more; inf is allowed, and forbids."""
+    if type(found) is float and found >= 0:
+        return found
+    try:
+        if not isinstance(found, str) and (np.asarray(found, dtype=float) >= 0).all():
+            return found
+    except (TypeError, ValueError):  # no number
+        pass
+    raise ValueError(f"{what} is {found!r:.60}; expected numbers of 0 or more, or inf")
+
+
 def op_seconds(
     target: str,
     inputs: Sequence[Described],
@@ -67,7 +79,7 @@ def op_seconds(
     """
     name, own = _name(target), PRICES.get(target)
     if own is not None and own.seconds is not None:
-        return float(own.seconds(inputs, outputs, device) if callable(own.seconds) else own.seconds)
+        return float(stated(own.seconds(inputs, outputs, device) if callable(own.seconds) else own.seconds, f"the price of {target}"))
     if name == "getitem" or alias is not None:
         return 0.0
     if name in SEVERAL:
@@ -106,7 +118,7 @@ def busy_seconds(
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
     if (own := PRICES.get(target)) is not None and own.bytes is not None:
-        moved = own.bytes(inputs, outputs)
+        moved = stated(own.bytes(inputs, outputs), f"the bytes of {target}")
     seconds = most(share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY), moved / device.memory_rate)
     if kernels is None or fused is not None or name.removesuffix("_data").removesuffix("_backward") not in NORM_OPS:
         return seconds

@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autoshard.cost.collectives import collective_seconds
-from autoshard.cost.compute import PRICES, Price, op_seconds
+from autoshard.cost.collectives import PricedCollective, bytes_sent, collective_seconds
+from autoshard.cost.compute import PRICES, Price, op_seconds, stated
 from autoshard.cost.links import offload_seconds
 from autoshard.cost.several_kernels import Described
 from autoshard.devices import Device
@@ -72,8 +73,48 @@ DEFAULT = DefaultCosts()
 
 
 def cost_of(mesh: Mesh) -> CostModel:
-    """The mesh's own cost model, or that of this package."""
-    return DEFAULT if mesh.cost_model is None else mesh.cost_model
+    """The mesh's own cost model, whose seconds are checked, or that of this package."""
+    return DEFAULT if mesh.cost_model is None else CheckedCosts(mesh.cost_model)
+
+
+@dataclass(frozen=True)
+class CheckedCosts:
+    """A cost model of the user's: ValueError where it returns anything but seconds; inf is allowed, and forbids."""
+
+    of: CostModel
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.of.fingerprint
+
+    def compute(self, target: str, *args: Any) -> float:
+        return self._seconds(self.of.compute(target, *args), "compute", target)
+
+    def collective(self, collective: str, axis: Axis, size: Any) -> Any:
+        return self._seconds(self.of.collective(collective, axis, size), "collective", f"{collective} on {axis.name}")
+
+    def transfer(self, size: float, exposed: float, device: Device) -> float:
+        return self._seconds(self.of.transfer(size, exposed, device), "transfer", f"{size:g} bytes")
+
+    def memory(self, kind: str, size: Any, device: Device) -> Any:
+        return self._seconds(self.of.memory(kind, size, device), "memory", kind)
+
+    def _seconds(self, found: Any, method: str, what: str) -> Any:
+        return stated(found, f"{method} of {what} by the cost model {self.of.name!r}")
+
+
+def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[PricedCollective, ...]:
+    """The seconds and bytes of collectives (collective, axis, B in bytes), for example those inside an op's local program."""
+
+    def price(name: str, axis: int, B: int) -> PricedCollective:
+        seconds, sent = (one(name, mesh.axes[axis], float(B)) for one in (cost_of(mesh).collective, bytes_sent))
+        return PricedCollective(name, axis, B, float(seconds), float(sent))
+
+    return tuple(price(*one) for one in collectives)
 
 
 def register_price(
