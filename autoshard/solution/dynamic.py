@@ -7,8 +7,8 @@ It is kept among the plan's assumptions, as `dynamic_shapes`:
     points      the shapes that were planned: the sizes of the dims, those to which the plan has it padded, the plan's seconds there,
                 and seconds that no plan of the shape as it is can go below
     sharded     the sizes that layouts divide: n at the corners of the ranges (graph.sized), and into how many equal parts
-    criterion   what was made small: the average, the worst or the median, over the points, of the plan's seconds relative to those of the
-                best plan of the point; `ratio` is what it is, and no plan has less than `bound_ratio` (0: unknown)
+    criterion   what was made small over the points, relative to the best plan of each: "average", the seconds of all together; "worst" or
+                "median", of the ratios; `ratio` is what it is, and no plan has less than `bound_ratio` (0: unknown)
 """
 
 from __future__ import annotations
