@@ -99,7 +99,7 @@ class Mesh:
             lacks += [name for name in ("name", "fingerprint") if not isinstance(getattr(model, name, None), str)]
             if lacks or isinstance(model, type):
                 what = f"lacks {', '.join(lacks)}" if lacks else "is a class"
-                raise ValueError(f"the cost_model {what}; expected an object with {', '.join(COST_METHODS)} and the texts name, fingerprint")
+                raise ValueError(f"the cost_model {what}; expected an object with {', '.join(COST_METHODS)}, name and fingerprint")
 
     @property
     def shape(self) -> tuple[int, ...]:

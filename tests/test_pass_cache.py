@@ -8,13 +8,17 @@ import subprocess
 import sys
 import time
 import zlib
+from functools import cache
 
 import pytest
 
-from autoshard.api import passes
+from autoshard.api import autosharding_pass, passes
+from autoshard.capture import capture
 from autoshard.cli import main
+from autoshard.planning.warm_starts import corresponding
 from autoshard.solution import CacheEntry, open_cache
 from autoshard.solution import cache as cache_module
+from models import gpt2, llama
 from tests.helpers_models import refusal
 from tests.test_passes import run
 
@@ -55,7 +59,6 @@ def test_another_question_is_no_hit(changed):
 
 def test_nothing_is_written_unless_asked(tmp_path):
     run(kind="exported", ilp_solution_file=None)
-    from autoshard.api import autosharding_pass
     from tests.test_passes import FAST, given
 
     graph, inputs, _ = given("mlp", "exported")
@@ -190,3 +193,45 @@ def test_the_verbs_list_show_export_and_prune(capsys):
     capsys.readouterr()
     assert main(["cache", "prune", "plans.db", "--most", "1B", "--json"]) == 0
     assert open_cache("plans.db").entries() == []
+
+
+NEAR = {"batch": dict(batch=32), "link": {}, "layer": dict(layers=4), "a layer less": dict(layers=2)}
+
+
+@pytest.mark.parametrize("near", NEAR)
+@pytest.mark.parametrize("objective", [pytest.param("overlapped", marks=pytest.mark.slow), "serial"])
+def test_a_pass_that_starts_from_a_near_plan_costs_what_it_costs_from_nothing(near, objective):
+    def planned(cache, link=1e14, **sizes):
+        module, inputs = gpt2.tiny(**{"layers": 3, **sizes})
+        options = dict(mesh_shape=(2, 4), intra_node_bandwidth=1e14, inter_node_bandwidth=link, objective=objective, training=True)
+        return autosharding_pass(module, example_inputs=inputs, cache=cache, **options)[1]
+
+    planned("plans.db")
+    asked = {"link": 5e13 if near == "link" else 1e14, **NEAR[near]}
+    warm, cold = planned("plans.db", **asked), planned(None, **asked)
+    assert warm["cache"] == "warm" and warm["bound_seconds"] <= warm["cost_seconds"] * (1 + 1e-9)
+    most = 1e-9 if objective == "serial" else 0.02  # the search for the shortest time line proves no optimum, from nothing neither
+    assert warm["cost_seconds"] <= cold["cost_seconds"] * (1 + most)
+
+
+@cache
+def graph_of(name, layers):
+    module, inputs = {"gpt2": gpt2, "llama": llama}[name].tiny(layers=layers)
+    return capture(module, inputs, training=True)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("layers", [3, 4, 6])
+@pytest.mark.parametrize("known", [3, 4, 7])
+def test_ops_correspond_to_those_at_the_same_place_of_another_depth(name, layers, known):
+    graph, other = graph_of(name, layers), graph_of(name, known)
+    told = corresponding(graph, {op.name: (op.target, op.output.shape if op.is_placeholder else op.outputs) for op in other.ops})
+    assert set(told) == set(range(len(graph.ops)))
+    for i, (target, outputs) in told.items():
+        op = graph.ops[i]
+        assert target == op.target and outputs == (op.output.shape if op.is_placeholder else op.outputs)
+
+
+def test_ops_of_another_model_correspond_by_name():
+    told = corresponding(graph_of("gpt2", 3), {op.name: op.name for op in graph_of("llama", 3).ops})
+    assert told and all(graph_of("gpt2", 3).ops[i].name == name for i, name in told.items())

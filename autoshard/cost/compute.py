@@ -55,11 +55,12 @@ def stated(found: Any, what: str) -> Any:
     if type(found) is float and found >= 0:
         return found
     try:
-        if not isinstance(found, str) and (np.asarray(found, dtype=float) >= 0).all():
-            return found
-    except (TypeError, ValueError):  # no number
-        pass
-    raise ValueError(f"{what} is {found!r:.60}; expected numbers of 0 or more, or inf")
+        is_sound = not isinstance(found, str) and bool((np.asarray(found, dtype=float) >= 0).all())
+    except (TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"{what} is {found!r:.60}; expected numbers of 0 or more, or inf")
+    return found
 
 
 def op_seconds(

@@ -91,8 +91,11 @@ class CheckedCosts:
     def fingerprint(self) -> str:
         return self.of.fingerprint
 
-    def compute(self, target: str, *args: Any) -> float:
-        return self._seconds(self.of.compute(target, *args), "compute", target)
+    def compute(
+        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
+        share: float = 1.0, fused: Fused | None = None,
+    ) -> float:  # fmt: skip
+        return self._seconds(self.of.compute(target, inputs, outputs, alias, device, share, fused), "compute", target)
 
     def collective(self, collective: str, axis: Axis, size: Any) -> Any:
         return self._seconds(self.of.collective(collective, axis, size), "collective", f"{collective} on {axis.name}")

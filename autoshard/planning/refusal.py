@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from autoshard.formulate import Formulation
 from autoshard.options import TIME_LIMIT
 from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
@@ -56,6 +58,9 @@ def _why_nothing_fits(question: Question, problem: Problem, answer: Answer, conf
     why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
     if answer.status is not Status.INFEASIBLE and options.memory_limit is None:
         return f"no answer within {seconds:g} s: no plan was found, there may be one; {longer}"
+    dear = next((name for name, costs in zip(problem.names, problem.node_costs) if not np.isfinite(costs).any()), None)
+    if dear is not None and not (options.pins or options.forbid or options.keep):
+        return f"every layout of {dear} costs inf: a registered price, a rule or the cost model forbids it"
     if options.memory_limit is None or (why is not None and math.isinf(why.smallest_limit[0])) or (conflict.demands and not blamed):
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)

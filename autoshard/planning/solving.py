@@ -30,8 +30,8 @@ def solve_instance(
 ) -> Answer:  # fmt: skip
     """The best answer in the time that is left, with its bound.
 
-    starts: choices that the search may begin with; prices: as for `solve`; preferred: by a fixed order among answers of equal cost, unless the
-    search starts from near plans, which it keeps where they are among the best.
+    starts: choices that the search may begin with; prices: as for `solve`; preferred: by a fixed order among answers of equal cost,
+    unless the search starts from near plans, which it keeps where they are among the best.
     """
     options, problem = question.options, instance.problem
     limits: dict[str, Any] = {"time_limit": question.seconds_left(), "clock": question.clock.now, "gap": options.gap}

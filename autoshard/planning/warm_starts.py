@@ -62,7 +62,7 @@ def corresponding(graph: Graph, layouts: Mapping[str, Placed]) -> dict[int, Plac
     layer = [-1 if place is None or place.block else place.instance for place in repeated_blocks(graph).places]
     names, middle = list(layouts), max(layer, default=-1) // 2
     more, rest = divmod(len(names) - len(layer), layer.count(middle)) if middle >= 0 else (0, len(names) - len(layer))
-    dropped = range(middle, middle - more)  # of the graph's layers: the plan has none for them
+    dropped = range(first := max((max(layer, default=0) + more) // 2, 1), first - more)  # of the layers: the plan has none for them
     order = []
     for k, run in groupby(range(len(layer)), key=lambda i: layer[i]):
         order += [] if k in dropped else list(run) * (1 + max(more, 0) * (k == middle))
