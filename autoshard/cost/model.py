@@ -74,22 +74,17 @@ DEFAULT = DefaultCosts()
 
 def cost_of(mesh: Mesh) -> CostModel:
     """The mesh's own cost model, whose seconds are checked, or that of this package."""
-    return DEFAULT if mesh.cost_model is None else CheckedCosts(mesh.cost_model)
+    model = mesh.cost_model
+    return DEFAULT if model is None else CheckedCosts(model, model.name, model.fingerprint)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckedCosts:
     """A cost model of the user's: ValueError where it returns anything but seconds; inf is allowed, and forbids."""
 
     of: CostModel
-
-    @property
-    def name(self) -> str:
-        return self.of.name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.of.fingerprint
+    name: str
+    fingerprint: str
 
     def compute(
         self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
@@ -107,7 +102,7 @@ class CheckedCosts:
         return self._seconds(self.of.memory(kind, size, device), "memory", kind)
 
     def _seconds(self, found: Any, method: str, what: str) -> Any:
-        return stated(found, f"{method} of {what} by the cost model {self.of.name!r}")
+        return stated(found, f"{method} of {what} by the cost model {self.name!r}")
 
 
 def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[PricedCollective, ...]:

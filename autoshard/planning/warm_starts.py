@@ -63,7 +63,7 @@ def corresponding(graph: Graph, layouts: Mapping[str, Placed]) -> dict[int, Plac
     names, middle = list(layouts), max(layer, default=-1) // 2
     more, rest = divmod(len(names) - len(layer), layer.count(middle)) if middle >= 0 else (0, len(names) - len(layer))
     dropped = range(first := max((max(layer, default=0) + more) // 2, 1), first - more)  # of the layers: the plan has none for them
-    order = []
+    order: list[int] = []
     for k, run in groupby(range(len(layer)), key=lambda i: layer[i]):
         order += [] if k in dropped else list(run) * (1 + max(more, 0) * (k == middle))
     if rest or len(order) != len(names) or any(_stem(graph.ops[i].name) != _stem(name) for i, name in zip(order, names, strict=True)):
