@@ -52,8 +52,6 @@ PRICES: dict[str, Price] = {}  # by target (model.register_price)
 
 def stated(found: Any, what: str) -> Any:
     """What the user's prices state. ValueError where it is anything but numbers of 0 or more; inf is allowed, and forbids."""
-    if type(found) is float and found >= 0:
-        return found
     try:
         is_sound = not isinstance(found, str) and bool((np.asarray(found, dtype=float) >= 0).all())
     except (TypeError, ValueError):
