@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.problem import Problem
+from autoshard.problem import Problem, Usage
 from autoshard.routes import Route, Routes
 from autoshard.strategies import Candidate, Candidates
 
@@ -84,6 +84,9 @@ class Formulation:
         two choices decide that, so in the problem itself a copy counts as long as any view. problem: this one with other costs."""
         ops, users, edges, usages = self.graph.ops, self.graph.users, self.problem.edges, self.problem.usages
         results, hubs = {result.value for result in self.graph.results}, {node: value for value, node in self.hubs.items()}
+        by_start: dict[int, list[Usage]] = {}
+        for u in usages:
+            by_start.setdefault(u.start, []).append(u)
 
         def end(value: Value, layout: Layout | None, held: float) -> float:
             """Of a copy of so many bytes, with a value in this layout."""
@@ -100,7 +103,7 @@ class Formulation:
                 if node is None or self.hub((i, k), choice) == layout:
                     ends.append(end((i, k), layout, held))
                 else:
-                    after = (u.held(choice) for u in usages if u.start == first and u.ends in ((first,), (node, first)))
+                    after = (u.held(choice) for u in by_start.get(first, ()) if u.ends in ((first,), (node, first)))
                     ends.append(first + (sum(after) < held))
             return max(ends)
 
