@@ -50,15 +50,15 @@ class Price:
 PRICES: dict[str, Price] = {}  # by target (model.register_price)
 
 
-def stated(found: Any, what: str) -> Any:
+def stated(amounts: Any, what: str) -> Any:
     """What the user's prices state. ValueError where it is anything but numbers of 0 or more; inf is allowed, and forbids."""
     try:
-        is_sound = not isinstance(found, str) and bool((np.asarray(found, dtype=float) >= 0).all())
+        is_sound = not isinstance(amounts, str) and bool((np.asarray(amounts, dtype=float) >= 0).all())
     except (TypeError, ValueError):
         is_sound = False
     if not is_sound:
-        raise ValueError(f"{what} is {found!r:.60}; expected numbers of 0 or more, or inf")
-    return found
+        raise ValueError(f"{what} is {amounts!r:.60}; expected numbers of 0 or more, or inf")
+    return amounts
 
 
 def op_seconds(

@@ -101,10 +101,10 @@ class CheckedCosts:
     def memory(self, kind: str, size: Any, device: Device) -> Any:
         return self._seconds(self.of.memory(kind, size, device), "memory", kind)
 
-    def _seconds(self, found: Any, method: str, what: str) -> Any:
-        if type(found) is float and found >= 0:  # nearly always: the sentence takes longer than the check
-            return found
-        return stated(found, f"{method} of {what} by the cost model {self.name!r}")
+    def _seconds(self, seconds: Any, method: str, what: str) -> Any:
+        if type(seconds) is float and seconds >= 0:  # nearly always: the sentence takes longer than the check
+            return seconds
+        return stated(seconds, f"{method} of {what} by the cost model {self.name!r}")
 
 
 def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[PricedCollective, ...]:

@@ -114,8 +114,8 @@ class _Steps:
             narrow = self.get(2 * self.logits)
             self.free([logits, *until_loss])
         else:  # in float32: logits, their softmax; the gradient of the loss, and that of the softmax
-            whole, softmax = self.get(4 * self.logits), self.get(4 * self.logits)
-            self.free([logits, whole, *until_loss])
+            wide, softmax = self.get(4 * self.logits), self.get(4 * self.logits)
+            self.free([logits, wide, *until_loss])
             of_loss, of_softmax = self.get(4 * self.logits), self.get(4 * self.logits)
             self.free([of_loss, softmax])
             narrow = self.get(2 * self.logits)

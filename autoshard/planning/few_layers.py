@@ -120,7 +120,7 @@ class FewLayers:
     def _around(self, problem: Problem, clock: Callable[[], float], until: float) -> list[tuple[int, ...]]:
         """Choices on both sides of the memory limit and near it: those of few layers at prices per byte, which are found as for the deep
         problem (Kelley 1960), where each price takes as long as a plan."""
-        loads, times, found = Loads(problem), list[int](), dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]()
+        loads, times, choices = Loads(problem), list[int](), dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]()
         prices = np.zeros(len(loads.rows.times))
         for _ in range(ROUNDS):
             few = self.at_costs_of(loads.priced(problem, prices))
@@ -129,17 +129,17 @@ class FewLayers:
                 break
             solved = solve(few.formulated.problem, solver="prices", gap=AROUND_GAP, time_limit=time_limit, clock=clock, homes=self.layers)
             choice = self.correspondence.choice(solved.choice) if solved.choice is not None else ()
-            if not choice or choice in found or not math.isfinite(cost := evaluate(problem, choice).cost):
+            if not choice or choice in choices or not math.isfinite(cost := evaluate(problem, choice).cost):
                 break
-            found[choice] = np.array([cost]), (load := loads.of(choice))
+            choices[choice] = np.array([cost]), (load := loads.of(choice))
             if load.max(initial=-1.0) > 0 and (fullest := int(load.argmax())) not in times:
                 times.append(fullest)
             if not times:
                 break
-            of_bytes = best_prices([one for one, _ in found.values()], [one[times] for _, one in found.values()])[1]
+            of_bytes = best_prices([one for one, _ in choices.values()], [one[times] for _, one in choices.values()])[1]
             prices = np.zeros(len(prices))
             prices[times] = of_bytes
-        return list(found)
+        return list(choices)
 
     def at_costs_of(self, problem: Problem) -> FewLayers:
         """The few layers, each node and edge at the costs of the first of the deep problem's that it stands for."""

@@ -91,15 +91,15 @@ def _of_all_seconds(question: Question) -> Answered:
     """The best plan of tasks one after the other: in a share of a time limit, where the shortest time line is looked for in the rest."""
     options = question.options
     is_auto = options.recompute == "auto"
-    found = answered_per_tensor if is_auto else best_choice
+    answer = answered_per_tensor if is_auto else best_choice
     if options.objective != "overlapped" or options.time_limit == TIME_LIMIT:
-        return found(question)
+        return answer(question)
     try:
-        best = found(question.within(SHARE))
+        best = answer(question.within(SHARE))
     except Infeasible as error:
         if not (is_auto or isinstance(error, NoAnswer)):
             raise
-        best = found(question)
+        best = answer(question)
     return replace(best, question=best.question.with_options(time_limit=options.time_limit))
 
 

@@ -68,11 +68,11 @@ def corresponding(graph: Graph, layouts: Mapping[str, Placed]) -> dict[int, Plac
         order += [] if k in dropped else list(run) * (1 + max(more, 0) * (k == middle))
     if rest or len(order) != len(names) or any(_stem(graph.ops[i].name) != _stem(name) for i, name in zip(order, names, strict=True)):
         return {i: layouts[op.name] for i, op in enumerate(graph.ops) if op.name in layouts}
-    found = {i: layouts[name] for i, name in zip(order, names, strict=True)}
+    placed_of = {i: layouts[name] for i, name in zip(order, names, strict=True)}
     for ops in repeated_blocks(graph).equal.values():
-        kept = [i for i in ops if i in found]
-        found |= {i: found[min(kept, key=lambda j: abs(j - i))] for i in ops if i not in found and kept}
-    return found
+        kept = [i for i in ops if i in placed_of]
+        placed_of |= {i: placed_of[min(kept, key=lambda j: abs(j - i))] for i in ops if i not in placed_of and kept}
+    return placed_of
 
 
 def _stem(name: str) -> str:
