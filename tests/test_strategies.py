@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autoshard.graph import Graph, Op, replace_refs
+from autoshard.graph import Graph, Op, Tensor, replace_refs
 from autoshard.layout import P, R, S, is_legal, parse, text
 from autoshard.lower.literals import UNINITIALISED, torch_constants
 from autoshard.lower.program import Slot, run_record
@@ -373,3 +373,9 @@ def test_replicas_that_differ_and_nan_are_seen():
     assert joined([x, x + 1], (R,), MESHES["2"])[1] > 0
     assert difference(torch.full((2,), torch.nan), torch.ones(2)) == float("inf")
     assert difference(torch.tensor([torch.inf, 1.0]), torch.tensor([torch.inf, 1.0])) == 0
+
+
+def test_an_op_that_torch_does_not_have_is_one_per_element():
+    """Those that move values to the host's memory are defined where plans are run, not where they are made."""
+    op = Op("x", "autoshard.no_such_op.default", ((0, 0),), (), (Tensor((8, 4), "float32"),))
+    assert len(one_axis_rows(op, (op.outputs[0],)) or ()) > 1
