@@ -17,7 +17,7 @@ import torch
 
 from autoshard.graph import PER_ELEMENT, SHAPED, UPSAMPLED, Op, Ref
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, overload_of, row, rule, shard_rows
 
 
 def input_placements(op: Op, num_inputs: int, placements: dict[int, object]) -> tuple:
@@ -287,8 +287,7 @@ def drawn_per_element(op: Op, inputs: Inputs) -> list[Row]:
 @cache
 def is_pointwise(target: str) -> bool:
     """Whether an operator computes each element alone, and draws no random numbers."""
-    namespace, name, overload = target.split(".", 2)
-    tags = getattr(getattr(getattr(torch.ops, namespace), name), overload).tags
+    tags = getattr(overload_of(target), "tags", ())
     known = torch.Tag.pointwise in tags or target in UNTAGGED or target in LINEAR_PER_ELEMENT
     return known and torch.Tag.nondeterministic_seeded not in tags
 

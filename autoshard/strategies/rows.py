@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.graph import Op, Tensor
@@ -20,6 +21,12 @@ from autoshard.layout import Layout, P, R, S
 
 Inputs = tuple[Tensor, ...]
 Rule = Callable[[Op, Inputs], "list[Row] | None"]
+
+
+def overload_of(target: str) -> Any:
+    """torch's operator of a target; None for those of ours that are defined only where plans are run."""
+    namespace, name, which = target.split(".", 2)
+    return getattr(getattr(getattr(torch.ops, namespace), name, None), which, None)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from autoshard.graph import Const, Op, Ref, Tensor
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row
+from autoshard.strategies.rows import Inputs, Row, overload_of
 from autoshard.torch_private import (
     DTensorSpec,
     OpSchema,
@@ -28,9 +28,8 @@ from autoshard.torch_private import (
 
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     """torch's rows for the op on one axis; None if torch has no rule for it, or none that can be called this way."""
-    namespace, name, which = op.target.split(".", 2)
-    overload = getattr(getattr(getattr(torch.ops, namespace), name, None), which, None)
-    if overload is None:  # ours, defined where plans are run
+    overload = overload_of(op.target)
+    if overload is None:
         return None
     if not inputs and any(str(argument.type) == "Tensor" for argument in overload._schema.arguments[:1]):
         return []  # a number stands for the tensor, which torch's rules don't expect: replicated
