@@ -121,7 +121,8 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
     alone, fused = runs.devices == 1, constants.stack.fused_accumulation > 0
     # where FSDP is not needed its launchers keep float32 parameters as well, and cast them (autocast)
-    runs = runs.with_columns(zero=np.where(alone & ~fused & (constants.stack.balanced == 0), 3, runs.zero))
+    casts = alone & ~fused & (constants.stack.balanced == 0) & (constants.memory.pure == 0)
+    runs = runs.with_columns(zero=np.where(casts, 3, runs.zero))
     p, one, none = runs.pipeline, runs.pipeline == 1, np.zeros(len(runs))
     kept, working = of_each_kind(activation_bytes, runs, constants, [p > 1])
     logits, table = logits_bytes(runs, constants), runs.table_parameters
