@@ -28,7 +28,8 @@ def load_launchers() -> ModuleType:
 def launcher_of(path: str, launcher: str | None) -> str:
     """The launcher that a file is a configuration of: `launcher` where it is given. ValueError where the file's ending doesn't say it."""
     if (known := launcher or CONFIGURATIONS.get(Path(path).suffix)) is None:
-        raise ValueError(f"{path} may be of several launchers; add --launcher accelerate, nanotron, deepspeed, automodel, megatron or torchtitan")
+        names = "accelerate, nanotron, deepspeed, automodel, megatron or torchtitan"
+        raise ValueError(f"{path} may be of several launchers; add --launcher {names}")
     return known
 
 
