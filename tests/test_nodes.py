@@ -22,7 +22,7 @@ from autoshard.layout import is_even, parse, text
 from autoshard.lower.program import Redistribute, run_record, slot_of
 from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.sharding import local_tensors
-from autoshard.torch_private import DTensorSpec, dynamo_graph_capture_for_export
+from autoshard.torch_private import DTensorSpec, dynamo_config, dynamo_graph_capture_for_export
 from models import bert, dlrm, gpt2, llama, mlp, moe, resnet, unet
 from tests.helpers import difference, joined
 from tests.test_passes import FAST
@@ -91,11 +91,17 @@ def flat(module, inputs):
     return make_fx(run)(*(p.detach() for p in module.parameters()), *inputs)
 
 
+def traced_by_dynamo(module, inputs):
+    """With sizes as numbers, whatever sizes of the module dynamo saw before in this process."""
+    with dynamo_config.patch(automatic_dynamic_shapes=False):
+        return dynamo_graph_capture_for_export(module)(*inputs)
+
+
 FORMS = {
     "exported": exported,
     "decomposed": lambda module, inputs: exported(module, inputs).run_decompositions(),
     "make_fx": flat,
-    "dynamo": lambda module, inputs: dynamo_graph_capture_for_export(module)(*inputs),
+    "dynamo": traced_by_dynamo,
     "joint": lambda module, inputs: capture_module(module, inputs, training=True).fx_graph,
     "symbolic_trace": lambda module, inputs: fx.symbolic_trace(module),
 }
