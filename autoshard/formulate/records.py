@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.problem import Problem, Usage
+from autoshard.problem import Problem, Usage, evaluate
 from autoshard.routes import Route, Routes
 from autoshard.strategies import Candidate, Candidates
 
@@ -79,6 +79,10 @@ class Formulation:
             self._known_routes[key] = self.routes.route(tensor.shape, tensor.itemsize, edge.source_layouts[a], edge.target_layouts[b])
         return self._known_routes[key]
 
+    def peak(self, choice: Sequence[int]) -> float:
+        """Bytes per device at the fullest moment of this choice as it is run. A memory limit counts some copies longer."""
+        return evaluate(self.problem_as_run(choice), choice).peak
+
     def problem_as_run(self, choice: Sequence[int], problem: Problem | None = None) -> Problem:
         """With the usages of this choice: a copy ends with the last op that reads it, or a view of it that isn't a copy itself. More than
         two choices decide that, so in the problem itself a copy counts as long as any view. problem: this one with other costs."""
@@ -109,10 +113,15 @@ class Formulation:
 
         shorter = list(usages)
         for n, u in enumerate(usages):
-            if u.edge is not None and (b := edges[u.edge].b) in hubs:
-                shorter[n] = replace(u, end=int(min(u.end, end(hubs[b], self.hub(hubs[b], choice), u.held(choice)))))
-            elif u.edge is not None and b < len(ops) and ops[b].alias is not None:
-                shorter[n] = replace(u, end=int(min(u.end, end_of(b, u.held(choice)))))
+            if u.edge is None:
+                continue
+            ends = u.end
+            if (b := edges[u.edge].b) in hubs:
+                ends = end(hubs[b], self.hub(hubs[b], choice), u.held(choice))
+            elif b < len(ops) and ops[b].alias is not None:
+                ends = end_of(b, u.held(choice))
+            if ends < u.end:
+                shorter[n] = replace(u, end=int(ends))
         return replace(problem or self.problem, usages=tuple(shorter))
 
     @cached_property

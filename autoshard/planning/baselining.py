@@ -40,7 +40,7 @@ def solve_baselines(question: Question, instance: Instance) -> tuple[dict[str, d
         rows[baseline.name] = {
             "cost_seconds": answer.cost if answer.choice is not None else None,
             "step_seconds": None if answer.choice is None else step_seconds(formulated, answer.choice),
-            "peak_bytes": answer.peak,
+            "peak_bytes": None if answer.choice is None else formulated.peak(answer.choice),
             "status": answer.status.value,
             "matched": baseline.matched,
         }
