@@ -91,15 +91,15 @@ def _of_all_seconds(question: Question) -> Answered:
     """The best plan of tasks one after the other: in a share of a time limit, where the shortest time line is looked for in the rest."""
     options = question.options
     is_auto = options.recompute == "auto"
-    answer = answered_per_tensor if is_auto else best_choice
+    plan_of = answered_per_tensor if is_auto else best_choice
     if options.objective != "overlapped" or options.time_limit == TIME_LIMIT:
-        return answer(question)
+        return plan_of(question)
     try:
-        best = answer(question.within(SHARE))
+        best = plan_of(question.within(SHARE))
     except Infeasible as error:
         if not (is_auto or isinstance(error, NoAnswer)):
             raise
-        best = answer(question)
+        best = plan_of(question)
     return replace(best, question=best.question.with_options(time_limit=options.time_limit))
 
 
