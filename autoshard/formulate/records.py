@@ -115,7 +115,7 @@ class Formulation:
         for n, u in enumerate(usages):
             if u.edge is None:
                 continue
-            ends = u.end
+            ends: float = u.end
             if (b := edges[u.edge].b) in hubs:
                 ends = end(hubs[b], self.hub(hubs[b], choice), u.held(choice))
             elif b < len(ops) and ops[b].alias is not None:
