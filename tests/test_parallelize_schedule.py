@@ -137,6 +137,25 @@ def test_gathers_of_parameters_are_prefetched_in_order_where_there_is_room(pace)
     assert "forward: 3 collectives for 3 of the plan" in described({"forward": rows}, pace.mesh)
 
 
+@pytest.mark.parametrize("also_read", [False, True])
+def test_a_gather_of_a_cast_parameter_is_prefetched_unless_a_kernel_reads_the_cast_too(pace, also_read):
+    group = pace.groups.names[0]
+
+    def forward(x, *weights):
+        x = x.half()
+        for w in weights:
+            part = w.half()
+            y = x @ gathered(part, group)
+            x = (y + part.sum() if also_read else y).relu()
+        return x
+
+    module = traced(forward, (512, 512), *[(256, 512)] * 3)
+    overlap(module, pace, room([module.graph], 2e6))
+    nodes = list(module.graph.nodes)
+    matmuls = [i for i, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
+    assert [nodes.index(start) < mm for start, mm in zip(starts(module)[1:], matmuls)] == [not also_read] * 2  # before the layer before
+
+
 @pytest.mark.parametrize("spare, early", [(0.0, False), (2e6, True)])
 def test_a_gather_of_activations_begins_early_only_where_its_bytes_fit(pace, spare, early):
     """It is read behind the fullest moment; before, it would be one large tensor more there."""

@@ -6,11 +6,13 @@ import json
 import math
 
 import pytest
+import torch
 
 import autoshard
 from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.cost import spare_bytes
+from autoshard.graph import CAST, KEPT, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
@@ -220,6 +222,23 @@ def test_streams_begin_in_the_order_of_the_list(plans):
         assert timeline.times.begin[i] >= last.get(task.stream, 0.0)
         last[task.stream] = timeline.times.end[i]
         assert all(j < i for j in task.after)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_parameters_that_are_cast_are_fetched_as_early_as_those_that_are_not(microbatches):
+    """Stored in float32, fully sharded: the cast of a shard runs where its gather begins, before kernels that stand before it."""
+    graph = capture_deep(*llama.tiny(layers=4), training=True, precision=autoshard.Precision(torch.bfloat16))[0]
+    devices = Mesh.from_bandwidths((4,), **SLOW)
+    solution = scheme_plan(graph, devices, "fsdp", training=True, baselines=False, microbatches=microbatches)
+    graph = with_microbatches(graph, "float32") if microbatches > 1 else graph
+    program = timeline_of_solution(graph, solution).program
+    casts = [i for i, op in enumerate(graph.ops) if op.target == CAST and graph.ops[op.inputs[0][0]].kind in ("parameter", KEPT)]
+    assert len(casts) == 2 * len(graph.parameters) - 1  # the backward of an embedding does not read it
+    kernels = [task.op for task in program.tasks if task.kind == "compute"][-len(graph.ops) :]
+    hoisted = [i for i in casts if i in kernels and any(other < i for other in kernels[kernels.index(i) :])]
+    assert len(hoisted) > len(casts) / 2
+    in_place = [task.op for task in timeline_of_solution(graph, solution, overlap=False).tasks if task.kind == "compute"]
+    assert in_place[: in_place.index(casts[-1])] == sorted(in_place[: in_place.index(casts[-1])])
 
 
 def test_prefetch_below_zero_is_said(plans):

@@ -2,7 +2,7 @@
 
 Some nodes are anchors, which stay in program order. The others are lazy:
 
-    start     a functional collective                      prep      a cheap node that only starts and preps read
+    start     a functional collective                      prep      a cheap node, or a cast of a view, that only starts and preps read
     wait      wait_tensor of a start                       follower  a cheap node that reads a wait or a follower
     view      a view of placeholders only
 
@@ -129,7 +129,8 @@ def _lazy(nodes: Sequence[fx.Node]) -> set[fx.Node]:
             lazy.add(node)
     for node in reversed(nodes):
         is_prep = all(user.target in STARTS or (user in lazy and "prep" in user.meta) for user in node.users)
-        if node.target in CHEAP and node.users and is_prep:
+        is_cheap = node.target in CHEAP or (node.target is CAST and views.issuperset(node.all_input_nodes))  # a parameter
+        if is_cheap and node.users and is_prep:
             lazy.add(node)
             node.meta["prep"] = True
     return lazy

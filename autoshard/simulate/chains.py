@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.formulate import Formulation, StreamSeconds
-from autoshard.graph import ACCUMULATED, KEPT
+from autoshard.graph import ACCUMULATED, CAST, KEPT
 
 START = -1  # of a chain
 
@@ -108,12 +108,15 @@ class _Longest:
         self.last = BEGIN  # of the kernels, in order
 
     def chain(self) -> Chain:
-        ops = self.formulation.graph.ops
+        ops, early = self.formulation.graph.ops, set[int]()
         for i, op in enumerate(ops):
             if op.is_placeholder or op.kind == KEPT:  # of several microbatches only the first waits for what is fetched
                 self.ready[i] = NEVER if self.several else BEGIN
+                early.add(i)
             else:
-                self._run(i, op.kind == ACCUMULATED)
+                self._run(i, op.kind == ACCUMULATED or op.target == CAST and op.inputs[0][0] in early)
+                if (op.alias is not None or op.target == CAST) and op.inputs[op.alias or 0][0] in early:
+                    early.add(i)
             for hub in self.of_op.get(i, ()):
                 self.ready[hub] = self._inputs(hub)
         last = self._reductions() if self.several else self._outputs()
@@ -129,7 +132,7 @@ class _Longest:
         return latest
 
     def _run(self, i: int, waits: bool) -> None:
-        """waits: the op may run at the end of its microbatch, so it has no place in the order of kernels."""
+        """waits: the op may run at the end of its microbatch, or where a fetch begins: it has no place in the order of kernels."""
         inputs = self._inputs(i)
         in_order = not waits and self.always[id(self.streams.nodes[i])]
         begin = max(self.last, inputs, key=lambda link: link.end) if in_order else inputs

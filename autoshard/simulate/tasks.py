@@ -6,6 +6,8 @@
                       splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
+    cast of a         where its first fetch begins
+      parameter
     offload, reload   its copy on the host link's stream of its direction; without overlap the share that the plan counts
 
 The list holds every task once, after all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
@@ -37,7 +39,7 @@ import numpy as np
 
 from autoshard.cost import PricedCollective, TimedStage, host_seconds, spare_bytes
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
-from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph
+from autoshard.graph import ACCUMULATED, CAST, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph
 from autoshard.layout import Layout, local_numel, text
 from autoshard.problem import held, usage_profile
 from autoshard.routes import Step
@@ -131,7 +133,7 @@ class _Builder:
             self._move_all(slots.get(2 * i, ()))
             if op.kind == ACCUMULATED and any(self.steps[k] for k in self.places.inputs[i]):
                 waiting.append(i)
-            elif not op.is_placeholder and op.kind != KEPT:
+            elif not op.is_placeholder and op.kind != KEPT and i not in self.ready:  # a cast may have run
                 self._run(i)
             self._move_all(slots.get(2 * i + 1, ()))
         self._move_all(slots.get(2 * n, ()))
@@ -172,7 +174,9 @@ class _Builder:
         self.tasks.append(task)
 
     def _move(self, k: int) -> None:
-        link, first = self.links[k], len(self.tasks)
+        link = self.links[k]
+        self._cast(link.a)
+        first = len(self.tasks)
         after = self._available(link.a) or self.begins_after
         if k in self.places.later:  # not before the compute stream has reached this position
             after = tuple(sorted({*after, *self.last_compute}))
@@ -186,6 +190,14 @@ class _Builder:
         self.of_link[k] = (first, len(self.tasks))
         if k in self.places.hub_links:
             self.ready[link.b] = after
+
+    def _cast(self, node: int) -> None:
+        """Run the casts of parameters that a fetch of this node's value waits for."""
+        if node in self.places.casts and node not in self.ready:
+            self._run(node)
+        elif node in self.places.early:
+            for k in self.places.inputs.get(node, ()):
+                self._cast(self.links[k].a)
 
     def _available(self, node: int) -> tuple[int, ...]:
         """The tasks after which the value of a node is available; of a view whose turn is still to come, those of its inputs."""
@@ -280,10 +292,9 @@ class _Places:
         self.reductions = [k for k, link in enumerate(self.links) if kinds.get(link.a) == ACCUMULATED]
         for k, link in enumerate(self.links):
             self._read(k, link, n)
-        for i, op in enumerate(self.graph.ops):  # a view of a parameter can be fetched as early as the parameter
-            if op.alias is not None and self.phases[op.inputs[op.alias][0]] == "rest":
-                self.phases[i] = "rest"
         self.origins = self._origins()
+        self.casts: set[int] = set()  # of parameters, which run where their first fetch begins
+        self.early = self._early(overlap)
         self.late: set[int] = set()  # fetches
         self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
         times, total = usage_profile(formulation.problem, choice)
@@ -318,13 +329,28 @@ class _Places:
     def _when_produced(self, k: int) -> int:
         """After the op that produces the value: a parameter or input, or a view of it, is there at the begin; returned, at the end."""
         i = self.links[k].value[0]
-        if self.phases[i] == "rest":
+        if i in self.early:
             return 2 * len(self.graph.ops) if self.results[k] else -1
         return 2 * self.origins.get(i, i) + 1
 
+    def _early(self, overlap: bool) -> set[int]:
+        """Ops whose values can be fetched from the begin on: parameters and inputs, views of them and, with overlap, casts of these."""
+        early, moved = {i for i, phase in enumerate(self.phases) if phase == "rest"}, self._moved_hubs()
+        for i, op in enumerate(self.graph.ops):
+            if op.alias is not None and op.inputs[op.alias][0] in early:
+                early.add(i)
+            elif overlap and op.target == CAST and op.inputs[0][0] in early and op.kind not in (KEPT, ACCUMULATED):
+                if not any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
+                    early.add(i)
+                    self.casts.add(i)
+        return early
+
+    def _moved_hubs(self) -> set[int]:
+        return {link.b for k, link in enumerate(self.links) if k in self.hub_links and self.steps[k]}
+
     def _origins(self) -> dict[int, int]:
         """Of each view of a value that nothing moves, the op that computes it: both are there at once."""
-        moved = {link.b for k, link in enumerate(self.links) if k in self.hub_links and self.steps[k]}
+        moved = self._moved_hubs()
         origins: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             inputs = self.inputs.get(i, ())
@@ -335,7 +361,7 @@ class _Places:
 
     def _overlapped(self, prefetch: int) -> list[int]:
         slots = [0] * len(self.links)
-        phase = dict(enumerate(self.phases))  # of nodes: the phase that produces their value
+        phase = {i: "rest" if i in self.early else phase for i, phase in enumerate(self.phases)}  # of nodes: the phase of their value
         waiting, fetches = [], set(self.fetches)
         for k, link in enumerate(self.links):  # those into hubs come first
             read = self._phase_of(self.reader[k], phase[link.a])
