@@ -12,7 +12,7 @@ import autoshard
 from autoshard import api
 from autoshard.capture import capture_deep
 from autoshard.cost import spare_bytes
-from autoshard.graph import CAST, KEPT, with_microbatches
+from autoshard.graph import early_casts, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
@@ -232,7 +232,7 @@ def test_parameters_that_are_cast_are_fetched_as_early_as_those_that_are_not(mic
     solution = scheme_plan(graph, devices, "fsdp", training=True, baselines=False, microbatches=microbatches)
     graph = with_microbatches(graph, "float32") if microbatches > 1 else graph
     program = timeline_of_solution(graph, solution).program
-    casts = [i for i, op in enumerate(graph.ops) if op.target == CAST and graph.ops[op.inputs[0][0]].kind in ("parameter", KEPT)]
+    casts = sorted(early_casts(graph))
     assert len(casts) == 2 * len(graph.parameters) - 1  # the backward of an embedding does not read it
     kernels = [task.op for task in program.tasks if task.kind == "compute"][-len(graph.ops) :]
     hoisted = [i for i in casts if i in kernels and any(other < i for other in kernels[kernels.index(i) :])]

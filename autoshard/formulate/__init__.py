@@ -29,6 +29,7 @@ from autoshard.formulate.saved_values import chosen_of as chosen_of
 from autoshard.formulate.saved_values import hidden_seconds as hidden_seconds
 from autoshard.formulate.saved_values import transfer_seconds_of as transfer_seconds_of
 from autoshard.formulate.saved_values import with_saved_values as with_saved_values
+from autoshard.formulate.streams import EARLY as EARLY
 from autoshard.formulate.streams import StreamSeconds as StreamSeconds
 from autoshard.formulate.streams import stream_seconds as stream_seconds
 from autoshard.formulate.tables import Tables as Tables

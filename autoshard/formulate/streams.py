@@ -1,7 +1,8 @@
 """The seconds of each choice by stream: kernels on the compute stream, collectives on the link that their mesh axis uses.
 
-    c_v[i]    = sum_s c_vs[i]        kernel and splits: stream 0; link k, which one or more mesh axes use: stream k + 1; the last stream:
-    T_uv[i,j] = sum_s T_uvs[i,j]     seconds in which the compute stream waits for messages within an op (a ring)
+    c_v[i]    = sum_s c_vs[i]        kernel and splits: stream 0; link k, which one or more mesh axes use: stream k + 1; the last but one:
+    T_uv[i,j] = sum_s T_uvs[i,j]     kernels on stream 0 that may run early, casts of shards of parameters; the last: seconds in which the
+                                     compute stream waits for messages within an op (a ring)
 
 A stream does one thing at a time, so no schedule of a plan ends before any stream has done its seconds.
 """
@@ -17,9 +18,12 @@ from autoshard.cost import priced, shared_links
 from autoshard.formulate.build import op_stages
 from autoshard.formulate.records import Formulation, TensorEdge
 from autoshard.formulate.tables import distinct
-from autoshard.graph import KEPT, OFFLOADED, RELOADED
+from autoshard.graph import KEPT, OFFLOADED, RELOADED, early_casts
+from autoshard.layout import replicated
 from autoshard.routes import stream_table
 from autoshard.strategies import internal_collectives
+
+EARLY = -2  # the stream of kernels that may run early
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +32,7 @@ class StreamSeconds:
 
     nodes: tuple[np.ndarray, ...]
     edges: tuple[np.ndarray, ...]
-    num: int  # 1 + links + 1
+    num: int  # 1 + links + 2
 
 
 def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
@@ -43,13 +47,14 @@ class _Streams:
     def __init__(self, formulation: Formulation, links: Sequence[int], joined: bool):
         self.formulation, self.joined = formulation, joined
         order = sorted(set(links))
-        self.num = 2 + len(order)
+        self.num = 3 + len(order)
+        self.early = early_casts(formulation.graph)
         self.to_link = np.eye(self.num)[[0, *(order.index(link) + 1 for link in links)]]  # stream of an axis -> stream of its link
         self.known: dict[tuple, np.ndarray] = {}
 
     def build(self) -> StreamSeconds:
         problem = self.formulation.problem
-        nodes = tuple(self._once(("node", id(costs)), self._node, v) for v, costs in enumerate(problem.node_costs))
+        nodes = tuple(self._once(("node", id(costs), v in self.early), self._node, v) for v, costs in enumerate(problem.node_costs))
         links = self.formulation.tensor_edges
         edges = tuple(self._once(("edge", id(e.table), self._updates(t)), self._edge, t, e.table) for e, t in zip(problem.edges, links))
         return StreamSeconds(nodes, edges, self.num)
@@ -72,6 +77,10 @@ class _Streams:
             for k, busy in self._in_stages(v):
                 parts[k, -1] = max(parts[k, 0] - self.formulation.microbatches * busy, 0.0)
                 parts[k, 0] -= parts[k, -1]
+            if v in self.early:
+                whole = replicated(len(self.formulation.mesh.axes))
+                sharded = [candidate.outputs[0] != whole for candidate in self.formulation.candidates.of[v]]
+                parts[sharded, EARLY], parts[sharded, 0] = parts[sharded, 0], 0.0
         return parts
 
     def _in_stages(self, v: int) -> Iterator[tuple[int, float]]:

@@ -5,8 +5,8 @@ from autoshard.graph.accumulation import KEPT as KEPT
 from autoshard.graph.accumulation import with_microbatches as with_microbatches
 from autoshard.graph.blocks import repeated_blocks as repeated_blocks
 from autoshard.graph.blocks import repetitions as repetitions
-from autoshard.graph.casts import CAST as CAST
 from autoshard.graph.casts import REDUCE_THEN_CAST as REDUCE_THEN_CAST
+from autoshard.graph.casts import early_casts as early_casts
 from autoshard.graph.casts import mixed as mixed
 from autoshard.graph.casts import pending as pending
 from autoshard.graph.chunked_loss import BACKWARD as BACKWARD

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from autoshard.graph.accumulation import ACCUMULATED, KEPT
 from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value, reached
 from autoshard.graph.rewriting import Rewriting
 from autoshard.precision import FLOATS, Precision
@@ -177,3 +178,15 @@ def with_shared_casts(graph: Graph) -> Graph:
         else:
             new.keep(i)
     return new.graph()
+
+
+def early_casts(graph: Graph) -> set[int]:
+    """Casts of parameters, inputs and views of these: they can run as soon as the program begins."""
+    there, casts = set[int](), set[int]()
+    for i, op in enumerate(graph.ops):
+        is_cast = op.target == CAST and op.kind != ACCUMULATED
+        if op.is_placeholder or op.kind == KEPT or ((is_cast or op.alias is not None) and op.inputs[op.alias or 0][0] in there):
+            there.add(i)
+            if is_cast:
+                casts.add(i)
+    return casts

@@ -24,7 +24,8 @@ Kernels of a seconds beside collectives of b take max(a, b) + s min(a, b) (simul
     all kernels   1           s                         0                      1 - s                   for each link l
     all of link l s           1                         0                      0                       for each link l
 
-What is beside a collective of another link, or a wait, may slow nothing: hence 1 - s there.
+What is beside a collective of another link, or a wait, may slow nothing: hence 1 - s there. A kernel that may run early, before others that
+stand before it, is always beside the chain.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.formulate import Formulation, StreamSeconds
-from autoshard.graph import ACCUMULATED, CAST, KEPT
+from autoshard.formulate import EARLY, Formulation, StreamSeconds
+from autoshard.graph import ACCUMULATED, KEPT
 
 START = -1  # of a chain
 
@@ -53,20 +54,20 @@ def longest_chain(formulation: Formulation, streams: StreamSeconds, nodes: np.nd
     chain, s = _Longest(formulation, streams, nodes, edges).chain(), _slowed(formulation)
     beside = ((1 - chain.nodes) * nodes).sum(axis=0) + ((1 - chain.edges) * edges).sum(axis=0)
     weights = np.zeros(streams.num)
-    weights[0] = s
-    if streams.num > 2:
-        weights[1 + int(np.argmax(beside[1:-1]))] = s
+    weights[[0, EARLY]] = s
+    if streams.num > 3:
+        weights[1 + int(np.argmax(beside[1:EARLY]))] = s
     return Chain(weights + (1 - s) * chain.nodes, weights + (1 - s) * chain.edges)
 
 
 def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain]:
     """All seconds of the kernels, and of each link, with what those of the other slow them by."""
-    s, links = _slowed(formulation), range(1, streams.num - 1)
+    s, links = _slowed(formulation), range(1, streams.num - 2)
     rows = np.zeros((max(2 * len(links), 1), streams.num))
-    rows[0, [0, -1]] = 1.0
+    rows[0, [0, EARLY, -1]] = 1.0
     for k, link in enumerate(links):
-        rows[2 * k, [0, link, -1]] = 1.0, s, 1.0 - s
-        rows[2 * k + 1, [0, link]] = s, 1.0
+        rows[2 * k, [0, EARLY, link, -1]] = 1.0, 1.0, s, 1.0 - s
+        rows[2 * k + 1, [0, EARLY, link]] = s, s, 1.0
     problem = formulation.problem
     return [Chain(np.tile(row, (len(problem.node_costs), 1)), np.tile(row, (len(problem.edges), 1))) for row in rows]
 
@@ -94,7 +95,7 @@ class _Longest:
     def __init__(self, formulation: Formulation, streams: StreamSeconds, nodes: np.ndarray, edges: np.ndarray):
         self.formulation, self.streams = formulation, streams
         self.kernel = (nodes[:, 0] + nodes[:, -1]).tolist()
-        self.full, self.moved = nodes.sum(axis=1).tolist(), edges.sum(axis=1).tolist()
+        self.full, self.moved = (nodes.sum(axis=1) - nodes[:, EARLY]).tolist(), edges.sum(axis=1).tolist()
         self.always = {id(part): bool((part[:, 0] + part[:, -1] > 0).all()) for part in streams.nodes}  # a kernel under every choice
         self.into: dict[int, list[int]] = {}
         for k, e in enumerate(formulation.problem.edges):
@@ -108,15 +109,12 @@ class _Longest:
         self.last = BEGIN  # of the kernels, in order
 
     def chain(self) -> Chain:
-        ops, early = self.formulation.graph.ops, set[int]()
+        ops = self.formulation.graph.ops
         for i, op in enumerate(ops):
             if op.is_placeholder or op.kind == KEPT:  # of several microbatches only the first waits for what is fetched
                 self.ready[i] = NEVER if self.several else BEGIN
-                early.add(i)
             else:
-                self._run(i, op.kind == ACCUMULATED or op.target == CAST and op.inputs[0][0] in early)
-                if (op.alias is not None or op.target == CAST) and op.inputs[op.alias or 0][0] in early:
-                    early.add(i)
+                self._run(i, op.kind == ACCUMULATED)
             for hub in self.of_op.get(i, ()):
                 self.ready[hub] = self._inputs(hub)
         last = self._reductions() if self.several else self._outputs()
@@ -132,7 +130,7 @@ class _Longest:
         return latest
 
     def _run(self, i: int, waits: bool) -> None:
-        """waits: the op may run at the end of its microbatch, or where a fetch begins: it has no place in the order of kernels."""
+        """waits: the op may run at the end of its microbatch, so it has no place in the order of kernels."""
         inputs = self._inputs(i)
         in_order = not waits and self.always[id(self.streams.nodes[i])]
         begin = max(self.last, inputs, key=lambda link: link.end) if in_order else inputs
@@ -172,7 +170,7 @@ class _Longest:
         edges = np.zeros((len(self.moved), self.streams.num))
         while link is not None:
             if link.node >= 0:
-                nodes[link.node, : None if link.full else 1] = nodes[link.node, -1] = 1.0
+                nodes[link.node, : EARLY if link.full else 1] = nodes[link.node, -1] = 1.0
             if link.edge >= 0:
                 edges[link.edge] = 1.0
             link = link.before

@@ -6,8 +6,7 @@
                       splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
-    cast of a         where its first fetch begins
-      parameter
+    cast of a shard   of a parameter, where its first fetch begins
     offload, reload   its copy on the host link's stream of its direction; without overlap the share that the plan counts
 
 The list holds every task once, after all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
@@ -39,8 +38,8 @@ import numpy as np
 
 from autoshard.cost import PricedCollective, TimedStage, host_seconds, spare_bytes
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
-from autoshard.graph import ACCUMULATED, CAST, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph
-from autoshard.layout import Layout, local_numel, text
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph, early_casts
+from autoshard.layout import Layout, local_numel, replicated, text
 from autoshard.problem import held, usage_profile
 from autoshard.routes import Step
 
@@ -294,7 +293,7 @@ class _Places:
             self._read(k, link, n)
         self.origins = self._origins()
         self.casts: set[int] = set()  # of parameters, which run where their first fetch begins
-        self.early = self._early(overlap)
+        self.early = self._early(formulation, choice, early_casts(self.graph) if overlap else set())
         self.late: set[int] = set()  # fetches
         self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
         times, total = usage_profile(formulation.problem, choice)
@@ -333,13 +332,14 @@ class _Places:
             return 2 * len(self.graph.ops) if self.results[k] else -1
         return 2 * self.origins.get(i, i) + 1
 
-    def _early(self, overlap: bool) -> set[int]:
-        """Ops whose values can be fetched from the begin on: parameters and inputs, views of them and, with overlap, casts of these."""
+    def _early(self, formulation: Formulation, choice: tuple[int, ...], casts: set[int]) -> set[int]:
+        """Ops whose values can be fetched from the begin on: parameters and inputs, views of them and casts of shards of these."""
         early, moved = {i for i, phase in enumerate(self.phases) if phase == "rest"}, self._moved_hubs()
+        whole = replicated(len(formulation.mesh.axes))
         for i, op in enumerate(self.graph.ops):
             if op.alias is not None and op.inputs[op.alias][0] in early:
                 early.add(i)
-            elif overlap and op.target == CAST and op.inputs[0][0] in early and op.kind not in (KEPT, ACCUMULATED):
+            elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != whole:
                 if not any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
                     early.add(i)
                     self.casts.add(i)
