@@ -31,7 +31,7 @@ import numpy as np  # noqa: E402
 from network import NODES, Network, why_not  # noqa: E402
 from plans import MIDDLE_PIPELINES, PIPELINED, SLOW, TINY_PIPELINES  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from run import asked, measured_mesh, parser_of, say  # noqa: E402
+from run import asked, changed, measured_mesh, parser_of, say  # noqa: E402
 from scipy.optimize import nnls  # noqa: E402
 
 import autoshard  # noqa: E402
@@ -97,13 +97,6 @@ def measured(ranks: Ranks, jobs: Mapping[str, Job], folder: Path) -> dict[str, f
         for key in jobs:
             seconds[key] += ranks.do("steps", count=STEPS, pipeline=key, timeout=600)["seconds"]
     return {key: statistics.median(each) for key, each in seconds.items()}
-
-
-def changed(mesh: Mesh, launch: float, ratio: float = 1.0) -> Mesh:
-    """With kernels that are launched in so many seconds and take so many times their roofline."""
-    device = mesh.device
-    rates = {name: getattr(device, name) / ratio for name in ("flops", "flops32", "memory_bandwidth")}
-    return replace(mesh, device=replace(device, launch=launch, **rates))
 
 
 class Calibration:

@@ -29,13 +29,16 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import numpy as np  # noqa: E402
 from judge import judged, plot, table  # noqa: E402
 from network import Network, why_not  # noqa: E402
-from plans import IDLE, MODELS, SLOW, TINY, Planned, graph_of, plans  # noqa: E402
+from plans import IDLE, MIDDLE_PIPELINES, MODELS, SLOW, TINY, Planned, graph_of, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
+from scipy.optimize import nnls  # noqa: E402
 
 from autoshard.calibrate.cluster import cluster  # noqa: E402
 from autoshard.calibrate.rates import OpSample  # noqa: E402
+from autoshard.capture import capture_deep  # noqa: E402
 from autoshard.graph import Graph  # noqa: E402
 from autoshard.mesh import Mesh  # noqa: E402
 from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402
@@ -50,7 +53,7 @@ def say(line: str) -> None:
 
 
 def measured_mesh(ranks: Ranks, seconds: float, largest: float) -> Mesh:
-    """The cluster's prices, with the seconds that the ranks' interpreter spends on an op as a kernel's launch."""
+    """The cluster's prices."""
     found = ranks.do("measure", seconds=seconds, largest=largest, timeout=20 * seconds + 60)
     times: dict = {}
     for axis, name, size, t in found["collectives"]:
@@ -65,18 +68,32 @@ def measured_mesh(ranks: Ranks, seconds: float, largest: float) -> Mesh:
     return Mesh.from_dict(record["mesh"])
 
 
-def with_launch(mesh: Mesh, graph: Graph, seconds: Callable[[Planned], float]) -> Mesh:
-    """What a step of a tiny model takes beyond its roofline, by op: that is what Python costs. seconds: of its plan for one device."""
-    (alone,) = [one for one in plans(graph, single(mesh), time_limit=5.0) if one.name == "data_parallel"]
-    kernels = sum(not op.is_placeholder and op.alias is None for op in graph.ops)
-    launch = max((seconds(alone) - (alone.seconds - kernels * mesh.device.launch)) / kernels, mesh.device.launch)
-    return replace(mesh, device=replace(mesh.device, launch=launch))
+def changed(mesh: Mesh, launch: float, ratio: float = 1.0) -> Mesh:
+    """With kernels that are launched in so many seconds and take so many times their roofline."""
+    device = mesh.device
+    rates = {name: getattr(device, name) / ratio for name in ("flops", "flops32", "memory_bandwidth")}
+    return replace(mesh, device=replace(device, launch=launch, **rates))
+
+
+def with_kernels(mesh: Mesh, graphs: list[Graph], seconds: Callable[[Graph, Planned], float]) -> Mesh:
+    """With kernels as steps of models of one device show them that are none of the cells. A step of n kernels whose rooflines take t
+    seconds takes n l + r t: l is what Python takes to launch one, r how much longer it takes within a step, beside the other ranks' and
+    with its data in no cache, than alone. Both are those of the least relative squares. seconds: of a plan's step.
+    """
+    rows = []
+    for graph in graphs:
+        (alone,) = [one for one in plans(graph, single(mesh), time_limit=5.0) if one.name == "data_parallel"]
+        n, took = sum(not op.is_placeholder and op.alias is None for op in graph.ops), seconds(graph, alone)
+        rows.append([n / took, (alone.seconds - n * mesh.device.launch) / took])
+    launch, ratio = (float(x) for x in nnls(np.array(rows), np.ones(len(rows)))[0])
+    return changed(mesh, max(launch, mesh.device.launch), max(ratio, 1.0))
 
 
 def interpreted(mesh: Mesh, ranks: Ranks, folder: Path) -> Mesh:
-    """With what the program of a rank costs to interpret."""
-    tiny = graph_of(TINY)
-    return with_launch(mesh, tiny, lambda one: statistics.median(timed(ranks, replace_mesh(one, mesh), tiny, folder)[0]))
+    """With what a kernel costs in the program of a rank, to interpret and to run."""
+    middle = (build(loss=True) for build in MIDDLE_PIPELINES.values())
+    graphs = [graph_of(TINY), *(capture_deep(*model, training=True)[0] for model in middle)]
+    return with_kernels(mesh, graphs, lambda graph, one: statistics.median(timed(ranks, replace_mesh(one, mesh), graph, folder)[0]))
 
 
 def single(mesh: Mesh) -> Mesh:
