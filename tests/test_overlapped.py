@@ -15,6 +15,7 @@ from autoshard import api
 from autoshard.capture import capture
 from autoshard.formulate import EARLY, stream_seconds, with_pins
 from autoshard.mesh import Mesh
+from autoshard.planning.describe import choice_of
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.overlapped import overlapped
@@ -41,7 +42,7 @@ from autoshard.solvers import (
 )
 from models import mlp
 from tests.helpers import TINY, tiny_graph
-from tests.helpers_models import asked
+from tests.helpers_models import asked, scheme_plan
 
 CASES = [
     ("mlp", (2, 2), 1), ("mlp", (2, 2), 3), ("llama", (4,), 1), ("mlp in bfloat16", (2, 2), 1), ("mlp in bfloat16", (4,), 2),
@@ -134,6 +135,19 @@ def test_the_control_a_part_with_all_seconds_of_all_streams_is_too_long(case):
     num = stream_seconds(formulated).num
     everything = Part(np.ones((len(formulated.problem.node_costs), num)), np.ones((len(formulated.problem.edges), num)))
     assert violations(formulated, [everything], plans) > 0
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_chains_leave_out_casts_that_run_early_and_would_be_too_long_with_them(in_place, monkeypatch):
+    """Fully sharded parameters that are stored in float32: their gathers are hidden. in_place: the control, with casts in the graph's order."""
+    graph, mesh = graph_of("mlp in bfloat16"), Mesh.from_bandwidths((4,), intra_node_bandwidth=2e10)
+    formulated = instance_of(asked(graph, mesh)).formulated
+    choice = choice_of(formulated, scheme_plan(graph, mesh, "fsdp", training=True, baselines=False))
+    if in_place:
+        monkeypatch.setattr("autoshard.formulate.streams.early_casts", lambda graph: set())
+    streams = stream_seconds(formulated, joined=True)
+    chain = longest_chain(formulated, streams, *seconds_of_choice(formulated.problem, streams.nodes, streams.edges, choice))
+    assert violations(formulated, [Part(chain.nodes, chain.edges)], [choice]) == in_place
 
 
 @pytest.mark.parametrize("case", CASES)
