@@ -139,7 +139,7 @@ def test_the_control_a_part_with_all_seconds_of_all_streams_is_too_long(case):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_chains_leave_out_casts_that_run_early_and_would_be_too_long_with_them(in_place, monkeypatch):
-    """Fully sharded parameters that are stored in float32: their gathers are hidden. in_place: the control, with casts in the graph's order."""
+    """Of fully sharded parameters, stored in float32, whose gathers are hidden. in_place: the control."""
     graph, mesh = graph_of("mlp in bfloat16"), Mesh.from_bandwidths((4,), intra_node_bandwidth=2e10)
     formulated = instance_of(asked(graph, mesh)).formulated
     choice = choice_of(formulated, scheme_plan(graph, mesh, "fsdp", training=True, baselines=False))
