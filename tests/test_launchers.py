@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autoshard.api import check_launch
+from autoshard.cli.table import LAUNCHERS as ENDINGS
 from autoshard.launch import (
     Launch,
     LaunchConfig,
@@ -27,7 +28,6 @@ from autoshard.launch import (
     why_illegal,
 )  # fmt: skip
 from autoshard.launch.blocks_of_stages import counts_of, spread
-from autoshard.launch.configurations import ENDINGS
 from autoshard.launch.launch_prices import _priced, by_kind, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal

@@ -15,7 +15,7 @@ from autoshard.cli import kinds, table
 from autoshard.devices import known_devices
 from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
 from autoshard.launch.best_degrees import mesh_of, scheme_of
-from autoshard.launch.configurations import ENDINGS
+from autoshard.launch.configurations import FORMATS
 from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.runs import PRECISIONS
 from autoshard.launch.torchtitan import FLAVORS
@@ -197,7 +197,7 @@ def test_a_bound_that_cannot_be_had_is_explained():
 
 
 def test_names_on_the_command_line_are_those_of_the_room():
-    assert table.LAUNCHERS == ENDINGS and tuple(ENDINGS) == LAUNCHERS
+    assert tuple(table.LAUNCHERS) == LAUNCHERS == tuple(FORMATS)
     assert kinds.SITE_DEVICES == known_devices() and set(table.PRECISIONS) < set(PRECISIONS)
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.cost.devices import DEVICE_CONSTANTS, MEMORY_CONSTANTS, STACK_CONSTANTS, device_constants, known_stacks
+from autoshard.cost import DeviceConstants, MemoryConstants, StackConstants
+from autoshard.cost.devices import device_constants, known_stacks
 from autoshard.cost.kernels import Ring, beside
 from autoshard.devices import DEVICE_FILES, known_devices
 from autoshard.launch import peak_memory
@@ -35,7 +36,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def peak_bytes(runs: TrainingRuns) -> np.ndarray:
-    return peak_memory.peak_bytes(runs, constants_of(runs))
+    return peak_memory.memory_of(runs, constants_of(runs)).device
 
 
 RECIPE = {
@@ -91,15 +92,17 @@ def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):
 
 
 def test_every_device_and_stack_has_its_constants_with_a_source_and_few_of_them():
-    assert len(DEVICE_CONSTANTS) <= 15 and len(STACK_CONSTANTS) <= 6 and len(MEMORY_CONSTANTS) <= 7
+    names = [[field.name for field in fields(record)] for record in (DeviceConstants, StackConstants, MemoryConstants)]
+    of_devices, of_stacks, of_memory = names[0][7:], names[1][12:], names[2]  # what stands in front is never fitted
+    assert len(of_devices) <= 15 and len(of_stacks) <= 6 and len(of_memory) <= 7
     for name in known_devices():
         constants = json.loads((DEVICE_FILES / f"{name}.json").read_text())["constants"]
-        assert set(constants) == set(DEVICE_CONSTANTS)
+        assert set(constants) == set(of_devices)
         assert all(one["source"] and one["published"] >= 0 for one in constants.values())
     stacks = json.loads((DEVICE_FILES / "stacks.json").read_text())
     assert set(stacks) == set(known_stacks()) and "other" in stacks
     for stack in ({**stacks[one.get("as", name)], **one} for name, one in stacks.items()):
-        assert set(stack["constants"]) == set(STACK_CONSTANTS) and set(stack["memory"]) == set(MEMORY_CONSTANTS)
+        assert set(stack["constants"]) == set(of_stacks) and set(stack["memory"]) == set(of_memory)
         assert all(set(one) == {"published", "source"} for one in stack["memory"].values())  # described, never fitted
 
 

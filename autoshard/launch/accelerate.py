@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import Nested, flat, nested, parsed, yaml_text
+from .texts import Nested, flat, parsed
 
 PRECISIONS = {"no": "bf16", "none": "bf16", "false": "bf16", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}  # YAML reads a bare no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
-EXCLUSIVE = ()
 RESEMBLING = frozenset({"fsdp_config", "fp8_config", *(f"parallelism_config_{name}_size" for name in DEGREES)})  # one another
 OPTION = "--{} N: accelerate leaves it to the script"
 
@@ -77,11 +76,6 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
     raise ValueError(f"{section.path}: distributed_type is {str(kind)[:40]}; expected FSDP, MULTI_GPU or DEEPSPEED")
 
 
-def write(config: LaunchConfig) -> str:
-    """A YAML for `accelerate launch --config_file`; the batch and the model stay with the script."""
-    return yaml_text(nested(settings(config)))
-
-
 def place(text: str, path: str, name: str) -> str:
     section = Nested(parsed(text, path), path)
     if section.text("distributed_type").upper() != "FSDP" or section.number("fsdp_config.fsdp_version", default=1) < 2:
@@ -90,7 +84,7 @@ def place(text: str, path: str, name: str) -> str:
 
 
 def settings(config: LaunchConfig) -> dict[str, Any]:
-    """What is written, by dotted names."""
+    """For `accelerate launch --config_file`; the batch and the model stay with the script."""
     launch = config.launch
     parallelism = {
         "parallelism_config_dp_replicate_size": launch.replicate, "parallelism_config_dp_shard_size": launch.shard,

@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard.cost import CachingAllocator
 
-from .block_memory import ITEMSIZE, OWN_INPUT, grows, is_written, kept_tasks
+from .block_memory import OWN_INPUT, grows, is_written, kept_tasks, tensor_bytes
 from .block_time import KEEPS, PART
 from .captured_block import BlockTask, Sizes, tasks_of
 from .runs import TrainingRuns
@@ -60,7 +60,7 @@ class _Steps:
         self.allocator, self.gradients, self.number = CachingAllocator(), list[int](), 0
 
     def _bytes(self, tensor: tuple) -> float:
-        return ITEMSIZE[tensor[1]] * float(np.prod([self.sizes.of(dims)[0] for dims in tensor[0]]))
+        return float(tensor_bytes(tensor, self.sizes)[0])
 
     def get(self, bytes: float) -> int:
         self.number += 1

@@ -14,9 +14,8 @@ from typing import Any
 
 from .blocks_of_stages import spread
 from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
-from .texts import Nested, flat, nested, parsed, yaml_text
+from .texts import Nested, flat, parsed
 
-EXCLUSIVE = ()
 DEGREES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
 RESEMBLING = frozenset(
     {*DEGREES, "sp_size", "local_batch_size", "global_batch_size", "distributed", "sequence_parallel", "dist_env",
@@ -82,11 +81,6 @@ def _stages(section: Nested, layers: int, pipeline: int) -> tuple[str, int, str]
     return schedule, virtual, "" if len({*counts}) == 1 else ",".join(map(str, counts))
 
 
-def write(config: LaunchConfig) -> str:
-    """The sections of a recipe that a launch decides; model, data, optimizer and loss are yours to add."""
-    return yaml_text(nested({name: value for name, value in settings(config).items() if value is not None}))
-
-
 def place(text: str, path: str, name: str) -> str:
     section = Nested(parsed(text, path), path, RESEMBLING)
     former = name.replace(PIPELINE, FORMER) if name.startswith(PIPELINE) else CHECKPOINTED[1] if name == CHECKPOINTED[0] else name
@@ -94,9 +88,8 @@ def place(text: str, path: str, name: str) -> str:
 
 
 def settings(config: LaunchConfig) -> dict[str, Any]:
-    """What is written, by dotted names; None is left out."""
+    """The sections of a recipe that a launch decides; model, data, optimizer and loss are yours to add."""
     launch, layers = config.launch, config.sizes.layers
-    local = launch.microbatches_of_pass * launch.microbatch if launch.pipeline > 1 else launch.microbatch
     reshard = None if (launch.zero == 3) == (launch.pipeline == 1) or not launch.zero else launch.zero == 3
     stages = {
         "pp_schedule": launch.schedule.lower() if launch.schedule in ("1F1B", "Interleaved1F1B") else launch.schedule,
@@ -104,7 +97,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     }  # fmt: skip
     return flat(
         {
-            "step_scheduler": {"global_batch_size": launch.global_batch, "local_batch_size": local},
+            "step_scheduler": {"global_batch_size": launch.global_batch, "local_batch_size": launch.local_batch},
             "distributed": {
                 "strategy": "fsdp2" if launch.zero or launch.data == 1 else "ddp", "dp_size": launch.data,
                 "dp_replicate_size": launch.replicate if launch.zero else None, "tp_size": launch.tensor, "cp_size": launch.context,

@@ -6,15 +6,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from .captured_block import BlockTask, Dims, Sizes
+from .runs import TrainingRuns
 
 ITEMSIZE = {"bfloat16": 2.0, "float32": 4.0, "int64": 8.0}
 INPUT: Dims = (2.0, ("b", "s", "h"), 0)  # bytes of a block's input
-USUAL = {"b": 1.0, "s": 4096.0, "h": 4096.0, "g": 4.0, "k": 8.0, "d": 128.0, "f": 14336.0, "v": 128000.0}  # of a model of 8e9 parameters
+OF_8B = {
+    "microbatch": 1.0, "seq": 4096.0, "context": 1.0, "tensor": 1.0, "width": 4096.0, "ffn": 14336.0, "heads": 32.0, "kv_heads": 8.0,
+    "head_dim": 128.0, "vocab": 128000.0,
+}  # fmt: skip
+USUAL = Sizes(TrainingRuns({name: np.array([value]) for name, value in OF_8B.items()}))  # a model of 8e9 parameters
 OWN_INPUT = -1  # in place of a task
 
 
@@ -28,13 +34,11 @@ def result_bytes(task: BlockTask, sizes: Sizes) -> np.ndarray:
     """Of what a task computes."""
     if task.kind == "collective":
         return sizes.of(task.bytes) / (sizes.tensor if task.collective == "reduce_scatter" else 1.0)
-    total = np.zeros(1)
-    for dims, dtype in filter(None, task.outputs):
-        count = np.array(ITEMSIZE[dtype])
-        for dim in dims:
-            count = count * sizes.of(dim)
-        total = total + count
-    return total
+    return sum((tensor_bytes(tensor, sizes) for tensor in filter(None, task.outputs)), np.zeros(1))
+
+
+def tensor_bytes(tensor: tuple, sizes: Sizes) -> np.ndarray:
+    return math.prod((sizes.of(dims) for dims in tensor[0]), start=np.array(ITEMSIZE[tensor[1]]))
 
 
 def kept_bytes(
@@ -105,10 +109,5 @@ def _sources(tasks: Sequence[BlockTask], i: int, how: str) -> set[int]:
     return sources
 
 
-def _usual_bytes(tasks: Sequence[BlockTask], i: int) -> float:
-    def of(dims: Dims) -> float:
-        return float(dims[0] * np.prod([USUAL[letter] for letter in dims[1]]))
-
-    if i == OWN_INPUT or tasks[i].kind == "collective":
-        return of(INPUT if i == OWN_INPUT else tasks[i].bytes)
-    return float(sum(ITEMSIZE[dtype] * np.prod([of(dim) for dim in dims]) for dims, dtype in filter(None, tasks[i].outputs)))
+def _usual_bytes(tasks: Sequence[BlockTask], i: int) -> np.ndarray:
+    return input_bytes(tasks, USUAL) if i == OWN_INPUT else result_bytes(tasks[i], USUAL)

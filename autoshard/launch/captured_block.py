@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from pathlib import Path
@@ -146,17 +146,11 @@ def end_of(tasks: tuple[BlockTask, ...], seconds: Seconds) -> tuple[np.ndarray, 
     """When the last of some tasks ends, and their seconds by kind."""
     each = [seconds(task) for task in tasks]
     by_kind = {kind: sum((s for s, task in zip(each, tasks) if task.kind == kind), np.zeros(1)) for kind in KINDS}
-    line = [(int(task.kind == "collective"), task.after, s) for task, s in zip(tasks, each)]
-    end = last_end(line)
-    return end + SLOWED * (sum(by_kind.values()) - end), by_kind  # one of both runs at any time; what exceeds the end ran beside
-
-
-def last_end(tasks: Iterable[tuple[int, Sequence[int], Any]]) -> Any:
-    """When the last of tasks (stream, the tasks waited for, seconds) ends, without shared links; seconds may be arrays, with an entry for
-    each of many launches."""
     ends: list[Any] = []
-    free: dict[int, Any] = {}
-    for stream, after, seconds in tasks:
-        ends.append(reduce(np.maximum, (ends[j] for j in after), free.get(stream, 0.0)) + seconds)
+    free: dict[bool, Any] = {}  # by stream: kernels, collectives
+    for task, s in zip(tasks, each):
+        stream = task.kind == "collective"
+        ends.append(reduce(np.maximum, (ends[j] for j in task.after), free.get(stream, 0.0)) + s)
         free[stream] = ends[-1]
-    return reduce(np.maximum, free.values(), 0.0)
+    end: Any = reduce(np.maximum, free.values(), 0.0)
+    return end + SLOWED * (sum(by_kind.values()) - end), by_kind  # one of both runs at any time; what exceeds the end ran beside

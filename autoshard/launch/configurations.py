@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import accelerate, automodel, deepspeed, megatron, nanotron, torchtitan
 from .edits import edited
 from .legality import check_launcher
+from .model_sizes import ModelSizes
 from .runs import LaunchConfig, Overrides
+from .texts import arguments_text, json_text, nested, toml_text, yaml_text
 
-# each with `read`, `write`, `settings`, `place` and groups of keys of which one counts
-FORMATS: dict[str, Any] = {
-    "torchtitan": torchtitan, "megatron": megatron, "accelerate": accelerate, "nanotron": nanotron, "deepspeed": deepspeed,
-    "automodel": automodel,
-}  # fmt: skip
-ENDINGS = {  # of what is written
-    "torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml", "deepspeed": ".json", "automodel": ".yaml",
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Format:
+    """How a launcher's configurations are read, and what a launch decides of them is written."""
+
+    read: Callable[[str, str, Overrides], LaunchConfig]
+    settings: Callable[[LaunchConfig], dict[str, Any]]  # by dotted names; None where there should be none
+    text: Callable[[Mapping[str, Any]], str] = yaml_text
+    place: Callable[[str, str, str], str] = lambda text, path, name: name  # the name under which a text has a setting
+    exclusive: tuple[frozenset[str], ...] = ()  # groups of keys of which one counts
+    omitted: tuple = (None,)  # values that are left out of a new configuration
+    model: Callable[[ModelSizes], dict[str, Any]] = lambda sizes: {}  # ... and what it says of the model besides
+
+
+FORMATS = {
+    "torchtitan": Format(torchtitan.read, torchtitan.settings, toml_text, torchtitan.place, torchtitan.EXCLUSIVE, model=torchtitan.model),
+    "megatron": Format(megatron.read, megatron.settings, arguments_text, megatron.place, megatron.EXCLUSIVE),
+    "accelerate": Format(accelerate.read, accelerate.settings, place=accelerate.place),
+    "nanotron": Format(nanotron.read, nanotron.settings),
+    "deepspeed": Format(deepspeed.read, deepspeed.settings, json_text, deepspeed.place, omitted=(None, -1, "none")),
+    "automodel": Format(automodel.read, automodel.settings, place=automodel.place),
+}
 ROUNDS = 3  # of changes
 
 
@@ -39,7 +56,9 @@ def read_configuration(launcher: str, text: str, path: str, known: Overrides | N
 def configuration_text(launcher: str, config: LaunchConfig) -> str:
     """The configuration as the launcher reads it, with all that a launch decides. ValueError where it can't express the model."""
     check_launcher(launcher)
-    return FORMATS[launcher].write(config)
+    form = FORMATS[launcher]
+    values = {**form.model(config.sizes), **form.settings(config)}
+    return form.text(nested({name: value for name, value in values.items() if value not in form.omitted}))
 
 
 def settings_of(launcher: str, config: LaunchConfig) -> dict[str, Any]:
@@ -61,7 +80,7 @@ def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known
         changes = {name: wanted.get(name) for name in {**flags, **wanted} if now.get(name) != wanted.get(name)}
         if not changes:
             return text
-        for group in form.EXCLUSIVE:
+        for group in form.exclusive:
             if group & changes.keys():
                 changes = {**dict.fromkeys(group), **changes}
         text = edited(text, path, {form.place(text, path, name): changes[name] for name in sorted(changes)})

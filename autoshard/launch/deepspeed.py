@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import Nested, flat, json_text, nested, parsed
+from .texts import Nested, flat, nested, parsed
 
-EXCLUSIVE = ()
 RESEMBLING = frozenset({"bf16", "bfloat16", "fp16", "train_batch_size", "offload_optimizer", "offload_param", "tp_size", "autotp_size"})
 FORMER = {"bf16.enabled": "bfloat16.enabled", "tensor_parallel.autotp_size": "tensor_parallel.tp_size"}
 OPTION = "--{} N: DeepSpeed leaves it to the script"
@@ -69,11 +68,6 @@ def _precision(section: Nested) -> str:
     return "bf16" if left else "fp32"
 
 
-def write(config: LaunchConfig) -> str:
-    """A ds_config.json, for `deepspeed --deepspeed_config`; the model and its sequences stay with the script."""
-    return json_text(nested({name: value for name, value in settings(config).items() if value not in (None, -1, "none")}))
-
-
 def place(text: str, path: str, name: str) -> str:
     section = Nested(parsed(text, path), path, RESEMBLING)
     former = FORMER.get(name, name)
@@ -81,7 +75,7 @@ def place(text: str, path: str, name: str) -> str:
 
 
 def settings(config: LaunchConfig) -> dict[str, Any]:
-    """What is written, by dotted names; None and the defaults -1 and "none" are left out."""
+    """For `deepspeed --deepspeed_config`; the model and its sequences stay with the script."""
     launch = config.launch
     return flat(
         {

@@ -151,13 +151,10 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
             for i, k in zip(good, allowed[good].tolist()):
                 why = differences(before, by_kind(runs[k : k + 1], sizes, site, launcher)[1])
                 figures = float(prices.seconds[i]) - seconds, float(prices.chance[i]), float(prices.bytes[i])
-                remedies.append(Remedy(_in_words(launch, to[k], joined[k]), to[k], *figures, why))
+                switched = [what for what in joined[k][0].split("; ") if what == CHUNKED]
+                remedies.append(Remedy(", ".join(filter(None, [in_words(launch, to[k]), *switched])), to[k], *figures, why))
             return tuple(remedies)
     return ()
-
-
-def _in_words(launch: Launch, to: Launch, move: Move) -> str:
-    return ", ".join(filter(None, [in_words(launch, to), *(what for what in move[0].split("; ") if what == CHUNKED)]))
 
 
 def _moves(launch: Launch, launcher: str) -> Iterator[Move]:

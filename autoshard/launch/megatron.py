@@ -14,7 +14,7 @@ from typing import Any
 from .blocks_of_stages import counts_of, split_of
 from .model_sizes import ModelSizes
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import arguments_of, arguments_text, flat, integer, parsed
+from .texts import arguments_of, flat, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
 PADDED = 128  # --make-vocab-size-divisible-by
@@ -223,11 +223,6 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     )  # fmt: skip
 
 
-def write(config: LaunchConfig) -> str:
-    """The arguments of pretrain_gpt.py that the launch and the model's sizes decide, one per line."""
-    return arguments_text(settings(config))
-
-
 def place(text: str, path: str, name: str) -> str:
     """The name under which a configuration has an argument; in YAML and JSON with its sections."""
     if not path.endswith(DATA):
@@ -244,7 +239,7 @@ def _name(key: str) -> str:
 
 
 def settings(config: LaunchConfig) -> dict[str, Any]:
-    """What is written: True is a flag, False and None are left out."""
+    """The arguments of pretrain_gpt.py that the launch and the model's sizes decide; True is a flag."""
     launch, m = config.launch, config.sizes
     options: dict[str, Any] = {
         "num-layers": m.layers, "hidden-size": m.width, "ffn-hidden-size": m.ffn, "num-attention-heads": m.heads, "kv-channels": m.head_dim,

@@ -6,11 +6,10 @@ from typing import Any
 
 from .model_sizes import sizes_of_config
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import Nested, flat, nested, parsed, yaml_text
+from .texts import Nested, flat, parsed
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8e4m3": "fp8", "float8": "fp8"}
 ENGINES = {"1f1b": "1F1B", "afab": "GPipe"}
-EXCLUSIVE = ()
 RESEMBLING = frozenset({"expert_parallel_size", "expert_tensor_parallel_size", "expert_data_parallel_size", "context_parallel_size"})
 
 
@@ -42,17 +41,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     return LaunchConfig(launch, sizes)
 
 
-def write(config: LaunchConfig) -> str:
-    """The sections of nanotron's YAML that the launch and the model's sizes decide; data, checkpoints and so on are yours to add."""
-    return yaml_text(nested(settings(config)))
-
-
-def place(text: str, path: str, name: str) -> str:
-    return name
-
-
 def settings(config: LaunchConfig) -> dict[str, Any]:
-    """What is written, by dotted names."""
+    """What the launch and the model's sizes decide; data, checkpoints and so on are yours to add."""
     launch, sizes = config.launch, config.sizes
     engine = next(name for name, schedule in ENGINES.items() if schedule == launch.schedule)
     dtype = next(name for name, precision in PRECISIONS.items() if precision == launch.precision)

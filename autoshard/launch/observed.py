@@ -32,7 +32,6 @@ FRAMES = (
     ("parameters", re.compile(r"nn/init|load_state|init_weights")),
     ("temporaries", re.compile(r"recompute|checkpoint")), ("activations", re.compile(r"forward|nn/modules")),
 )  # fmt: skip
-MANY = 2**16  # observed runs of one launcher
 
 
 @dataclass(frozen=True)

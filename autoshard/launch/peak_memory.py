@@ -84,19 +84,14 @@ class Memory:
     def of_stage(self, stage: str) -> Memory:
         return replace(self, peaks=tuple(peak for peak in self.peaks if peak.stage == stage))
 
-    def fullest(self, i: int = 0) -> Peak:
-        """Where and when run i needs most."""
-        return max(self.peaks, key=lambda peak: float(peak.bytes[i]))
+    def fullest(self) -> Peak:
+        """Where and when the first run needs most."""
+        return max(self.peaks, key=lambda peak: float(peak.bytes[0]))
 
     def with_more(self, kinds: Kinds) -> Memory:
         """With more bytes of some kinds on every stage, at every moment."""
         peaks = [peak._replace(kinds={**peak.kinds, **{k: peak.kinds[k] + more for k, more in kinds.items()}}) for peak in self.peaks]
         return replace(self, peaks=tuple(peaks))
-
-
-def peak_bytes(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> np.ndarray:
-    """Bytes per device on the fullest stage, contexts among them. split: as in `step_seconds`."""
-    return memory_of(runs, constants, split).device
 
 
 def chance_to_fit(bytes: np.ndarray, limit: np.ndarray | float, stacks: Names) -> np.ndarray:

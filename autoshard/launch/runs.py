@@ -85,6 +85,11 @@ class Launch:
     def microbatches_of_pass(self) -> int:
         return max(self.microbatches // self.passes, 1)
 
+    @property
+    def local_batch(self) -> int:
+        """Sequences of one pass and data parallel rank."""
+        return self.microbatch * (self.microbatches_of_pass if self.pipeline > 1 else 1)
+
 
 FIELDS = tuple(field.name for field in fields(Launch))
 DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule", "offload")}

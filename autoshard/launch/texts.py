@@ -41,7 +41,9 @@ def parsed(text: str, path: str) -> dict[str, Any]:
     """The mapping in a TOML, YAML or JSON text, told by the ending of its file. ValueError in one sentence where it is none."""
     try:
         if path.endswith(".toml"):
-            data = _toml(text)
+            if DEEP_KEY.search(text):
+                raise ValueError(f"a key has more than {DEEPEST} parts")
+            data = tomllib.loads(text)
         elif path.endswith(".json"):
             data = json.loads(text)
         else:
@@ -53,12 +55,6 @@ def parsed(text: str, path: str) -> dict[str, Any]:
         raise ValueError(f"{path} holds a {type(data).__name__}; expected keys with values")
     check_sound(data, path, most=MOST_VALUES)
     return data
-
-
-def _toml(text: str) -> dict[str, Any]:
-    if DEEP_KEY.search(text):
-        raise ValueError(f"a key has more than {DEEPEST} parts")
-    return tomllib.loads(text)
 
 
 def _yaml(text: str) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from .blocks_of_stages import counts_of, split_of, spread
 from .model_sizes import ModelSizes
 from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
-from .texts import Nested, flat, integer, parsed, toml_text
+from .texts import Nested, flat, integer, parsed
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
 QWEN3 = (151936, 128)  # vocabulary, width of a head
@@ -168,19 +168,12 @@ def _precision(section: Nested) -> tuple[str, bool]:
     return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
 
 
-def write(config: LaunchConfig) -> str:
-    """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`: what the launch decides; the rest keeps
-    torchtitan's defaults. ValueError for a model without a flavor."""
-    name = next((key for key, known in FLAVORS.items() if known == config.sizes), None)
-    if name is None:
+def model(sizes: ModelSizes) -> dict[str, str]:
+    """The settings that name a model. ValueError for one without a flavor."""
+    names = next((key for key, known in FLAVORS.items() if known == sizes), None)
+    if names is None:
         raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")
-    sections = _sections(config)
-    return toml_text({**sections, "model": {"name": name[0], "flavor": name[1], **sections["model"]}})
-
-
-def settings(config: LaunchConfig) -> dict[str, Any]:
-    """What is written of a launch, by dotted names."""
-    return flat(_sections(config))
+    return dict(zip(("model.name", "model.flavor"), names))
 
 
 def place(text: str, path: str, name: str) -> str:
@@ -191,10 +184,10 @@ def place(text: str, path: str, name: str) -> str:
     return next((other for other in names if section.value(other) is not None), name) if section.value(name) is None else name
 
 
-def _sections(config: LaunchConfig) -> dict[str, dict[str, Any]]:
+def settings(config: LaunchConfig) -> dict[str, Any]:
+    """What a launch decides, for `torchrun -m torchtitan.train --job.config_file`; the rest keeps torchtitan's defaults."""
     launch, sizes = config.launch, config.sizes
     compiled = [part for part, is_on in (("model", launch.compiled), ("loss", launch.compiled_loss)) if is_on]
-    local = launch.microbatches_of_pass * launch.microbatch if launch.pipeline > 1 else launch.microbatch
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": launch.replicate if launch.zero else launch.data,
         "data_parallel_shard_degree": launch.shard if launch.zero else 1,
@@ -212,22 +205,17 @@ def _sections(config: LaunchConfig) -> dict[str, dict[str, Any]]:
             "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,
             "module_fqns_per_model_part": model_parts(counts_of(launch, sizes.layers)),
         }  # fmt: skip
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"converters": ["float8"] if launch.precision == "fp8" else []},
-        "training": {"local_batch_size": local, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
-        "parallelism": parallelism,
-        "activation_checkpoint": _checkpointing(launch.recompute),
-        "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
-    }
-    if launch.rowwise:
-        sections["float8"] = {"recipe_name": "rowwise", "filter_fqns": ["output"]}
-    return sections
-
-
-def _checkpointing(recompute: str) -> dict[str, str]:
-    if recompute in ("none", "full"):
-        return {"mode": recompute}
-    return {"mode": "selective", "selective_ac_option": "op" if recompute == "selective_op" else "2"}
+    selective = {"mode": "selective", "selective_ac_option": "op" if launch.recompute == "selective_op" else "2"}
+    return flat(
+        {
+            "model": {"converters": ["float8"] if launch.precision == "fp8" else []},
+            "training": {"local_batch_size": launch.local_batch, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
+            "parallelism": parallelism,
+            "activation_checkpoint": {"mode": launch.recompute} if launch.recompute in ("none", "full") else selective,
+            "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
+            "float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]} if launch.rowwise else {},
+        }
+    )
 
 
 def model_parts(counts: Sequence[int]) -> list[list[str]]:
