@@ -16,7 +16,6 @@ from autoshard.calibrate.errors import extrapolated
 from autoshard.calibrate.fit import increasing
 from autoshard.calibrate.importers import parse
 from autoshard.cost import bytes_sent, collective_seconds
-from autoshard.cost.curves.device_counts import over_nodes
 from autoshard.mesh import LinkCurve, Mesh
 from benchmarks.calibration import table, together
 from tests.helpers_refusals import assert_refused, refusals
@@ -217,13 +216,6 @@ def test_nodes_are_compared_with_nodes_of_as_many_devices():
     t = {nodes: 1e-5 * nodes + x / 1e11 for nodes in (1, 2, 8)}
     family = family_of("all_gather", {(nodes, 8 * nodes): (x, t[nodes]) for nodes in t})
     assert t[2][0] < family.at(32, nodes=4).seconds(x[0]) < t[8][0]
-
-
-def test_the_link_is_added_over_nodes():
-    inside = fit(x, 1e-5 + x / 1e11)
-    curve = over_nodes("all_reduce", inside, tuple(x), 4, link=5e10, latency=2e-5)
-    # V = 2, (N - 1)/N = 3/4, two rounds
-    assert curve.seconds(1e6) == pytest.approx(float(inside.seconds(1e6)) + 2 * (0.75 * 1e6 / 5e10 + 2 * 2e-5), rel=1e-3)
 
 
 # -- on a mesh: curves replace latency and bandwidth, and travel with it

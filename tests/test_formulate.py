@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.capture import capture
-from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_seconds
+from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_bytes
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
@@ -79,7 +79,7 @@ def cost_by_definition(graph: Graph, layouts: dict, results: dict, mesh: Mesh) -
         if op.is_placeholder:
             if op.name in trained(graph):
                 n = bytes_of(op.outputs[0], placed.outputs[0], mesh) // op.outputs[0].itemsize
-                seconds.append(optimizer_step_seconds(n, op.outputs[0].itemsize, "adamw", mesh.device))
+                seconds.append(optimizer_step_bytes(n, op.outputs[0].itemsize, "adamw") / mesh.device.memory_rate)
             continue
         inputs = graph.input_tensors(i)
         local_in = [(local_shape(t.shape, parse(w), mesh), t.dtype) for t, w in zip(inputs, placed.inputs, strict=True)]

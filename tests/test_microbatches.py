@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard.api import autosharding_pass, load, plan, verify
-from autoshard.cost import accumulation_bytes, op_seconds, optimizer_step_seconds
+from autoshard.cost import accumulation_bytes, op_seconds, optimizer_step_bytes
 from autoshard.formulate import Training, formulate
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Ref, Result, Tensor, with_microbatches
 from autoshard.layout import local_shape, parse
@@ -65,8 +65,9 @@ class Reference:
         held += [("y", Y, mm_out, 4, 4, 9), ("gw", W, mm_out, 4, 6, 8), ("w", W, STORED, 4, 9, 10)]
         self.bytes = np.zeros((10, len(self.at["x"])))
         self.seconds = m * (self._matmul(X, W, Y)[self.at["y"]] + self._matmul(XT, Y, W)[self.at["gw"]])
-        self.seconds += np.array([optimizer_step_seconds(n, 4, "adamw", mesh.device) for n in self._numel(W, STORED)])[self.at["w"]]
-        self.seconds += m * np.array([accumulation_bytes(n, 4, 4) / mesh.device.memory_rate for n in self._numel(W, sums)])[self.at["sum"]]
+        rate = mesh.device.memory_rate
+        self.seconds += np.array([optimizer_step_bytes(n, 4, "adamw") / rate for n in self._numel(W, STORED)])[self.at["w"]]
+        self.seconds += m * np.array([accumulation_bytes(n, 4, 4) / rate for n in self._numel(W, sums)])[self.at["sum"]]
         for name, shape, layouts, itemsize, begin, end in held:
             self.bytes[begin:end] += itemsize * self._numel(shape, layouts)[self.at[name]]
         for shape, a, from_layouts, b_, to_layouts, times, (begin, end), when in routes:

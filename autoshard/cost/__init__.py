@@ -71,7 +71,6 @@ from .memory import bytes_per_parameter as bytes_per_parameter
 from .memory import master_bytes as master_bytes
 from .memory import optimizer_state_bytes as optimizer_state_bytes
 from .memory import optimizer_step_bytes as optimizer_step_bytes
-from .memory import optimizer_step_seconds as optimizer_step_seconds
 from .memory import spare_bytes as spare_bytes
 from .model import CostModel as CostModel
 from .model import DefaultCosts as DefaultCosts

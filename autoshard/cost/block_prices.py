@@ -133,14 +133,9 @@ class MeshPrices(Prices):
     def _in_turn(self, flows: MessageLoads) -> float:
         """The latency of messages sent in turn: d rounds suffice where no rank sends or receives more than d (Koenig's theorem)."""
         messages = flows.by_axis(np.ones(len(flows.elements)))
-        most = [(some, max(float(one[some].sum(axis=0).max()) for one in messages)) for some in self._axes_by_latency()]
-        return sum(self.mesh.axes[some[0]].latency * d for some, d in most)
-
-    def _axes_by_latency(self) -> list[list[int]]:
-        groups: dict[float, list[int]] = {}
-        for a, link in enumerate(self.mesh.axes):
-            groups.setdefault(link.latency, []).append(a)
-        return list(groups.values())
+        latencies = np.array([link.latency for link in self.mesh.axes])
+        groups = ((latency, latencies == latency) for latency in dict.fromkeys(latencies.tolist()))
+        return sum(latency * max(float(one[some].sum(axis=0).max()) for one in messages) for latency, some in groups)
 
 
 def _load(link: Axis, elements: np.ndarray) -> float:
@@ -162,15 +157,11 @@ def _seconds_per_byte(kind: str, links: list[Axis]) -> float:
     """Of the most loaded link: the bytes that cross its axes for one byte of x, divided by its bandwidth."""
     if kind in ("permute", "change_block_size", "exchange"):  # ranks differ in the links that their messages cross
         return max(1 / link.device_bandwidth for link in links)
-    loads, before = [], 1
+    loads, before = list[tuple[Axis, float]](), 1  # seconds on each axis
     for link in links if kind in ("all_gather", "all_to_all") else links[::-1]:
         n = link.size
         crossing = (n - 1) * before if kind == "all_gather" else (n - 1) / n / before
         loads.append((link, crossing / link.device_bandwidth))
         before *= n
-    return (2 if kind == "all_reduce" else 1) * _most_loaded(loads)
-
-
-def _most_loaded(loads: list[tuple[Axis, float]]) -> float:
-    """The seconds of the most loaded link. loads: (axis, seconds on the axis)."""
-    return max(sum(loads[k][1] for k in axes) for axes in axes_by_link([axis for axis, _ in loads]))
+    most = max(sum(loads[k][1] for k in axes) for axes in axes_by_link([axis for axis, _ in loads]))
+    return (2 if kind == "all_reduce" else 1) * most

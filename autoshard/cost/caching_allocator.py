@@ -24,6 +24,7 @@ from typing import Any
 
 MIN_BLOCK, SMALL, SMALL_BUFFER, LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 512, 2**20, 2 * 2**20, 20 * 2**20, 10 * 2**20, 2 * 2**20
 Pool = tuple[int, bool]  # a stream, and whether it is the small one
+Used = dict[int, tuple[int, Sequence[Mapping[str, Any]]]]  # blocks by address: bytes, and the stack
 
 
 class OutOfMemory(ValueError):
@@ -71,7 +72,7 @@ class CachingAllocator:
     def allocate(self, name: Any, size: int, stream: int = 0) -> None:
         """`name` is one that is not in use. OutOfMemory where it can't be had."""
         self.calls += 1
-        size = max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
+        size = _rounded(size)
         pool = (stream, size <= SMALL)
         block = self._best_fit(pool, size) or self._more(pool, size)
         left = block.size - size
@@ -241,12 +242,16 @@ class CachingAllocator:
             del self.ends[block.pool]
 
 
+def _rounded(size: int) -> int:
+    return max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
+
+
 def replayed(snapshot: Mapping[str, Any], device: int = 0, **how: Any) -> tuple[CachingAllocator, int]:
     """A memory snapshot's trace (the "device_traces" of torch's, of one device) run again from the segments that it began with;
     and the peak of bytes that were reserved then. how: fields of CachingAllocator, `expandable=True` to see what that would change."""
-    segments, used, peak = _at_the_start(snapshot, device)
+    segments, used, peak, _ = _rewound(snapshot, device)
     allocator, kinds = CachingAllocator(**how), {s["address"]: s.get("segment_type") == "small" for s in snapshot["segments"]}
-    blocks = sorted(used.items())
+    blocks = sorted((at, _rounded(n)) for at, (n, _) in used.items())
     for address, (size, stream) in sorted(segments.items()):
         inside = [(at, n) for at, n in blocks if address <= at < address + size]
         small = size == SMALL_BUFFER if not allocator.expandable else kinds.get(address, size <= SMALL_BUFFER)
@@ -280,10 +285,11 @@ def _remove(segments: dict[int, tuple[int, int]], address: int, size: int) -> No
             return
 
 
-def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, tuple[int, int]], dict[int, int], int]:
-    """Segments (address: size and stream) and used blocks (address: size) before a snapshot's trace, and the reserved peak within it: what
-    the snapshot says of its end, and the trace backwards."""
-    segments, used = {}, {}
+def _rewound(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, tuple[int, int]], Used, int, Used]:
+    """Segments (address: size and stream) and used blocks before a snapshot's trace; within it the reserved peak, and the blocks when most
+    was used: what the snapshot says of its end, and the trace backwards."""
+    segments: dict[int, tuple[int, int]] = {}
+    used: Used = {}
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device:
             continue
@@ -291,15 +297,20 @@ def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, t
         at = segment["address"]
         for block in segment["blocks"]:
             if block["state"] != "inactive":
-                used[at] = int(block["size"])
+                used[at] = int(block["size"]), block.get("frames") or ()
             at += int(block["size"])
     reserved = peak = sum(size for size, _ in segments.values())
+    allocated = most = sum(size for size, _ in used.values())
+    at_peak = dict(used)
     for entry in reversed(_trace(snapshot, device)):
         action, address, size = entry["action"], entry["addr"], int(entry.get("size", 0))
         if action == "alloc":
-            used.pop(address, None)
+            allocated -= used.pop(address, (0, ()))[0]
         elif action == "free_completed":
-            used[address] = max(-(-size // MIN_BLOCK), 1) * MIN_BLOCK
+            used[address] = size, entry.get("frames") or ()
+            allocated += size
+            if allocated > most:
+                most, at_peak = allocated, dict(used)
         elif action in ("segment_alloc", "segment_map"):
             _remove(segments, address, size)
             reserved -= size
@@ -307,27 +318,10 @@ def _at_the_start(snapshot: Mapping[str, Any], device: int) -> tuple[dict[int, t
             segments[address] = size, int(entry.get("stream", 0))
             reserved += size
         peak = max(peak, reserved)
-    return segments, used, peak
+    return segments, used, peak, at_peak
 
 
 def peak_of_snapshot(snapshot: Mapping[str, Any], device: int = 0) -> tuple[int, list[tuple[int, Sequence[Mapping[str, Any]]]]]:
     """Bytes reserved at most within a snapshot's trace; and the sizes and stacks of what was alive when most was allocated."""
-    _, _, reserved = _at_the_start(snapshot, device)
-    alive: dict[int, tuple[int, Sequence[Mapping[str, Any]]]] = {}
-    for segment in snapshot["segments"]:
-        at = segment["address"]
-        for block in segment["blocks"] if segment.get("device", 0) == device else ():
-            if block["state"] != "inactive":
-                alive[at] = int(block["size"]), block.get("frames") or ()
-            at += int(block["size"])
-    now = most = sum(size for size, _ in alive.values())
-    at_peak = dict(alive)
-    for entry in reversed(_trace(snapshot, device)):
-        if entry["action"] == "alloc":
-            now -= alive.pop(entry["addr"], (0, ()))[0]
-        elif entry["action"] == "free_completed":
-            alive[entry["addr"]] = int(entry["size"]), entry.get("frames") or ()
-            now += int(entry["size"])
-            if now > most:
-                most, at_peak = now, dict(alive)
+    _, _, reserved, at_peak = _rewound(snapshot, device)
     return reserved, list(at_peak.values())

@@ -24,12 +24,13 @@ gloo has neither reduce_scatter nor all_to_all: torch runs an all_reduce or an a
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from autoshard.mesh import Axis
 
+Amount = TypeVar("Amount", float, np.ndarray)
 TINY = 1e-9  # bytes: the seconds of so small a collective are its latency
 
 
@@ -46,11 +47,7 @@ COLLECTIVES = {
 }
 
 
-@overload
-def collective_seconds(collective: str, axis: Axis, bytes: float) -> float: ...
-@overload
-def collective_seconds(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray: ...
-def collective_seconds(collective, axis, bytes):
+def collective_seconds(collective: str, axis: Axis, bytes: Amount) -> Amount:
     """Seconds of a collective whose buffer has B = `bytes`, a number or an array of them."""
     curve = axis.curve(collective) if axis.size > 1 else None
     if curve is not None:
@@ -64,11 +61,7 @@ def collective_seconds(collective, axis, bytes):
     return float(t) if bytes > 0 else 0.0
 
 
-@overload
-def bytes_sent(collective: str, axis: Axis, bytes: float) -> float: ...
-@overload
-def bytes_sent(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray: ...
-def bytes_sent(collective, axis, bytes):
+def bytes_sent(collective: str, axis: Axis, bytes: Amount) -> Amount:
     """Bytes that each of the n ranks sends, and receives, when the buffer has B = `bytes`."""
     run, multiple = _executed(collective, axis)
     return COLLECTIVES[run].volume * (axis.size - 1) * (multiple * bytes) / axis.size

@@ -28,7 +28,7 @@ import numpy as np
 
 from autoshard.cost.measured_kernels import attention_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
-from autoshard.devices import AttentionKernel, Device, MatmulKernel
+from autoshard.devices import Device
 from autoshard.graph import ITEMSIZE, Fused
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
@@ -108,11 +108,12 @@ def busy_seconds(
     if kernels is not None and kind in MATMULS and itemsize <= 2:
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
         form = replace(form, unaligned=1.0) if padded or fused is not None else form
-        return _matmul_seconds(*MATMULS[kind](i, [None if o is None else o[0] for o in outputs]), form)
+        batch, *mkn = MATMULS[kind](i, [None if o is None else o[0] for o in outputs])
+        return _of_form(matmul_seconds, batch * math.prod(mkn) * form.rate, *mkn, form, batch)
     if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
-        scores, read = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed)
-        forward = _attention_seconds(scores, most(k[-2], 1), q[-1] + v[-1], read, kernels.attention)
+        scores, read, of = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed), kernels.attention
+        forward = _of_form(attention_seconds, scores * of.rate, scores, most(k[-2], 1), q[-1] + v[-1], read, of)
         return forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
@@ -129,26 +130,16 @@ def most(*amounts: Any) -> Any:
     return max(amounts) if not any(isinstance(one, np.ndarray) for one in amounts) else reduce(np.maximum, amounts)
 
 
-def _matmul_seconds(batch: Any, m: Any, k: Any, n: Any, form: MatmulKernel) -> Any:
-    if isinstance(batch * m * k * n * form.rate, np.ndarray):
-        return matmul_seconds(m, k, n, form, batch)
-    return _one_matmul(batch, m, k, n, form) if batch * m * k * n else 0.0
-
-
-def _attention_seconds(scores: Any, keys: Any, dims: Any, moved: Any, form: AttentionKernel) -> Any:
-    if isinstance(scores * form.rate, np.ndarray):
-        return attention_seconds(scores, keys, dims, moved, form)
-    return _one_attention(scores, keys, dims, moved, form) if scores else 0.0
+def _of_form(seconds: Callable[..., Any], work: Any, *arguments: Any) -> Any:
+    """`seconds` of its arguments, 0 without work; those of a single op are computed once."""
+    if isinstance(work, np.ndarray):
+        return seconds(*arguments)
+    return _once(seconds, *arguments) if work else 0.0
 
 
 @cache
-def _one_matmul(batch: float, m: float, k: float, n: float, form: MatmulKernel) -> float:
-    return float(matmul_seconds(m, k, n, form, batch))
-
-
-@cache
-def _one_attention(scores: float, keys: int, dims: int, moved: int, form: AttentionKernel) -> float:
-    return float(attention_seconds(scores, keys, dims, moved, form))
+def _once(seconds: Callable[..., Any], *arguments: Any) -> float:
+    return float(seconds(*arguments))
 
 
 def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
@@ -170,12 +161,6 @@ def _with_rows(inputs: Sequence[Described], name: str) -> list[Described]:
     return described
 
 
-def _matmul(a: Shape, b: Shape) -> int:
-    """(.., m, k) @ (.., k, n); a 3-d operand with a 2-d one is a grouped matmul: each row is multiplied with one group only."""
-    batch = math.prod(a[:-2]) if len(a) == len(b) else 1
-    return 2 * batch * a[-2] * a[-1] * b[-1]
-
-
 def _grouped_matmul(rows: Shape, w: Shape, ends: Shape) -> int:
     """(s, k) @ (e, k, n), each row by one group; w may be a shard of the groups that `ends` counts: the rows of its groups count."""
     return 2 * math.prod(rows) * w[-1] * w[0] // max(ends[0], 1)
@@ -183,7 +168,7 @@ def _grouped_matmul(rows: Shape, w: Shape, ends: Shape) -> int:
 
 def _grouped_mm(i: list[Shape], o: list) -> int:
     if len(i) < 3 or len(i[0]) != 2:
-        return _matmul(i[0], i[1])
+        return 2 * math.prod(_matrices(i[0], i[1]))
     if len(i[1]) == 2:  # the gradient of w: (k, s) @ (s, n) by group
         return 2 * math.prod(i[0]) * i[1][-1] * o[0][0] // max(i[2][0], 1)
     return _grouped_matmul(i[0], i[1], i[2])
@@ -199,17 +184,42 @@ def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
     return 2 * x[0] * math.prod(weight) * min(math.prod(x[2:]), math.prod(y[2:]))
 
 
+def _matrices(a: Shape, b: Shape) -> Matrices:
+    """(.., m, k) @ (.., k, n); a 3-d operand with a 2-d one is a grouped matmul: each row is multiplied with one group only. A vector is a
+    matrix of one row."""
+    m, k = (a[-2] if len(a) > 1 else 1), a[-1]
+    return (math.prod(a[:-2]) if len(a) == len(b) else 1), m, k, b[-1]
+
+
+def _grouped_matrices(i: list[Shape], o: list) -> Matrices:
+    """As `_grouped_mm`: a group has its share of the rows."""
+    if len(i) < 3 or len(i[0]) != 2:
+        return _matrices(i[0], i[1])
+    groups = max(i[2][0], 1)
+    if len(i[1]) == 2:
+        return o[0][0], i[0][0], i[0][1] / groups, i[1][1]
+    return i[1][0], i[0][0] / groups, i[0][1], i[1][-1]
+
+
+Matrices = tuple[Any, Any, Any, Any]  # how many, and m, k, n of each
+# The matrices that a matmul multiplies, of its inputs i and outputs o.
+OF_ONE_GROUP: dict[str, Callable[[list[Shape], list], Matrices]] = {
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), lambda i, o: _matrices(i[0], i[1])),
+    **dict.fromkeys(("addmm", "baddbmm"), lambda i, o: _matrices(i[1], i[2])),  # bias, a, b
+    "linear": lambda i, o: (1, math.prod(i[0][:-1]), i[0][-1], i[1][0]),  # (.., k) by (n, k)
+}
+MATMULS = {**OF_ONE_GROUP, **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_matrices)}
+
+
+def _flops_of(matrices: Callable[[list[Shape], list], Matrices]) -> Callable[[list[Shape], list], int]:
+    return lambda i, o: 2 * math.prod(matrices(i, o))
+
+
 # FLOPs from the shapes of inputs i and outputs o (None for an output that is not computed).
 FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
-    "mm": lambda i, o: _matmul(i[0], i[1]),
-    "bmm": lambda i, o: _matmul(i[0], i[1]),
-    "_grouped_mm": _grouped_mm,
-    "grouped_mm_fallback": _grouped_mm,
+    **{name: _flops_of(matrices) for name, matrices in OF_ONE_GROUP.items()},
+    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_mm),
     "grouped_mm_fallback_backward": lambda i, o: 2 * _grouped_matmul(i[0], i[1], i[2]),
-    "_scaled_mm": lambda i, o: _matmul(i[0], i[1]),
-    "addmm": lambda i, o: _matmul(i[1], i[2]),  # bias, a, b
-    "baddbmm": lambda i, o: _matmul(i[1], i[2]),
-    "linear": lambda i, o: 2 * math.prod(i[0]) * i[1][0],  # (.., k) by (n, k)
     "convolution": lambda i, o: _convolution(i[0], i[1], o[0]),
     # grad y, x, weight -> grad x, grad weight, grad bias: each of the first two costs as much as the forward
     "convolution_backward": lambda i, o: _convolution(i[1], i[2], i[0]) * sum(out is not None for out in o[:2]),
@@ -235,31 +245,6 @@ SEVERAL: dict[str, Callable[..., list[Kernel]]] = {
     **dict.fromkeys(("chunked_loss", "chunked_loss_backward"), loss_kernels),
 }
 
-
-def _matrices(a: Shape, b: Shape) -> Matrices:
-    """(.., m, k) @ (.., k, n); a vector is a matrix of one row."""
-    m, k = (a[-2] if len(a) > 1 else 1), a[-1]
-    return (math.prod(a[:-2]) if len(a) == len(b) else 1), m, k, b[-1]
-
-
-def _grouped_matrices(i: list[Shape], o: list) -> Matrices:
-    """As `_grouped_mm`: a group has its share of the rows."""
-    if len(i) < 3 or len(i[0]) != 2:
-        return _matrices(i[0], i[1])
-    groups = max(i[2][0], 1)
-    if len(i[1]) == 2:
-        return o[0][0], i[0][0], i[0][1] / groups, i[1][1]
-    return i[1][0], i[0][0] / groups, i[0][1], i[1][-1]
-
-
-Matrices = tuple[float, float, float, float]  # how many, and m, k, n of each
-# The matrices that a matmul multiplies, of its inputs i and outputs o.
-MATMULS: dict[str, Callable[[list[Shape], list], Matrices]] = {
-    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), lambda i, o: _matrices(i[0], i[1])),
-    **dict.fromkeys(("addmm", "baddbmm"), lambda i, o: _matrices(i[1], i[2])),
-    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_matrices),
-    "linear": lambda i, o: (1, math.prod(i[0][:-1]), i[0][-1], i[1][0]),
-}
 
 NORM_OPS = ("_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm")
 

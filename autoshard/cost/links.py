@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard.cost.collectives import collective_seconds
+from autoshard.cost.collectives import Amount, collective_seconds
 from autoshard.devices import Device, device_file, known_devices
 from autoshard.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
     from autoshard.layout import Layout
 
-Amount = TypeVar("Amount", float, np.ndarray)
 SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes
 
 

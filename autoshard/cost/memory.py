@@ -2,7 +2,7 @@
 
     state bytes  = s * numel                                                        (`optimizer_state_bytes`)
     master bytes = 4 * numel of a parameter with less than 4 bytes per element, else 0            (`master_bytes`)
-    step seconds = (2 * itemsize + itemsize + 2 * (s + m)) * numel / memory_rate   (`optimizer_step_seconds`)
+    step seconds = (2 * itemsize + itemsize + 2 * (s + m)) * numel / memory_rate   (`optimizer_step_bytes`)
     add seconds  = (2 * itemsize of the sum + itemsize of the gradient) * numel / memory_rate   (`accumulation_bytes`)
 
 s = OPTIMIZERS[name] or the number given, m = 4 where there is a master copy, numel = elements of the local shard. The step
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 
-from autoshard.mesh import Device
 from autoshard.options import OPTIMIZERS as OPTIMIZERS
 from autoshard.options import bytes_per_parameter as bytes_per_parameter
 
@@ -35,13 +34,6 @@ def optimizer_step_bytes(numel_local: int, itemsize: int, optimizer: str | float
     """Bytes read and written to update a local shard of `numel_local` elements, parameter and gradient of `itemsize` bytes each."""
     kept = optimizer_state_bytes(numel_local, optimizer) + (master_bytes(numel_local, itemsize) if master_weights else 0)
     return 3 * itemsize * numel_local + 2 * kept
-
-
-def optimizer_step_seconds(
-    numel_local: int, itemsize: int, optimizer: str | float, device: Device, *, master_weights: bool = False
-) -> float:
-    """Seconds for these bytes."""
-    return optimizer_step_bytes(numel_local, itemsize, optimizer, master_weights=master_weights) / device.memory_rate
 
 
 def spare_bytes(peak: float, limit: float | None = None) -> float:

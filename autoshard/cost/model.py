@@ -53,17 +53,10 @@ class DefaultCosts:
 
     name, fingerprint = "autoshard", "1"
 
-    def compute(
-        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
-        share: float = 1.0, fused: Fused | None = None,
-    ) -> float:  # fmt: skip
-        return op_seconds(target, inputs, outputs, alias, device, share, fused)
+    compute, transfer = staticmethod(op_seconds), staticmethod(offload_seconds)
 
     def collective(self, collective: str, axis: Axis, size: Any) -> Any:
         return collective_seconds(collective, axis, size)
-
-    def transfer(self, size: float, exposed: float, device: Device) -> float:
-        return offload_seconds(size, exposed, device)
 
     def memory(self, kind: str, size: Any, device: Device) -> Any:
         return size / (device.memory_bandwidth if kind == "split" else device.memory_rate)
@@ -86,11 +79,8 @@ class CheckedCosts:
     name: str
     fingerprint: str
 
-    def compute(
-        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
-        share: float = 1.0, fused: Fused | None = None,
-    ) -> float:  # fmt: skip
-        return self._seconds(self.of.compute(target, inputs, outputs, alias, device, share, fused), "compute", target)
+    def compute(self, target: str, *arguments: Any, **more: Any) -> float:
+        return self._seconds(self.of.compute(target, *arguments, **more), "compute", target)
 
     def collective(self, collective: str, axis: Axis, size: Any) -> Any:
         return self._seconds(self.of.collective(collective, axis, size), "collective", f"{collective} on {axis.name}")

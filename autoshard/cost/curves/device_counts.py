@@ -9,9 +9,7 @@ counts, and the geometric mean of the three is the answer (`Family.at`). Leaving
 GMAE 6.9 %; 8.8 %, 9.8 % and 8.4 % with one alone (benchmarks/calibration.py).
 
 Groups over several nodes are compared with groups over several nodes: those over as many nodes, else those with as many devices per
-node, else any. From one node to many, with nothing measured between nodes, the time on the link is added to the time inside a node:
-
-    t(x) = t_inside(x) + V (N - 1)/N x / link + V ceil(log2 N) latency         V = 2 for all_reduce, else 1     (`over_nodes`)
+node, else any.
 """
 
 from __future__ import annotations
@@ -80,14 +78,6 @@ class Family:
         if counts is None:
             raise ValueError(
                 f"{self.collective} was measured on {'several nodes' if nodes == 1 else 'one node'} only; asked is {nodes} "
-                f"node{'s' * (nodes > 1)}: measure it, or give the link's bandwidth (over_nodes)"
+                f"node{'s' * (nodes > 1)}: measure it"
             )
         return counts
-
-
-def over_nodes(collective: str, inside: Curve, sizes: tuple[float, ...], nodes: int, link: float, latency: float) -> Curve:
-    """The curve over `nodes` nodes from that of one node's devices. link: bytes/s of one node to the others; latency in seconds."""
-    V = 2 if collective == "all_reduce" else 1
-    x = np.array(sizes)
-    times = inside.seconds(x) + V * ((nodes - 1) / nodes * x / link + (nodes - 1).bit_length() * latency)
-    return PiecewiseCurve(sizes, tuple(times.tolist()), tail_slope(x, times))

@@ -75,12 +75,6 @@ class MemoryConstants:
     context: Numbers  # bytes of CUDA, NCCL and cuBLAS
 
 
-DATA_SHEET, DESCRIPTION = 7, 12  # leading fields that are never fitted
-DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
-STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
-MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
-
-
 def known_stacks() -> tuple[str, ...]:
     return tuple(device_file("stacks"))
 
