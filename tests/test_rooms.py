@@ -47,13 +47,13 @@ TABLE = {
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "planning": (PLANNER + " simulate", "numpy torch"),  # the time line judges plans of the objective "overlapped"
     "pipeline": (PLANNER + " devices planning simulate", "numpy networkx torch"),
-    "explain": (PLANNER + " planning simulate", "numpy torch"),
+    "explain": (PLANNER + " planning simulate", "networkx numpy torch"),
     "lower": ("capture cost graph layout mesh precision reading routes solution torch_private", "torch"),
     "runtime": ("capture cost graph layout lower mesh reading routes solution torch_private", "torch"),
     "calibrate": ("devices cost mesh lower reading", "numpy scipy torch"),
     "launch": ("devices cost graph mesh planning reading", "numpy yaml"),
     "exports": ("graph layout mesh solution torch_private units writing", "torch"),
-    "relayout": ("cost layout mesh lower", "numpy torch"),
+    "relayout": ("cost layout mesh lower reading", "numpy torch"),  # its schemas say the types of problems
     "tables": (PLANNER + " planning", "numpy torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
     "report": ("graph layout mesh pipeline problem reading serving simulate solution units version writing", "rich jinja2 matplotlib"),

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.reading import checked
 from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
 
 ITEMSIZE = 8  # bytes per element of TensorCraft's problems
@@ -82,7 +83,7 @@ class BlockProblem:
 class BlockStep:
     """One step over the ranks that differ along `axes` only, or a local slice (`split`)."""
 
-    collective: str  # cost.block_prices.KINDS
+    collective: str  # a kind of cost.block_prices
     axes: Axes  # mesh axes, ascending
     dims: tuple[int, ...]  # tensor dims that it changes
     before: BlockLayout
@@ -134,33 +135,23 @@ class BlockRoute:
 
 
 def read_problems(data: Any) -> list[BlockProblem]:
-    """One problem, a list of them, or {"problems": [...]}. ValueError on anything else."""
+    """One problem, a list of them, or {"problems": [...]}, their keys as above. ValueError, one sentence, on anything else and on an
+    impossible problem; a problem without an "id" is called by its number."""
+    checked(data, "the data", "redistribution")
     items = data["problems"] if isinstance(data, Mapping) and "problems" in data else data
-    items = [items] if isinstance(items, Mapping) else items
-    if not isinstance(items, Sequence) or isinstance(items, str) or not items:
-        raise ValueError(f"found {type(data).__name__}; expected one problem (shape, mesh, src, src_bs, dst, dst_bs) or a list of them")
-    return [read_problem(item, str(i)) for i, item in enumerate(items)]
+    return [_problem(item.get("problem", item), str(i)) for i, item in enumerate([items] if isinstance(items, Mapping) else items)]
 
 
-def read_problem(data: Any, name: str = "") -> BlockProblem:
-    """One problem from plain data, its keys as above. ValueError, one sentence, on a missing key and on an impossible problem.
+def read_problem(data: Any) -> BlockProblem:
+    """One problem, as `read_problems`."""
+    return read_problems([data])[0]
 
-    name: of the problem where the data has no "id".
-    """
-    item = data.get("problem", data) if isinstance(data, Mapping) else data
-    if not isinstance(item, Mapping):
-        raise ValueError(f"problem {name} is {item!r}; expected an object with shape, mesh, src, src_bs, dst, dst_bs")
-    missing = [key for key in ("shape", "mesh", "src", "dst") if key not in item]
-    if missing:
-        raise ValueError(f"problem {item.get('id', name)} lacks {', '.join(missing)}; expected shape, mesh, src, src_bs, dst, dst_bs")
-    name = str(item.get("id", name))
-    shape, mesh = (_numbers(item[key], f"problem {name}: {key}") for key in ("shape", "mesh"))
-    op = str(item.get("reduce_op", "sum"))
-    ends = [_layout(item, end, mesh, op, f"problem {name}: {end}") for end in ("src", "dst")]
-    limit, itemsize = item.get("mem"), item.get("itemsize", ITEMSIZE)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
-        raise ValueError(f"problem {name}: mem is {limit!r}; expected elements per rank, or null")
-    return BlockProblem(shape, mesh, ends[0], ends[1], itemsize, name, limit)
+
+def _problem(item: Mapping, number: str) -> BlockProblem:
+    name = str(item.get("id", number))
+    shape, mesh = (tuple(map(int, item[key])) for key in ("shape", "mesh"))
+    ends = [_layout(item, end, mesh, item.get("reduce_op", "sum"), f"problem {name}: {end}") for end in ("src", "dst")]
+    return BlockProblem(shape, mesh, ends[0], ends[1], item.get("itemsize", ITEMSIZE), name, item.get("mem"))
 
 
 def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLayout:
@@ -170,25 +161,15 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
         if written_mesh != mesh:
             raise ValueError(f"{what} is written for the mesh {list(written_mesh)}, the problem has {list(mesh)}")
         return layout
-    if not isinstance(written, Sequence) or not all(isinstance(axes, Sequence) and not isinstance(axes, str) for axes in written):
-        raise ValueError(f"{what} is {written!r}; expected a list of mesh axes per dim, for example [[0, 1], []]")
-    axes = tuple(_numbers(some, what) for some in written)
-    partial = tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial")))
+    axes = tuple(tuple(map(int, some)) for some in written)
+    partial = tuple(sorted(map(int, item.get(f"{end}_partial", []))))
     sizes = item.get(f"{end}_bs")
     if sizes is None:
         return BlockLayout(axes, (CHUNKS,) * len(axes), partial, op)
-    if not isinstance(sizes, (int, Sequence)) or isinstance(sizes, str):
-        raise ValueError(f"{what}_bs is {str(sizes)[:40]!r}; expected a block size per dim, or one for all")
-    sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
+    sizes = list(sizes) if isinstance(sizes, Sequence) else [sizes] * len(axes)
     if len(sizes) != len(axes):
         raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis shards it")
-    blocks = _numbers([UNSHARDED if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
+    blocks = tuple(UNSHARDED if b is None or not some else int(b) for b, some in zip(sizes, axes))
     if any(some and b < 1 for b, some in zip(blocks, axes)):
         raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis shards")
     return BlockLayout(axes, blocks, partial, op)
-
-
-def _numbers(values: Any, what: str) -> Sizes:
-    if not isinstance(values, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in values):
-        raise ValueError(f"{what} is {values!r}; expected a list of whole numbers")
-    return tuple(values)

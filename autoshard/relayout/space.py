@@ -21,6 +21,7 @@ splits lead to b_target.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations, permutations, product
 from math import prod
 from typing import Any, NamedTuple
@@ -33,21 +34,13 @@ State = tuple[Any, ...]  # a DimSharding per dim, then an int
 
 
 class DimSharding:
-    """How one dim is sharded; equal ones are the same object. `mask`: its axes as bits; `code`: see coarse.py.
+    """How one dim is sharded; equal ones are the same object. `mask`: its axes as bits; `code`: see coarse.py."""
 
-    The last four fields cache what `Space` computes of the dim: the shardings that one step can lead to.
-    """
-
-    __slots__ = ("axes", "block", "code", "dim", "gathers", "inserts", "mask", "n", "reblocks", "removals", "size")
-    gathers: list[tuple[int, DimSharding]] | None
-    removals: list[tuple[Axes, int, DimSharding]] | None
-    reblocks: list[tuple[DimSharding, int]] | None
+    __slots__ = ("axes", "block", "code", "dim", "mask", "n", "size")
 
     def __init__(self, dim: int, axes: Axes, block: int, n: int, size: int, code: int):
         self.dim, self.axes, self.block, self.n, self.size, self.code = dim, axes, block, n, size, code
         self.mask = sum(1 << a for a in axes)
-        self.removals = self.gathers = self.reblocks = None
-        self.inserts: dict[Axes, list[DimSharding]] = {}
 
 
 class CandidateStep(NamedTuple):
@@ -70,8 +63,8 @@ class Space:
         self.shape, self.mesh, self.prices = shape, mesh, prices
         self.ndim, self.num_axes, self.base = len(shape), len(mesh), len(shape) + 2
         self.power = [self.base**a for a in range(self.num_axes)]
-        self.shardings: dict[tuple[int, Axes, int], DimSharding] = {}
-        self._prices: dict[tuple[str, int], Seconds] = {}
+        for name in ("sharding", "price", "inserts", "removals", "gathers", "reblocks"):  # computed once
+            setattr(self, name, cache(getattr(self, name)))
         self._assigned: dict[tuple, list[tuple[Axes, ...]]] = {}
         self._axes = [tuple(a for a in range(self.num_axes) if mask >> a & 1) for mask in range(1 << self.num_axes)]
         self.target_layout = target
@@ -83,13 +76,9 @@ class Space:
     # -- states
 
     def sharding(self, dim: int, axes: Axes, block: int) -> DimSharding:
-        sharding = self.shardings.get((dim, axes, block))
-        if sharding is None:
-            sizes = axis_sizes(axes, self.mesh)
-            code = (dim + 1) * sum(self.power[a] for a in axes)
-            sharding = DimSharding(dim, axes, block, prod(sizes), largest(self.shape[dim], sizes, block), code)
-            self.shardings[dim, axes, block] = sharding
-        return sharding
+        sizes = axis_sizes(axes, self.mesh)
+        code = (dim + 1) * sum(self.power[a] for a in axes)
+        return DimSharding(dim, axes, block, prod(sizes), largest(self.shape[dim], sizes, block), code)
 
     def state(self, layout: BlockLayout) -> State:
         shardings = (self.sharding(d, axes, b) for d, (axes, b) in enumerate(zip(layout.axes, layout.blocks, strict=True)))
@@ -107,12 +96,9 @@ class Space:
         return sum([c.code for c in state[:-1]]) + (self.ndim + 1) * partial
 
     def price(self, kind: str, mask: int) -> Seconds:
-        seconds = self._prices.get((kind, mask))
-        if seconds is None:
-            seconds = self._prices[kind, mask] = self.prices.of(kind, self._axes[mask])
-        return seconds
+        return self.prices.of(kind, self._axes[mask])
 
-    # -- the shardings that one dim can get in a step, computed once per sharding
+    # -- the shardings that one dim can get in a step
 
     def blocks(self, dim: int, axes: Axes) -> list[int]:
         """The block sizes for a dim sharded by `axes`, largest first."""
@@ -126,10 +112,7 @@ class Space:
 
     def inserts(self, sharding: DimSharding, axes: Axes) -> list[DimSharding]:
         """The shardings of a dim after a split by `axes`, which were free."""
-        shardings = sharding.inserts.get(axes)
-        if shardings is None:
-            shardings = sharding.inserts[axes] = list(self._insert(sharding, axes))
-        return shardings
+        return list(self._insert(sharding, axes))
 
     def _insert(self, sharding: DimSharding, axes: Axes) -> Iterator[DimSharding]:
         d, size = sharding.dim, self.shape[sharding.dim]
@@ -163,31 +146,25 @@ class Space:
 
     def removals(self, sharding: DimSharding) -> list[tuple[Axes, int, DimSharding]]:
         """(axes, their mask, the sharding without them): the minor axes, the major axes, or all."""
-        if sharding.removals is None:
-            k = len(sharding.axes)
-            runs = [(0, i) for i in range(k)] + [(i, k) for i in range(1, k)]
-            left = [(sharding.axes[hi:] or sharding.axes[:lo], self.rest(sharding, lo, hi)) for lo, hi in runs]
-            sharding.removals = [(axes, sum(1 << a for a in axes), rest) for axes, rest in left if rest is not None]
-        return sharding.removals
+        k = len(sharding.axes)
+        runs = [(0, i) for i in range(k)] + [(i, k) for i in range(1, k)]
+        left = [(sharding.axes[hi:] or sharding.axes[:lo], self.rest(sharding, lo, hi)) for lo, hi in runs]
+        return [(axes, sum(1 << a for a in axes), rest) for axes, rest in left if rest is not None]
 
     def gathers(self, sharding: DimSharding) -> list[tuple[int, DimSharding]]:
         """(mask of the gathered axes, the sharding without them); the first entry gathers nothing."""
-        if sharding.gathers is None:
-            k = len(sharding.axes)
-            runs = [(lo, hi) for lo in range(k) for hi in range(lo + 1, k + 1) if (lo, hi) != (0, k)] + ([(0, 0)] if k else [])
-            rests = [self.rest(sharding, lo, hi) for lo, hi in runs]
-            sharding.gathers = [(0, sharding), *((sharding.mask & ~rest.mask, rest) for rest in rests if rest is not None)]
-        return sharding.gathers
+        k = len(sharding.axes)
+        runs = [(lo, hi) for lo in range(k) for hi in range(lo + 1, k + 1) if (lo, hi) != (0, k)] + ([(0, 0)] if k else [])
+        rests = [self.rest(sharding, lo, hi) for lo, hi in runs]
+        return [(0, sharding), *((sharding.mask & ~rest.mask, rest) for rest in rests if rest is not None)]
 
     def reblocks(self, sharding: DimSharding) -> list[tuple[DimSharding, int]]:
         """(the dim in blocks of another size, the number of its elements that leave a part)."""
-        if sharding.reblocks is None:
-            d, axes, block = sharding.dim, sharding.axes, sharding.block
-            size, sizes = self.shape[d], axis_sizes(axes, self.mesh)
-            others = [b for b in self.blocks(d, axes) if b != block] if axes else []
-            leaving = most_leaving if self.prices.honest else lambda *_: 0
-            sharding.reblocks = [(self.sharding(d, axes, b), leaving(size, sizes, block, b)) for b in others]
-        return sharding.reblocks
+        d, axes, block = sharding.dim, sharding.axes, sharding.block
+        size, sizes = self.shape[d], axis_sizes(axes, self.mesh)
+        others = [b for b in self.blocks(d, axes) if b != block] if axes else []
+        leaving = most_leaving if self.prices.honest else lambda *_: 0
+        return [(self.sharding(d, axes, b), leaving(size, sizes, block, b)) for b in others]
 
     # -- steps
 

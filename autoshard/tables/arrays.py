@@ -1,7 +1,7 @@
-"""The tables' planning problem as flat arrays of numbers, and the evaluation of a choice.
+"""The tables' planning problem as flat arrays of numbers, and what a choice of it sums up to.
 
     seconds_d = sum of the shards on device d        slowest = max over d of seconds_d
-    hbm_d, host_h: the same sums of bytes, with hbm_d <= hbm_limit_d, host_h <= host_limit_h                 (`rate`)
+    hbm_d, host_h: the same sums of bytes, with hbm_d <= hbm_limit_d, host_h <= host_limit_h                 (`search.recount`)
 """
 
 from __future__ import annotations
@@ -66,21 +66,6 @@ class TablesInstance(NamedTuple):
         return int(np.diff(self.first_part).max(initial=1))
 
 
-class Spots(NamedTuple):
-    """A choice: per table an option (numbered over all tables), and the place of each of its parts (a device, a node, or 0)."""
-
-    option: np.ndarray  # (tables,)
-    place: np.ndarray  # (tables, most parts)
-
-
-class Rating(NamedTuple):
-    slowest: float  # seconds; inf where a device or host exceeds its memory
-    seconds: np.ndarray  # per device
-    hbm: np.ndarray
-    host: np.ndarray  # per host
-    fits: bool
-
-
 def instance_of(tables: Sequence[Sequence[Option]], devices: Devices) -> TablesInstance:
     """The problem without forbidden options and options with a shard larger than every device; a table may have no option left."""
     first_option, first_part, first_shard, scope, sizes, index = [0], [0], [0], [], [], []
@@ -110,16 +95,3 @@ def part_devices(instance: TablesInstance, option: int, place: int) -> range:
     """The devices of a part's shards, in their order."""
     size = int(instance.size[option])
     return range(place * size, (place + 1) * size)
-
-
-def rate(instance: TablesInstance, spots: Spots) -> Rating:
-    """The seconds and bytes of a choice, and whether it fits; the sums run table by table."""
-    seconds, hbm, host = np.zeros(instance.num), np.zeros(instance.num), np.zeros(len(instance.host_limit))
-    for option, places in zip(spots.option.tolist(), spots.place.tolist()):
-        for k, part in enumerate(instance.parts(option)):
-            for s, d in enumerate(part_devices(instance, option, places[k]), instance.first_shard[part]):
-                seconds[d] += instance.seconds[s]
-                hbm[d] += instance.hbm[s]
-                host[instance.host_of[d]] += instance.host[s]
-    fits = bool((hbm <= instance.hbm_limit).all() and (host <= instance.host_limit).all())
-    return Rating(float(seconds.max()) if fits else np.inf, seconds, hbm, host, fits)

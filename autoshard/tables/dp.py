@@ -11,7 +11,6 @@ Source: DynamicProgrammingProposer of TorchEasyRec and torchrec.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,11 +87,3 @@ def _walk_back(back: np.ndarray, width: int) -> list[list[int]]:
     for i in range(len(back) - 1, -1, -1):
         at, chosen[:, i] = np.divmod(back[i, at], width)
     return chosen.tolist()
-
-
-def bins_of(memory: Lists, total: float, bins: int) -> list[list[float]]:
-    """Bytes in units of bins: memory / (total / bins), as in the published planner. ValueError where there is no memory."""
-    if not 0 < total < math.inf:
-        raise ValueError(f"the devices' memory is {total:g} bytes in all; expected a number above 0")
-    size = float(total) / bins
-    return [[x / size for x in row] for row in memory]

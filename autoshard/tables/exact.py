@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import compiled
-from autoshard.tables.arrays import Spots, TablesInstance
+from autoshard.tables.arrays import TablesInstance
 from autoshard.tables.bound import Bound, rows_at, solve_weights
+from autoshard.tables.search import State, empty_state
 
 MOST_WAYS = 4000  # in all, over the tables
 MOST_TABLES = 16
@@ -77,7 +78,7 @@ def equivalent_devices(instance: TablesInstance) -> np.ndarray:
     return np.array([first.setdefault(key, d) for d, key in enumerate(keys)])
 
 
-def search_all(instance: TablesInstance, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:
+def search_all(instance: TablesInstance, bound: Bound, best: float, spots: State | None) -> tuple[float, State | None, bool]:
     """(seconds of the best plan, the plan, whether it is proven best). `best` = seconds of `spots`, inf without one."""
     if instance.num_tables > MOST_TABLES:
         return best, spots, False
@@ -95,7 +96,7 @@ def search_all(instance: TablesInstance, bound: Bound, best: float, spots: Spots
         instance.hbm_limit, instance.host_limit, best, BRANCHES, chosen,
     )  # fmt: skip
     if chosen[0] >= 0:
-        spots = Spots(np.zeros(instance.num_tables, dtype=np.int64), np.zeros((instance.num_tables, instance.most_parts), dtype=np.int64))
+        spots = empty_state(instance)
         for t, w in zip(order.tolist(), chosen.tolist()):
             option, place = ways.spots[w]
             spots.option[t], spots.place[t, : len(place)] = option, place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.tables.arrays import part_devices, rate
+from autoshard.tables.arrays import part_devices
 from autoshard.tables.planner import Planner
 from autoshard.units import seconds as duration
 from autoshard.units import size
@@ -14,13 +14,12 @@ def reasons(planner: Planner) -> list[str]:
     """Per table: a comparison of its option with its fastest option, and of its place with the best other place."""
     instance, spots = planner.instance, planner.best
     assert spots is not None
-    seen, totals = rate(instance, spots), planner.bound.totals
-    free, free_host = instance.hbm_limit - seen.hbm, instance.host_limit - seen.host
+    totals, free, free_host = planner.bound.totals, instance.hbm_limit - spots.hbm, instance.host_limit - spots.host
     sentences = []
     for t, o in enumerate(spots.option.tolist()):
         low, high = instance.first_option[t], instance.first_option[t + 1]
         fastest = low + int(np.argmin(totals.seconds[low:high]))
-        place = _on_place(instance, spots, seen, free, free_host, t, o)
+        place = _on_place(instance, spots, free, free_host, t, o)
         sentences.append(f"{_on_option(totals, o, fastest, high - low)}; {place}")
     return sentences
 
@@ -41,7 +40,7 @@ def _on_option(totals, o: int, fastest: int, count: int) -> str:
     return f"{more}; the search found no better use of the memory"
 
 
-def _on_place(instance, spots, seen, free, free_host, t: int, o: int) -> str:
+def _on_place(instance, spots, free, free_host, t: int, o: int) -> str:
     if instance.scope[o] == 2:
         return "one shard on every device"
     shards, place = instance.shards(instance.first_part[o]), int(spots.place[t, 0])
@@ -58,11 +57,11 @@ def _on_place(instance, spots, seen, free, free_host, t: int, o: int) -> str:
         if (instance.hbm[shards] > free[on]).any() or more_host > free_host[host_there]:
             full += 1
             continue
-        slowest = float((seen.seconds[on] + instance.seconds[shards]).max())
+        slowest = float((spots.seconds[on] + instance.seconds[shards]).max())
         if best is None or slowest < best[0]:
             best = slowest, other
     what, here = ("node", place) if instance.scope[o] == 1 else ("device", at.start)
-    now = f"{what} {here} takes {duration(float(seen.seconds[at.start : at.stop].max()))}"
+    now = f"{what} {here} takes {duration(float(spots.seconds[at.start : at.stop].max()))}"
     if best is None:
         return f"{now}, the others have no memory free for it" if full else now
     return f"{now}; with it, {what} {best[1]} would take {duration(best[0])}"

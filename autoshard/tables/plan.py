@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.mesh import Mesh
-from autoshard.tables.arrays import Devices, instance_of, part_devices, rate
+from autoshard.tables.arrays import Devices, instance_of, part_devices
 from autoshard.tables.explain import reasons
 from autoshard.tables.planner import Planner, Progress
 from autoshard.tables.prices import Workload, nodes_of, options_of
@@ -120,8 +120,8 @@ def plan_options(
 def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner: Planner, assumptions: dict) -> TablePlan:
     instance, spots = planner.instance, planner.best
     assert spots is not None
-    seen, why, bound = rate(instance, spots), reasons(planner), planner.bound.value
-    assert bound <= seen.slowest * (1 + 1e-9), f"the bound {bound} is above a plan's {seen.slowest}"
+    slowest, why, bound = planner.slowest, reasons(planner), planner.bound.value
+    assert bound <= slowest * (1 + 1e-9), f"the bound {bound} is above a plan's {slowest}"
     placed = {}
     for t, name in enumerate(names):
         o = int(spots.option[t])
@@ -131,10 +131,10 @@ def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner
     host = np.zeros(instance.num)
     for p in placed.values():
         np.add.at(host, list(p.devices), p.option.host_bytes)
-    loads = [DeviceLoad(float(s), float(h), float(x)) for s, h, x in zip(seen.seconds, seen.hbm, host)]
-    status = "optimal" if seen.slowest - bound <= 1e-9 * seen.slowest else "feasible"
+    loads = [DeviceLoad(float(s), float(h), float(x)) for s, h, x in zip(spots.seconds, spots.hbm, host)]
+    status = "optimal" if slowest - bound <= 1e-9 * slowest else "feasible"
     return TablePlan(
-        status, placed, tuple(loads), tuple(seen.host.tolist()), seen.slowest, bound,
+        status, placed, tuple(loads), tuple(spots.host.tolist()), slowest, bound,
         tuple(instance.hbm_limit.tolist()), tuple(instance.host_limit.tolist()), "", planner.solver, assumptions,
     )  # fmt: skip
 

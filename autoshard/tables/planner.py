@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.tables.arrays import Spots, TablesInstance, rate
+from autoshard.tables.arrays import TablesInstance
 from autoshard.tables.bound import Bound, rows_at, solve_weights
-from autoshard.tables.dp import bins_of, dp_proposals
+from autoshard.tables.dp import dp_proposals
 from autoshard.tables.exact import search_all
-from autoshard.tables.search import Annealed, Scale, State, anneal_slice, copy_of, empty_state, pack, recount
+from autoshard.tables.search import Annealed, Scale, State, anneal_slice, empty_state, pack, recount
 
 Progress = Callable[[str, float], None]  # (description of the step, fraction done)
 
@@ -38,7 +38,7 @@ class Planner:
     def __init__(self, instance: TablesInstance, seed: int, progress: Progress | None) -> None:
         self.instance, self.bound = instance, Bound(instance)
         self.rng, self.progress = np.random.default_rng(seed), progress
-        self.best: Spots | None = None
+        self.best: State | None = None
         self.slowest, self.solver = math.inf, ""
         longest = np.maximum.reduceat(self.bound.totals.seconds, instance.first_option[:-1])
         self.high = float(longest.sum()) * (1 + 1e-9)  # seconds that no plan exceeds: everything on one device
@@ -50,13 +50,11 @@ class Planner:
 
     # -- starts ------------------------------------------------------------------------------------------------------------------
 
-    def offer(self, spots: Spots, solver: str) -> bool:
-        """Evaluate a plan; whether it is the best so far, and then kept."""
-        seen = rate(self.instance, spots)
-        if seen.slowest < self.slowest:
-            self.best, self.slowest, self.solver = spots, seen.slowest, solver
-            return True
-        return False
+    def offer(self, plan: State, solver: str) -> None:
+        """Evaluate a plan, and keep it where it is the best so far."""
+        slowest = recount(self.instance, plan)
+        if slowest < self.slowest:
+            self.best, self.slowest, self.solver = State(*map(np.copy, plan)), float(slowest), solver
 
     def packed(self, option: np.ndarray, T: float) -> State:
         """The best of three packings: the options placed one by one, the largest first in three senses. Plans that fit are offered."""
@@ -71,7 +69,7 @@ class Planner:
             slowest = recount(self.instance, state)
             over = np.maximum(state.hbm - self.instance.hbm_limit, 0).sum() + np.maximum(state.host - self.instance.host_limit, 0).sum()
             if slowest < self.slowest:
-                self.offer(copy_of(state), "packing")
+                self.offer(state, "packing")
             if (over, slowest) < rank:
                 best, rank = state, (over, slowest)
         assert best is not None
@@ -95,10 +93,9 @@ class Planner:
         else:
             return None
         first = self.instance.first_option
-        option = np.array([low + int(np.argmax(weights.share[low:high])) for low, high in zip(first, first[1:])])
         priced = weights.y @ a
         least = np.minimum.reduceat(np.where(allowed, priced, np.inf), first[:-1])
-        return option, (priced - least[self.bound.totals.table_of]) / max(weights.y.sum(), 1e-300)
+        return self.least(-weights.share), (priced - least[self.bound.totals.table_of]) / max(weights.y.sum(), 1e-300)
 
     def least_bytes(self) -> np.ndarray:
         """Each table's option of least memory, as a sum of shares of the devices' and the hosts' memory."""
@@ -113,13 +110,12 @@ class Planner:
     def by_knapsack(self) -> list[np.ndarray]:
         """Some proposals of the published knapsack, spread over the amounts of memory."""
         first, totals = self.instance.first_option, self.bound.totals
-        bins = DP_BINS * self.instance.num
-        hbm = [totals.hbm[low:high].tolist() for low, high in zip(first, first[1:])]
-        seconds = [totals.seconds[low:high].tolist() for low, high in zip(first, first[1:])]
-        limit = float(self.instance.hbm_limit.sum())
+        bins, limit = DP_BINS * self.instance.num, float(self.instance.hbm_limit.sum())
         if not 0 < limit < math.inf:
             return []
-        proposals = dp_proposals(bins_of(hbm, limit, bins), seconds, bins)
+        spans = list(zip(first, first[1:]))
+        in_bins, seconds = ([of[low:high].tolist() for low, high in spans] for of in (totals.hbm / (limit / bins), totals.seconds))
+        proposals = dp_proposals(in_bins, seconds, bins)
         picked = sorted({round(k * (len(proposals) - 1) / max(DP_STARTS - 1, 1)) for k in range(DP_STARTS)}) if proposals else []
         return [first[:-1] + np.array(proposals[k]) for k in picked]
 
@@ -129,7 +125,7 @@ class Planner:
         a, b = rows_at(self.instance, totals, self.high, packing=False)
         weights = solve_weights(a[1:], b[1:], np.ones(len(totals.longest), dtype=bool), totals, self.instance.num_tables)
         assert weights is not None
-        spread = np.array([low + int(np.argmax(weights.share[low:high])) for low, high in zip(first, first[1:])])
+        spread = self.least(-weights.share)
         usable = np.arange(len(totals.longest))
         scale = self.scale(2 * self.high, 1.0)  # no device reaches T
         for option in (spread, self.least_bytes(), spread):
@@ -166,16 +162,11 @@ class Planner:
             known = now.slowest
             now = Annealed(*anneal_slice(self.instance, scale.T, tuple(now), *given))
             if now.slowest < known:
-                self.offer(copy_of(best), "annealing")
+                self.offer(best, "annealing")
 
     @property
     def done(self) -> bool:
         return self.slowest - self.bound.value <= ENOUGH * self.slowest
-
-    def state_of(self, spots: Spots) -> State:
-        state = empty_state(self.instance)
-        state.option[:], state.place[:] = spots.option, spots.place
-        return state
 
     def solve(self, effort: float) -> None:
         """Raise the bound and improve the plan until they meet or all moves are used; Ctrl-C ends it with the best plan so far, if any."""
@@ -206,7 +197,7 @@ class Planner:
             for n, window in enumerate(WINDOWS):
                 if not self.done:
                     self.say("improving", 0.75 + 0.05 * n)
-                    self.run(self.state_of(self.best), starts[0][1].copy(), window, HOT * WARM, moves)
+                    self.run(State(*map(np.copy, self.best)), starts[0][1].copy(), window, HOT * WARM, moves)
         self.say("proving", 0.95)
         self.prove()
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import compiled
-from autoshard.tables.arrays import Spots, TablesInstance
+from autoshard.tables.arrays import TablesInstance
 
 NEAR = 3  # places that are drawn for a part, at most; the one of least E is chosen
 SWAPS, OPTIONS = 0.45, 0.2  # of the moves; the others move one part
@@ -25,13 +25,13 @@ STRICTER = 1.15  # factor of w after RECOUNT moves without a plan that fits
 
 
 class State(NamedTuple):
-    """A choice and its sums."""
+    """A choice and its sums (`recount`)."""
 
-    option: np.ndarray
-    place: np.ndarray
-    seconds: np.ndarray
+    option: np.ndarray  # (tables,): numbered over all tables
+    place: np.ndarray  # (tables, most parts): of each part of the option, a device, a node, or 0
+    seconds: np.ndarray  # per device
     hbm: np.ndarray
-    host: np.ndarray
+    host: np.ndarray  # per host
 
 
 class Scale(NamedTuple):
@@ -103,7 +103,7 @@ def add_parts(instance, state, table):  # pragma: no cover
 
 @compiled
 def recount(instance, state):  # pragma: no cover
-    """Recompute the sums, table by table as in `rate`; returns the slowest device's seconds, inf where a limit is exceeded."""
+    """Recompute the sums, table by table; returns the slowest device's seconds, inf where a limit is exceeded."""
     state.seconds[:] = 0.0
     state.hbm[:] = 0.0
     state.host[:] = 0.0
@@ -304,7 +304,3 @@ def empty_state(instance: TablesInstance) -> State:
         np.zeros(n, dtype=np.int64), np.zeros((n, parts), dtype=np.int64),
         np.zeros(instance.num), np.zeros(instance.num), np.zeros(len(instance.host_limit)),
     )  # fmt: skip
-
-
-def copy_of(state: State) -> Spots:
-    return Spots(state.option.copy(), state.place.copy())
