@@ -114,6 +114,7 @@ VALUES = {
     "max_depth": "1", "top_k": "1", "draw": "new.svg", "max_tokens": "128", "prompt": "9", "hbm": "1GB", "host_memory": "1GB",
     "host_bandwidth": "1GB/s", "reserve": "0.5", "effort": "0.1", "method": "p_norm", "collective": "all_reduce", "system": "b",
     "seconds": "2", "largest": "1MB", "backend": "gloo", "name": "h100", "model": MLP, "other": "edited.json", "html": "new.html",
+    "dynamic_shapes": "input_*=batch:1-64", "criterion": "worst",
 }  # fmt: skip
 OWN = {
     ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml",

@@ -19,12 +19,17 @@ RIGHT = {
     "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
     "model": MODEL,
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
+    "dynamic_shapes": "input_*=batch:1-8", "criterion": "worst",
 }  # fmt: skip
 SPREAD = ("--data", "2", "--pipeline", "2")  # several devices in a node, and several nodes
 OWN = {("fits", "recompute"): "full", ("check", "within"): "5%", ("export", "within"): "5%", ("pipeline", "recompute"): "always"}
 # per rule, by its first words: a command line that ignores its options, and one that doesn't
 LINES = {
     "without --pin": (["plan", MODEL, "--mesh", "2x4"], ["plan", MODEL, "--mesh", "2x4", "--pin", "w=R,R"]),
+    "without --dynamic-shapes": (
+        ["plan", MODEL, "--mesh", "2x4"], ["plan", MODEL, "--mesh", "2x4", "--dynamic-shapes", "input_*=batch:1-8"]
+    ),
+    "on several meshes": (["plan", MODEL, "--mesh", "auto", "--devices", "8"], ["plan", MODEL, "--mesh", "2x4"]),
     "on a forward pass": (["VERB", MODEL, "--mesh", "2x4"], ["VERB", MODEL, "--mesh", "2x4", "--train"]),
     "beside --prices, ": (["VERB", MODEL, "--mesh", "2x4", "--prices", "h100"], ["VERB", MODEL, "--mesh", "2x4"]),
     "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),

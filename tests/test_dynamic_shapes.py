@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import json
 import math
 import random
 from functools import cache, partial
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
 from autoshard.capture import capture
 from autoshard.formulate import formulate, with_pins
 from autoshard.graph import Range, SizedGraph, corners, grid
 from autoshard.lower import lower
+from autoshard.options.kinds import DIMS
 from autoshard.planning import Options, allowed_by_pins, choice_of
 from autoshard.planning.dynamic import CRITERIA
 from autoshard.problem import evaluate
@@ -23,7 +26,10 @@ from autoshard.solution import DynamicShapes, from_text, replay, to_text
 from autoshard.strategies import candidates, common_candidates
 from models import bert, gpt2, llama, moe
 from tests.helpers import fast_mesh
+from tests.helpers_command import record_of
+from tests.helpers_command import run as run_words
 from tests.helpers_models import Model, full, gradients_of, parallel, said
+from tests.helpers_options import ROOT
 from tests.helpers_ranks import results
 from tests.helpers_refusals import assert_refused
 
@@ -214,7 +220,7 @@ def test_wrong_dims_are_refused_by_name(sentence, given):
 
 
 OPTIONS = {
-    "criterion is 'best'; expected one of average, worst, median": {"criterion": "best"},
+    "criterion is 'best'; expected one of median, average, worst": {"criterion": "best"},
     "objective is 'overlapped'; with dynamic_shapes": {"objective": "overlapped"},
     "sequence_order is 'head_tail'": {"sequence_order": "head_tail"},
     "a number of blocks to recompute": {"recompute": "auto", "training": True},
@@ -236,6 +242,106 @@ def test_names_of_arguments_and_options_of_a_step_work():
         tagger(), batch_of(8, 8), fast_mesh((2,)), training=True, baselines=False, dynamic_shapes=shapes, microbatches=2, precision="bf16"
     )
     assert plan.dynamic_shapes.inputs == {"input_0": ("batch", "seq"), "input_1": ("batch", "seq")} and plan.microbatches == 2
+
+
+# -- the pass and the command line ------------------------------------------------------------------------------------------------------
+
+ENDS = {0: Dim("batch", min=2, max=16), 1: Dim("seq", min=4, max=32)}
+LINKS = {"mesh_shape": (2,), "intra_node_bandwidth": 1e14, "device": "cpu", "objective": "serial"}
+
+
+class Reshaping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).relu()).reshape(x.shape[0], -1)
+
+
+def symbolic(module: nn.Module, inputs: tuple) -> torch.fx.GraphModule:
+    names, held = zip(*module.named_parameters())
+
+    def function(x, *parameters):
+        return torch.func.functional_call(module, dict(zip(names, parameters)), (x,))
+
+    return make_fx(function, tracing_mode="symbolic")(*inputs, *held)
+
+
+FORMS = {
+    "module": lambda module, inputs: (module, inputs),
+    "symbolic_trace": lambda module, inputs: (torch.fx.symbolic_trace(module), inputs),
+    "make_fx": lambda module, inputs: (symbolic(module, inputs), (*inputs, *module.parameters())),
+    "export": lambda module, inputs: (torch.export.export(module, inputs, dynamic_shapes=(ENDS,)), inputs),
+    "export, its own inputs": lambda module, inputs: (torch.export.export(module, inputs, dynamic_shapes=(ENDS,)), None),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_pass_plans_ranges_of_every_form_of_graph(form):
+    module, inputs = Reshaping(), (torch.zeros(8, 16, 64),)
+    given, examples = FORMS[form](module, inputs)
+    graph, info = autoshard.autosharding_pass(given, example_inputs=examples, dynamic_shapes={"input_0": ENDS}, **LINKS)
+    plan = autoshard.plan(module, inputs, info["solution"].mesh, dynamic_shapes=(ENDS,), baselines=False)
+    found, expected = info["solution"].dynamic_shapes, plan.dynamic_shapes
+    assert found is not None and expected is not None and found.inputs == {"input_0": ("batch", "seq", None)}
+    assert found.ratio == pytest.approx(expected.ratio) and info["cost_seconds"] == pytest.approx(plan.cost)
+    assert [row["seconds"] for row in found.points] == pytest.approx([row["seconds"] for row in expected.points])
+    tensors = [node for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    assert all("autoshard" in node.meta for node in tensors)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (2, 32), (16, 4)])
+@pytest.mark.parametrize("form", ["make_fx", "export"])
+def test_a_graph_whose_sizes_are_symbols_is_planned_at_the_sizes_of_the_examples(form, shape):
+    module, inputs = Reshaping(), (torch.zeros(*shape, 64),)
+    given, examples = FORMS[form](module, (torch.zeros(8, 16, 64),))
+    _, static = autoshard.autosharding_pass(torch.export.export(module, inputs), **LINKS)
+    _, info = autoshard.autosharding_pass(given, example_inputs=(*inputs, *(examples or ())[1:]), **LINKS)
+    assert info["cost_seconds"] == pytest.approx(static["cost_seconds"])
+    if shape == (8, 16):  # those with which it was traced
+        assert autoshard.autosharding_pass(given, **LINKS)[1]["cost_seconds"] == info["cost_seconds"]
+
+
+def test_what_the_pass_can_not_plan_over_ranges_is_refused():
+    module, inputs = Reshaping(), (torch.zeros(8, 16, 64),)
+    exported, ranges = torch.export.export(module, inputs), {"dynamic_shapes": (ENDS,), **LINKS}
+    dynamic, _ = FORMS["export"](module, inputs)
+    assert_refused("has batch=8, seq=16 whatever its inputs have; export it", autoshard.autosharding_pass, exported, **ranges)
+    assert_refused("a cache and an algo are of one shape", autoshard.autosharding_pass, dynamic, cache="memory://x", **ranges)
+    assert_refused("a cache and an algo are of one shape", autoshard.autosharding_pass, dynamic, algo="fsdp", **ranges)
+    for wrong in (torch.zeros(8, 16, 65), torch.zeros(8, 64), 3):
+        call = partial(autoshard.autosharding_pass, dynamic, example_inputs=(wrong,), **LINKS)
+        assert_refused("for input_0; expected a tensor of the shape", call)
+
+
+TYPED = {
+    "input_*=batch:1-64,seq:128-8192": {"input_*": {0: ("batch", 1, 64, 1), 1: ("seq", 128, 8192, 1)}},
+    "tokens=,8*seq:1-4": {"tokens": {1: ("seq", 1, 4, 8)}},
+}
+MISTYPED = {
+    "batch:1-64": "is not INPUT=DIMS", "x=batch": "is not INPUT=DIMS", "x=": "is not INPUT=DIMS", "x=b:1-64;s:1-2": "is not INPUT=DIMS",
+    "x=b:64-1": "expected sizes of 1 or more, the least first", "x=b:0-1": "expected sizes of 1 or more",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_dims_are_read(typed):
+    assert DIMS.read("--dynamic-shapes", [typed]) == TYPED[typed]
+
+
+@pytest.mark.parametrize("typed", MISTYPED)
+def test_mistyped_dims_are_refused(typed):
+    assert_refused(MISTYPED[typed], DIMS.read, "--dynamic-shapes", [typed])
+    assert_refused("gives 'x' twice", DIMS.read, "--dynamic-shapes", ["x=b:1-2", "x=s:1-2"])
+
+
+def test_the_command_line_plans_ranges():
+    words = ("plan", f"{ROOT}/models/mlp.py:tiny", "--mesh", "2", "--no-baselines", "--dynamic-shapes", "input_*=batch:4-64")
+    found = record_of(*words, "--criterion", "worst")
+    assert "worst" in json.dumps(found["assumptions"]["dynamic_shapes"]["criterion"])
+    code, out, _ = run_words(*words)
+    assert code == 0 and "batch 4 to 64; 1 times the seconds of the best plans, median of 3 shapes" in " ".join(out.split())
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ WHATEVER = {  # option: why it has no direction
     "dtype": "narrower types are faster, but float16 and bfloat16 are alike", "seq": "these models have no sequences",
     "forbid": "as pins, of one layout", "precision": "casts cost what narrow matmuls gain", "sequence_order": "one of two orders",
     "expert_imbalance": "the slowest rank's experts: models without experts have none", "global_batch": "microbatches and the batch tell",
+    "dynamic_shapes": "many shapes are planned, of which it prints one", "criterion": "of dynamic_shapes",
     "data": "more devices, for a larger batch", "tensor": "more devices", "pipeline": "more devices", "chunks": "of one schedule",
     "schedule": "bubbles fall and transfers rise", "schedules": "which are compared",
     "prefetch": "copies wait for the link in another order",

@@ -20,9 +20,9 @@ from torch.export import ExportedProgram
 from autoshard.api.annotating import annotate
 from autoshard.api.cached_plans import CachedPlans
 from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
-from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
+from autoshard.capture import Captured, capture_fx, capture_module, dims_of, ignored, in_turn, inputs_at
 from autoshard.exports import sharding_map, unbacked_mesh
-from autoshard.graph import Graph
+from autoshard.graph import Graph, Sizes
 from autoshard.lower import Groups, lower, rewritten, verify_graph
 from autoshard.mesh import Device, Mesh
 from autoshard.options import Options, having
@@ -35,6 +35,7 @@ from autoshard.planning import (
     checked_options,
     fingerprint,
     plan_graph,
+    plan_ranges,
     with_node_layouts,
     with_number_of_microbatches,
 )
@@ -68,7 +69,7 @@ class PassOptions(Options):
     cache: str | None = None  # a file, or a URL: plans are read from it and kept in it
     skip_forward: bool = False  # leave out the sharding map
     rewrite: bool = False  # return this rank's graph; on the ranks that torchrun started
-    example_inputs: Any = None  # for graphs whose placeholders carry no shapes
+    example_inputs: Any = None  # for graphs whose placeholders carry no shapes; sizes of dynamic dims
     device: str | Device = "h100"
     devices_per_node: int | None = None
     tf32: bool = False  # float32 matmuls run as TF32
@@ -140,7 +141,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         seconds = 0.0
     else:
         began = time.monotonic()
-        solution, cached = _solve(captured, clock, chosen)
+        solution, cached = _solve(graph, captured, clock, chosen, options)
         seconds = time.monotonic() - began
         if chosen.ilp_solution_file and "ilp_solution_file" in options:
             solution.save(chosen.ilp_solution_file)
@@ -187,11 +188,22 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 
-def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> tuple[Solution, str | None]:
+def _solve(
+    graph: Any, captured: Captured, clock: Stopwatch, chosen: PassOptions, given: Mapping[str, Any]
+) -> tuple[Solution, str | None]:
     """The plan, and whether it is the cache's ("hit"), started from near ones ("warm") or from nothing ("cold"); None without a cache."""
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}
     context = with_number_of_microbatches(Question(ModelGraphs(captured.graph), chosen.mesh(), chosen.planning(), clock, noted))
+    if chosen.dynamic_shapes is not None:
+        if chosen.cache is not None or chosen.algo != "alpa":
+            raise ValueError("a cache and an algo are of one shape, and with dynamic_shapes many are planned: leave one of them out")
+        ranges, named = dims_of(graph, chosen.example_inputs, chosen.dynamic_shapes)
+
+        def at(sizes: Sizes) -> Graph:
+            return _capture(graph, replace(chosen, example_inputs=inputs_at(graph, chosen.example_inputs, named, sizes))).graph
+
+        return plan_ranges(context, ranges, named, at, given), None
     if chosen.cache is None:
         return _planned(context, chosen.algo), None
     plans = CachedPlans(chosen.cache, context, noted)

@@ -45,8 +45,8 @@ def plan(model: Any, example_inputs: Any, mesh: Any = None, **options: Any) -> P
     anew, a number or one by program's name; 0: once, they stay in memory; None: everything is shared.
 
     dynamic_shapes: ranges of sizes, as for torch.export: ({0: Dim("batch", min=1, max=64)},). The plan is of the example inputs' shape,
-    and of all plans with one layout per tensor the best over the ranges, by the sum of all seconds. criterion: "average", "worst" or
-    "median" of the seconds at some sizes, relative to the best plan there. `plan.covers(batch=4)` says what it is at a shape.
+    and of all plans with one layout per tensor the best over the ranges, by the sum of all seconds. criterion: "median", "average" or
+    "worst" of the seconds at some sizes, relative to the best plan there. `plan.covers(batch=4)` says what it is at a shape.
 
     On a `Cluster` the options are the fields of `PipelineOptions` (stages, microbatches, schedules, ...), and example_inputs those of
     the full batch, which is dim 0 of the first tensor and of all others of that length. `executor`: a concurrent.futures.Executor

@@ -81,8 +81,18 @@ def fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None =
     if unsupported := unsupported_kind(tensor):
         raise ValueError(unsupported)
     with mode:
-        fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+        shape, strides = map(as_number, tensor.shape), map(as_number, tensor.stride())
+        fake = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype or tensor.dtype, device="cpu")
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def as_number(value: Any) -> Any:
+    """A size that is a symbol as the number with which the graph was traced; anything else as it is."""
+    if not isinstance(value, torch.SymInt):
+        return value
+    if not value.node.has_hint():
+        raise ValueError(f"the size {value} of the graph's inputs is a symbol without a number; pass example_inputs=(...)")
+    return int(value.node.hint)
 
 
 def computed_in(module: nn.Module, args: tuple, kwargs: dict, precision: Precision | None) -> dict[int, torch.dtype]:
@@ -189,7 +199,10 @@ def mode_of(fx_graph: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
     return static_mode()
 
 
-def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Named], list[torch.Tensor], list[tuple[str, str]]]:
+def export_signature(
+    program: ExportedProgram, mode: FakeTensorMode, example_inputs: Any = None
+) -> tuple[list[Named], list[torch.Tensor], list[tuple[str, str]]]:
+    """The names of the placeholders, fake values and the names of the results. example_inputs: their sizes are those of dynamic dims."""
     kinds = {
         InputKind.PARAMETER: "parameter",
         InputKind.BUFFER: "buffer",
@@ -214,8 +227,22 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
         else:
             results.append(("output", str(outputs)))
             outputs += 1
-    fakes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    if example_inputs is not None:
+        given = iter(pytree.tree_leaves(arguments(example_inputs)))
+        values = [_sized(name.name, value, next(given, None)) if name.kind == "input" else value for name, value in zip(names, values)]
+    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else as_number(value) for value in values], results
+
+
+def _sized(name: str, value: Any, example: Any) -> Any:
+    """The example in the place of an input of an exported program, where that has dynamic dims."""
+    if not isinstance(value, torch.Tensor) or not any(isinstance(n, torch.SymInt) for n in value.shape):
+        return value
+    shape = tuple(example.shape) if isinstance(example, torch.Tensor) else example
+    fits = isinstance(shape, tuple) and len(shape) == value.dim()
+    if not fits or any(not isinstance(n, torch.SymInt) and n != m for n, m in zip(value.shape, shape)):
+        raise ValueError(f"example_inputs has {shape} for {name}; expected a tensor of the shape {tuple(value.shape)}")
+    return example
 
 
 def autocast_on_cpu(forward: nn.Module) -> str:
@@ -253,7 +280,7 @@ def placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTe
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     if example_inputs is None:
         values = [node.meta.get("val", node.meta.get("example_value")) for node in nodes]
-        missing = [node.name for node, value in zip(nodes, values, strict=True) if not isinstance(value, torch.Tensor)]
+        missing = [node.name for node, value in zip(nodes, values, strict=True) if not isinstance(value, (torch.Tensor, torch.SymInt))]
         if missing:
             raise ValueError(f"the graph's placeholders {missing} carry no shapes; pass example_inputs=(...) with one tensor each")
     else:
@@ -267,4 +294,4 @@ def placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTe
     for i, node in enumerate(nodes):
         desc = node.meta.get("desc")
         names.append(named(desc) if desc is not None else Named("input", f"input_{i}"))
-    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in values]
+    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else as_number(value) for value in values]

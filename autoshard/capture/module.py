@@ -210,7 +210,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     """The inference program of a graph that the caller captured, with the value that each of its nodes became.
 
     fx_graph: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
-    the placeholders carry no `meta["val"]`.
+    the placeholders carry no `meta["val"]`; of dynamic dims they say the sizes, which are otherwise those that the graph was traced with.
     """
     module = fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph
     with explained(module), replaced_operators():
@@ -224,7 +224,7 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
         if any(is_mutable(node) for node in fx_graph.graph.nodes):
             fx_graph = fx_graph.run_decompositions({})
             mode = mode_of(fx_graph)
-        names, fakes, result_names = export_signature(fx_graph, mode)
+        names, fakes, result_names = export_signature(fx_graph, mode, example_inputs)
         module: fx.GraphModule = fx_graph.graph_module
         params: dict[str, torch.Tensor] = {}
         tied: Sequence[Sequence[str]] = ()
@@ -241,7 +241,8 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
             result_names = [("none", str(k)) if desc is None else result_name(desc) for k, desc in of_leaves]
     recorder = _Recorder(module)
 
-    def run(*flat: torch.Tensor) -> Any:
+    def run(*traced: torch.Tensor) -> Any:
+        flat = [x if isinstance(x, torch.Tensor) else known for x, known in zip(traced, fakes, strict=True)]  # numbers are literals
         with reparametrize_module(module, dict(zip(params, flat, strict=False)), tie_weights=True, strict=False):
             return recorder.run(*flat[len(params) :], enable_io_processing=False)
 

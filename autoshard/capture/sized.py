@@ -1,12 +1,13 @@
 """Inputs of other sizes: which dims of a model's inputs are dynamic, as torch.export says it, and inputs of given sizes."""
 
+import fnmatch
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from autoshard.capture.inputs import arguments, input_names
 from autoshard.capture.nested_tensors import filled, listed
@@ -16,17 +17,22 @@ from autoshard.torch_private import pytree
 Named = Mapping[str, Sequence[str | None]]  # by input: the name of each of its dims, None where the size is fixed
 
 
-def dims_of(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> tuple[dict[str, Range], dict[str, tuple[str | None, ...]]]:
+def dims_of(
+    model: nn.Module | ExportedProgram, example_inputs: Any, dynamic_shapes: Any
+) -> tuple[dict[str, Range], dict[str, tuple[str | None, ...]]]:
     """The ranges of the dynamic dims by name, and the names of the dims of each input that has some.
 
     dynamic_shapes: as for torch.export: per input {dim: Dim} or a sequence of Dim and None, in a sequence by position or a mapping by the
     name of the argument or of the plan's input. A Dim has min and max, or is a multiple of one that has. ValueError says what is wrong.
     """
+    example_inputs = _inputs_of(model, example_inputs)
     names, tensors = input_names(model, example_inputs), _leaves(example_inputs)
     if isinstance(dynamic_shapes, Mapping):
-        parameters = list(inspect.signature(model.forward).parameters)
+        of_program = isinstance(model, ExportedProgram)
+        parameters = model.graph_signature.user_inputs if of_program else list(inspect.signature(model.forward).parameters)
         places = {name: f"input_{k}" for k, name in enumerate(parameters) if name not in names}
-        by_name = {places.get(name, name): row for name, row in dynamic_shapes.items()}
+        of = {str(places.get(given, given)): row for given, row in dynamic_shapes.items()}
+        by_name = {name: row for given, row in of.items() for name in fnmatch.filter(names, given) or [given]}
     elif isinstance(dynamic_shapes, (tuple, list)):
         by_name = dict(zip(names, dynamic_shapes))
     else:
@@ -62,6 +68,9 @@ def dims_of(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> tuple
 
 def _range(given: Any, where: str) -> tuple[str, Range]:
     """The name and the range of a Dim, or of a multiple of one."""
+    if isinstance(given, tuple):  # as it is typed on a command line
+        name, least, greatest, multiple = given
+        given = multiple * Dim(name, min=least, max=greatest) if multiple > 1 else Dim(name, min=least, max=greatest)
     root = getattr(given, "root", given)
     if not (isinstance(root, Dim) and isinstance(root.min, int) and isinstance(root.max, int)):
         raise ValueError(f"{where} is {given!r}; expected a torch.export.Dim with min and max, or 8 * Dim('batch', min=1, max=8)")
@@ -71,8 +80,9 @@ def _range(given: Any, where: str) -> tuple[str, Range]:
     return root.__name__, Range(max(root.min, 1) * multiple, root.max * multiple, multiple)
 
 
-def inputs_at(model: nn.Module, example_inputs: Any, named: Named, sizes: Sizes) -> Any:
+def inputs_at(model: nn.Module | ExportedProgram, example_inputs: Any, named: Named, sizes: Sizes) -> Any:
     """The example inputs with meta tensors of these sizes in the place of those with dynamic dims."""
+    example_inputs = _inputs_of(model, example_inputs)
     spec = pytree.tree_flatten(listed(example_inputs))[1]
 
     def resized(name: str, x: Any) -> Any:
@@ -83,6 +93,13 @@ def inputs_at(model: nn.Module, example_inputs: Any, named: Named, sizes: Sizes)
 
     leaves = [resized(name, x) for name, x in zip(input_names(model, example_inputs), _leaves(example_inputs), strict=True)]
     return filled(example_inputs, pytree.tree_unflatten(leaves, spec))
+
+
+def _inputs_of(model: nn.Module | ExportedProgram, example_inputs: Any) -> Any:
+    """The example inputs; of an exported program its leaves in their order, by default those that it was exported with."""
+    if not isinstance(model, ExportedProgram):
+        return example_inputs
+    return tuple(pytree.tree_leaves(model.example_inputs if example_inputs is None else arguments(example_inputs)))
 
 
 def _leaves(example_inputs: Any) -> list[Any]:

@@ -137,6 +137,8 @@ ON_MESHES = ("plan", "frontier", "simulate")
 LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check", "show", "explain", "fits")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
+    Ineffective(("plan",), ("criterion",), without("dynamic_shapes"), "without --dynamic-shapes", "add it"),
+    Ineffective(("plan",), ("dynamic_shapes",), where("mesh", "auto"), "on several meshes", "give one mesh"),
     Ineffective(("plan", "frontier"), OF_TRAINING, _forward, "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
     Ineffective(ON_MESHES, ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),

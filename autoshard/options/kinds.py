@@ -213,6 +213,25 @@ FORBIDDEN = ValueKind(
 )  # fmt: skip
 
 
+def _read_dims(name: str, typed: Sequence[str]) -> dict[str, dict[int, tuple[str, int, int, int]]]:
+    """`["input_*=batch:1-64,8*seq:1-8"]` -> {"input_*": {0: ("batch", 1, 64, 1), 1: ("seq", 1, 8, 8)}}; a dim of one size is left empty."""
+    named = {}
+    for item in typed:
+        inputs, equals, dims = (part.strip() for part in item.partition("="))
+        rows = [re.fullmatch(r"(?:(?:(\d{1,9})\*)?([^\W\d]\w*):(\d{1,9})-(\d{1,9}))?", dim.strip()) for dim in dims.split(",")]
+        if not all((inputs, equals, dims, *rows)):
+            raise ValueError(f"{name} {item!r} is not INPUT=DIMS; write for example {name} 'input_*=batch:1-64,seq:128-8192'")
+        if inputs in named:
+            raise ValueError(f"{name} gives {inputs!r} twice; give it all its dims at once")
+        named[inputs] = {k: (row[2], int(row[3]), int(row[4]), int(row[1] or 1)) for k, row in enumerate(rows) if row and row[2]}
+        if wrong := [row[0] for row in rows if row and row[2] and not 0 < int(row[3]) <= int(row[4])]:
+            raise ValueError(f"{name} {item!r} has {wrong[0]}; expected sizes of 1 or more, the least first, for example batch:1-64")
+    return named
+
+
+DIMS = ValueKind(_as_typed, _read_dims, list[str])
+
+
 # -- values of one option ------------------------------------------------------------------------------------------------------------
 
 

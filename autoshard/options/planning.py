@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.options.declared import check_values, declared, defaults_of, having, options_of
 from autoshard.options.kinds import (
     ACCEPTED,
+    DIMS,
     FORBIDDEN,
     LAYOUTS,
     OFF,
@@ -143,6 +144,18 @@ class Options:
         "overlapped", one_of(OBJECTIVES),
         "What is made small: overlapped, the seconds of the simulated time line; or serial, the sum of all seconds.",
         not_in={"plan_programs": "the sum of all seconds is what is made small; plan the program alone"},
+    )  # fmt: skip
+    # ranges of sizes, as torch.export takes them, for all of which there is one plan
+    dynamic_shapes: Any = declared(
+        None, DIMS, "Plan for ranges of the sizes of inputs, by name or glob; repeatable.", metavar="INPUT=DIM:LEAST-GREATEST,...",
+        reopened=False, noted="never", not_in={
+            "frontier": "a point has one shape", "plan_programs": "give each shape as a program", "plan_meshes": "give one mesh",
+        },
+    )  # fmt: skip
+    # of the seconds over the ranges, relative to the best plan of each size
+    criterion: str = declared(
+        "median", one_of(("median", "average", "worst")), "What is made small over the ranges: median, average, or worst.",
+        reopened=False, noted="never", not_in={name: "it is of dynamic_shapes" for name in ("frontier", "plan_programs", "plan_meshes")},
     )  # fmt: skip
     # check a capture of few layers against an eager run of all of them
     witness: bool = declared(False, SWITCH, verbs=(), in_pass=False, noted="always")

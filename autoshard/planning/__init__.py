@@ -6,6 +6,7 @@ from autoshard.planning.describe import choice_of as choice_of
 from autoshard.planning.describe import fingerprint as fingerprint
 from autoshard.planning.describe import layouts_of as layouts_of
 from autoshard.planning.describe import results_of as results_of
+from autoshard.planning.dynamic import plan_ranges as plan_ranges
 from autoshard.planning.extrapolate import extrapolate as extrapolate
 from autoshard.planning.frontier import Frontier as Frontier
 from autoshard.planning.frontier import FrontierPoint as FrontierPoint

@@ -2,11 +2,12 @@
 
 point p     the graph with the sizes of p (graph.sized); best_p: the seconds of its own best plan, which no plan of it can go below bound_p
 common      an op's candidates are those that it has at every point, so that the problems of all points have the same nodes and choices
+median      half of the points are within this ratio of their best plans, and the others may be far off: weights as below, where the next
+            ones favour the points with small ratios; without a bound. Among equals the one with the least average ratio
 average     minimise  sum_p cost_p(x) / sum_p best_p:  the seconds of all points together, as if each were as frequent. One problem, whose
             costs are sums; its bound is that of the ratio
 worst       max_p cost_p(x) / best_p >= sum_p y_p cost_p(x) / best_p for any weights y that add up to 1: each choice of weights is an
             ordinary problem that bounds the worst ratio. The next weights favour the points with large ratios
-median      the next weights favour the points with small ratios; without a bound
 padded      sizes that layouts don't divide can be padded, to multiples of the number of devices: there are more layouts to choose from, and
             the plan's seconds are those of the padded shape, still relative to the best plan of the shape as it is
 memory      every size grows with the dims, and so do the bytes of every layout: what fits at the greatest sizes fits everywhere
@@ -23,9 +24,6 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
-from autoshard.capture import capture_deep, dims_of, inputs_at
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph, Ranges, SizedGraph, Sizes, Value, corners, grid, sizes_of, written
@@ -57,11 +55,10 @@ UNLIKE = {"objective": "overlapped", "sequence_order": "head_tail", "chunked_los
 
 
 def plan_ranges(
-    question: Question, model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any, criterion: str, asked: Mapping[str, Any]
+    question: Question, ranges: Ranges, named: Mapping, captured: Callable[[Sizes], Graph], asked: Mapping[str, Any]
 ) -> Solution:
-    """The plan of the example inputs' shape that is best over the ranges. asked: the options as they were given."""
-    if criterion not in CRITERIA:
-        raise ValueError(f"criterion is {criterion!r}; expected one of {', '.join(CRITERIA)}")
+    """The plan of the example inputs' shape that is best over the ranges. named: by input the names of its dims; captured: the graph at
+    a point; asked: the options as they were given."""
     if wrong := next((key for key, value in UNLIKE.items() if asked.get(key) == value), None):
         why = "with dynamic_shapes the sum of all seconds is made small, of the model as it is"
         raise ValueError(f"{wrong} is {asked[wrong]!r}; {why}: leave it out")
@@ -69,22 +66,26 @@ def plan_ranges(
         raise ValueError("with dynamic_shapes give a number of blocks to recompute, or 'all', and microbatches instead of global_batch")
     check_effects(question)
     question = question.with_options(objective="serial")
-    ranges, named = dims_of(model, example_inputs, dynamic_shapes)
-    shapes = {op.name: op.output.shape for op in question.graph.ops if op.kind == "input"}
-    example = {name: sizes_of(named, shapes)[name] for name in ranges}
-    options = question.options
+    example = {name: _sizes(question.graph, named)[name] for name in ranges}
+    criterion = question.options.criterion
 
-    def captured(sizes: Sizes):
-        inputs = inputs_at(model, example_inputs, named, sizes)
-        return capture_deep(model, inputs, training=options.training, precision=options.precision, witness=options.witness)[0]
+    def of_size(sizes: Sizes) -> Graph:
+        if (has := _sizes(graph := captured(sizes), named)) != sizes:
+            raise ValueError(f"the graph has {written(has)} whatever its inputs have; export it with dynamic_shapes, or give the module")
+        return graph
 
     with question.clock.phase("capture", "capturing the ends of the ranges", 0.1), no_search_for_cycles():
-        sized = SizedGraph.of(ranges, captured)
+        sized = SizedGraph.of(ranges, of_size)
     points = [example, *(at for at in reversed(grid(ranges)) if at != example)]  # the greatest first, which may not fit
     best = [_best(question, sized, at, k, len(points)) for k, at in enumerate(points)]
     ways = [_cover(question, sized, points, best, steps, criterion) for steps in _steps(ranges, points, question.mesh)]
     bound = min(way.bound for way in ways)
-    return _described(min(ways, key=lambda way: way.ratio), bound, points, best, named, sized, criterion)
+    return _described(min(ways, key=lambda way: way.rank), bound, points, best, named, sized, criterion)
+
+
+def _sizes(graph: Graph, named: Mapping) -> dict[str, int]:
+    """The sizes of the dims in a graph."""
+    return sizes_of(named, {op.name: op.output.shape for op in graph.ops if op.kind == "input"})
 
 
 def _question(question: Question, sized: SizedGraph, at: Sizes) -> Question:
@@ -116,6 +117,7 @@ class _Cover:
     """One layout per tensor for all points, each padded to multiples of the steps."""
 
     ratio: float  # what the criterion makes small
+    rank: tuple[float, ...]  # by which the best is chosen
     bound: float
     answer: Answer
     padded: Sequence[Sizes]  # by point
@@ -148,8 +150,10 @@ def _cover(
         seconds = [evaluate(problem, answer.choice).cost for problem in problems]
         ratios = [s / own for s, own in zip(seconds, least, strict=True)]
         bound = max(bound, answer.bound) if power >= 0 else 0.0
-        if kept is None or measure(ratios, least) < kept.ratio:
-            kept = _Cover(measure(ratios, least), bound, answer, padded, seconds, formulated[0], problems[0])
+        ratio = measure(ratios, least)
+        rank = (round(ratio, 3), fmean(ratios)) if power < 0 else (ratio,)
+        if kept is None or rank < kept.rank:
+            kept = _Cover(ratio, rank, bound, answer, padded, seconds, formulated[0], problems[0])
         weights = [y * ratio**power for y, ratio in zip(weights, ratios, strict=True)]
         weights = [max(y / sum(weights), LEAST_WEIGHT) for y in weights]
         if power > 0:

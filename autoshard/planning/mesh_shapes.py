@@ -20,6 +20,7 @@ import torch
 
 from autoshard.capture import in_turn
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh
+from autoshard.options import refuse_elsewhere
 from autoshard.planning.advice import ADVICE
 from autoshard.planning.describe import described
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
@@ -130,6 +131,7 @@ def plan_meshes(
         meshes = [Mesh.from_bandwidths(shape, devices_per_node=8) for shape in mesh_shapes(16)]
         best = plan_meshes(module, (tokens, targets), meshes, training=True, memory_limit=80e9).best
     """
+    refuse_elsewhere(Options, "plan_meshes", options)
     checked: Options = checked_options(Options, options)
     if not isinstance(meshes, Sequence) or not meshes or not all(isinstance(mesh, Mesh) for mesh in meshes):
         raise ValueError(

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from autoshard.baselines import baseline as scheme_called
-from autoshard.capture import in_turn
+from autoshard.capture import capture_deep, dims_of, in_turn, inputs_at
 from autoshard.formulate import with_pins
+from autoshard.graph import Graph, Sizes
 from autoshard.mesh import Mesh
 from autoshard.planning.advice import ADVICE, with_modules
 from autoshard.planning.baselining import masks_of
@@ -41,15 +42,19 @@ def plan(
     assumptions: Mapping | None = None,
     watch: Stopwatch | None = None,
     on_plan: Callable[[Solution], None] | None = None,
-    dynamic_shapes: Any = None,
-    criterion: str = "average",
     **options: Any,
 ) -> Solution:
     """`autoshard.plan` of one program on one mesh. watch: the clock, by default of wall seconds."""
     checked = checked_options(Options, options)
     question = ask(model, example_inputs, mesh, checked, watch or Stopwatch(progress), assumptions)
-    if dynamic_shapes is not None:
-        return plan_ranges(question, model, example_inputs, dynamic_shapes, criterion, options)
+    if checked.dynamic_shapes is not None:
+        ranges, named = dims_of(model, example_inputs, checked.dynamic_shapes)
+
+        def captured(sizes: Sizes) -> Graph:
+            inputs = inputs_at(model, example_inputs, named, sizes)
+            return capture_deep(model, inputs, training=checked.training, precision=checked.precision, witness=checked.witness)[0]
+
+        return plan_ranges(question, ranges, named, captured, options)
     return plan_captured(replace(question, on_plan=on_plan))
 
 

@@ -176,7 +176,7 @@ def assumed(solution: Solution, elsewhere: Sequence[str]) -> dict[str, str]:
     """Options and versions in words, but for those told elsewhere and those that say nothing."""
     nothing: tuple = (None, {}, [], False, "")
     known = {key: value for key, value in solution.assumptions.items() if key not in elsewhere and value not in nothing}
-    return {key: _words(value, key) for key, value in known.items()}
+    return {key: str(solution.dynamic_shapes) if key == "dynamic_shapes" else _words(value, key) for key, value in known.items()}
 
 
 def _words(value: object, key: str) -> str:

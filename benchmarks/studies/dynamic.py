@@ -87,6 +87,6 @@ DYNAMIC = Study(
     cases=cases, measure=dynamic, judged=judged,
     options={
         "--layers": {"type": int, "default": 0, "help": "of each model, instead of its own number"},
-        "--criterion": {"default": "average", "help": "average, worst or median"},
+        "--criterion": {"default": Options.criterion, "help": "median, average or worst"},
     },
 )  # fmt: skip
