@@ -1,5 +1,7 @@
 """The pass with rewrite=True: this rank's graph computes what the given graph does, with the collectives of the plan in it."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autoshard
+from autoshard.exports import spmd_type
 from autoshard.layout import parse
 from models import gpt2, mlp
 from tests.helpers_models import Model, said
@@ -87,3 +90,83 @@ def test_what_no_rank_can_run_is_refused():
     assert_refused("no processes to run on", autoshard.autosharding_pass, graph, mesh_shape=(2,), rewrite=True, **LINKS)
     for random, number in results(2, refused):
         assert "the graph draws random numbers" in random and "2 ranks run, but the plan is for 4" in number
+
+
+# -- types of spmd_types, where it is installed --------------------------------------------------------------------------------------
+
+LAYOUTS = ["R,R", "S(0),R", "R,S(1)", "S(1),S(1)", "S(0),S(1)", "P,S(0)", "P,P", "R,P(max)"]
+
+
+@pytest.mark.parametrize("written", LAYOUTS)
+def test_types_of_spmd_types_are_those_of_the_layouts(written):
+    spmd = pytest.importorskip("spmd_types")
+    layout, axes = parse(written), ("a", "b")
+    found = spmd_type(layout, axes, 2)
+    assert (found is None) == ("max" in written)
+    if found is not None:  # back again by the package's own conversion
+        dims = {axis: dim for dim, of in enumerate(found.partition_spec) for axis in (of if isinstance(of, tuple) else (of,)) if axis}
+        types = [spmd.S(dims[axis]) if axis in dims else found.local_type[axis] for axis in axes]
+        assert tuple(map(spmd.spmd_type_to_dtensor_placement, types)) == tuple(layout)
+
+
+class Checked(torch.fx.Interpreter):
+    """Runs a rank's graph under the package's checker, and compares what it infers with the types on the nodes. Collectives, and
+    what is inside of a redistribution, have types that are stated; its rules for sums know torch's functions, not ATen's operators."""
+
+    def __init__(self, graph: torch.fx.GraphModule, spmd):
+        super().__init__(graph)
+        self.spmd, self.agreed, self.other = spmd, 0, []
+
+    def run_node(self, n: torch.fx.Node):
+        stated, spmd = n.meta.get("spmd_type"), self.spmd
+        read = [spmd.get_local_type(x) for x in self.map_nodes_to_values(n.all_input_nodes, n) if isinstance(x, torch.Tensor)]
+        is_stated = stated is None or n.op != "call_function" or "c10d" in str(n.target)
+        if not is_stated and all(of and spmd.P not in of.values() for of in read):
+            found = super().run_node(n)
+            if not isinstance(found, torch.Tensor):
+                return found
+            inferred = {str(axis): kind for axis, kind in spmd.get_local_type(found).items()}
+            wanted = {str(spmd.normalize_axis(axis)): kind for axis, kind in stated.local_type.items()}
+            # a product over a sharded dim is a sum to be made, which a local program doesn't know
+            same = all(kind is wanted[axis] or (kind, wanted[axis]) == (spmd.V, spmd.P) for axis, kind in inferred.items())
+            self.agreed += same
+            self.other += [] if same else [n.name]
+            if inferred == wanted:
+                return found
+        with spmd.no_typecheck():
+            found = super().run_node(n)
+            if stated is None or not isinstance(found, torch.Tensor):
+                return found
+            found = found.clone()  # without the type that it had
+        return spmd.assert_type(found, stated)
+
+
+def check_types(rank: int, module: nn.Module, inputs: tuple, training: bool) -> tuple[int, int, list, list]:
+    """How many nodes have types, how many of these the checker infers, those that it contradicts, and those of a graph with wrong ones."""
+    spmd, checker = importlib.import_module("spmd_types"), importlib.import_module("spmd_types.checker")
+    options = {"training": True, "example_inputs": inputs} if training else {}
+    given = module if training else torch.export.export(module, inputs, strict=False)
+    forbid = {"*.weight": "R,R"}
+    graph, info = autoshard.autosharding_pass(given, mesh_shape=(2, 2), rewrite=True, forbid=forbid, **LINKS, **options)
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=info["solution"].mesh.axis_names)
+    values = [torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in graph.graph.find_nodes(op="placeholder")]
+    checked = Checked(graph, spmd)
+    with torch.no_grad(), spmd.set_current_mesh(device_mesh), checker.typecheck(local=True):
+        checked.run(*values)
+        typed = [node for node in graph.graph.nodes if "spmd_type" in node.meta]
+        other = spmd.SpmdType(dict.fromkeys(info["solution"].mesh.axis_names, spmd.V))
+        for node in graph.graph.find_nodes(op="placeholder"):  # planted: all ranks hold something else
+            node.meta["spmd_type"] = other
+        planted = Checked(graph, spmd)
+        planted.run(*values)
+    return len(typed), checked.agreed, checked.other, planted.other
+
+
+@pytest.mark.parametrize(("library", "training"), [(mlp, True), pytest.param(gpt2, False, marks=pytest.mark.slow)])
+def test_the_checker_of_spmd_types_agrees_with_the_types_on_the_nodes(library, training):
+    pytest.importorskip("spmd_types")
+    module, inputs = library.tiny(loss=training)
+    module = gpt2.initialised(module)
+    inputs = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in inputs)
+    for typed, agreed, other, planted in results(4, check_types, module, inputs, training):
+        assert typed > 40 and agreed > 10 and other == [] and planted

@@ -21,7 +21,7 @@ from autoshard.api.annotating import annotate
 from autoshard.api.cached_plans import CachedPlans
 from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
 from autoshard.capture import Captured, capture_fx, capture_module, dims_of, ignored, in_turn, inputs_at
-from autoshard.exports import sharding_map, unbacked_mesh
+from autoshard.exports import sharding_map, spmd_type, unbacked_mesh
 from autoshard.graph import Graph, Sizes
 from autoshard.lower import Groups, lower, rewritten, verify_graph
 from autoshard.mesh import Device, Mesh
@@ -171,7 +171,12 @@ def _rewritten(graph: Graph, solution: Solution, info: dict[str, Any]) -> fx.Gra
     device_mesh = ranks_of(solution)
     program = lower(graph, solution.layouts, solution.results, solution.mesh, device=device_mesh.device_type)
     info["rank_inputs"], info["rank_outputs"] = [one.name for one in program.loads], [one.key for one in program.results]
-    return rewritten(program, Groups.of(device_mesh), tuple(device_mesh.get_coordinate() or ()), device_mesh.device_type)
+    own = rewritten(program, Groups.of(device_mesh), tuple(device_mesh.get_coordinate() or ()), device_mesh.device_type)
+    for node in own.graph.nodes:
+        slot = node.meta.pop("slot", None)
+        if slot and (known := spmd_type(slot.layout, solution.mesh.axis_names, len(slot.shape))) is not None:
+            node.meta["spmd_type"] = known
+    return own
 
 
 def _capture(graph: Any, chosen: PassOptions) -> Captured:

@@ -23,6 +23,7 @@ from .sharding_map import as_text, portable
 from .sharding_map import sharding_map as sharding_map
 from .sharding_map import spec_of as spec_of
 from .sharding_map import unbacked_mesh as unbacked_mesh
+from .spmd import spmd_type as spmd_type
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ names of process groups.
 import copy
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from autoshard.capture import fake_grouped_mm
 from autoshard.graph import Graph
@@ -27,7 +27,7 @@ from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import VIEWS, owners, size
 from autoshard.lower.generator import is_random
 from autoshard.lower.kernels.offload import with_waits
-from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
+from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
 from autoshard.torch_private import BoxedCodeGen, FakeTensorMode, OpOverload, c10d_functional
 
@@ -118,7 +118,7 @@ def _joint(program: RankProgram, groups: Groups, where: tuple[int, ...], device:
         proxies = get_proxy_mode()
         assert proxies is not None
         values = dict(zip(names, flat, strict=False))
-        results = run_rank(program, values, groups, flat[len(names) :], where, done=_Marks(proxies.tracer.graph))
+        results = run_rank(program, values, groups, flat[len(names) :], where, done=_Marks(program, proxies.tracer))
         return [results[key] for key in keys]
 
     with mode, fake_grouped_mm():
@@ -160,12 +160,18 @@ MASKS = ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_
 
 
 class _Marks:
-    """Writes into every new node's meta the index of its record."""
+    """Writes into every new node's meta the index of its record, and into those that compute what the program names its slot."""
 
-    def __init__(self, graph: fx.Graph):
-        self.graph, self.last = graph, next(iter(reversed(graph.nodes)))
+    def __init__(self, program: RankProgram, tracer: Any):
+        self.records, self.tracer, self.graph = program.records, tracer, tracer.graph
+        self.last = next(iter(reversed(self.graph.nodes)))
 
-    def __call__(self, i: int) -> None:
+    def __call__(self, i: int, held: Mapping[str, torch.Tensor]) -> None:
+        record = self.records[i]
+        computed = record.outputs if isinstance(record, (Redistribute, RunOp)) else ()
+        for slot in (record.slot,) if isinstance(record, LoadPlaceholder) else computed:
+            if slot is not None and (known := get_proxy_slot(held[slot.name], self.tracer, None)) is not None:
+                known.proxy.node.meta.setdefault("slot", slot)
         for node in reversed(self.graph.nodes):
             if node is self.last:
                 break

@@ -299,17 +299,17 @@ def run_rank(
     coordinate: Sequence[Tensor],
     where: tuple[int, ...] | None = None,
     *,
-    done: Callable[[int], None] = lambda i: None,
+    done: Callable[[int, Mapping[str, Tensor]], None] = lambda i, held: None,
 ) -> dict[str, Tensor]:
     """One rank of many: local placeholders in, local results out, collectives over the process groups of the mesh axes.
 
     coordinate: a 0-d integer tensor per axis, on the device that runs. Can be traced (make_fx) into a per-rank graph.
     where: the same as numbers; ValueError when it is missing and the program has uneven shards. done: called with the index of
-    each record after it is carried out.
+    each record after it is carried out, and what each slot holds then.
     """
     rank = Rank(program.mesh, tuple(coordinate), where)
     one = OneRank(rank, groups, 0 if program.is_even else rank.number)
     for i, record in enumerate(program.records):
         one.do(record, values)
-        done(i)
+        done(i, one.held)
     return one.results
