@@ -157,9 +157,8 @@ def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[
             for n in of:
                 matched |= {value: n for value in names[n] if value not in matched}
             return matched
-    if is_glob:
-        raise ValueError(f"{kind} on {name!r}: no tensor of the model matches" + near_names(name, graph.names[0]))
-    raise ValueError(f"{kind} on {name!r}: the model has no such tensor" + near_names(name, dict.fromkeys(chain(*graph.names))))
+    wrong = "no tensor of the model matches" if is_glob else "the model has no such tensor"
+    raise ValueError(f"{kind} on {name!r}: {wrong}" + near_names(name.strip("*") or name, dict.fromkeys(chain(*graph.names))))
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
