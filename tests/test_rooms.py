@@ -52,7 +52,7 @@ TABLE = {
     "runtime": ("capture cost graph layout lower mesh reading routes solution torch_private", "torch"),
     "calibrate": ("devices cost mesh lower reading", "numpy scipy torch"),
     "launch": ("devices cost graph mesh planning reading", "numpy yaml"),
-    "exports": ("graph layout mesh solution torch_private units writing", "torch"),
+    "exports": ("graph layout mesh solution torch_private units writing", "torch spmd_types"),
     "relayout": ("cost layout mesh lower reading", "numpy torch"),  # its schemas say the types of problems
     "tables": (PLANNER + " planning", "numpy torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
