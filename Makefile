@@ -10,8 +10,10 @@ CELLS ?=
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-# One thread per process: the tests run two processes, and torch's own threads would compete with them.
+# One thread per process: the tests run two processes, and torch's own threads would compete with them. Compiled files are kept, also
+# where the environment says not to: the two processes, and those that tests start, would each compile the package again.
 test test-all: export OMP_NUM_THREADS := 1
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 PLAN := solutions/gpt2-small-2x4.json
