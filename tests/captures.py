@@ -7,6 +7,8 @@ a config, a class of a test) is captured anew each time, and so is everything in
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import autoshard.capture.module
 from autoshard.capture.module import Captured, capture_without_casts
 
 KEPT: dict[tuple, Captured] = {}
+MODELS = Path(__file__).parent.parent / "models"
 PLAIN = (bool, int, float, str, type(None))
 EMPTY = vars(nn.Module())  # the attributes of every module
 
@@ -38,14 +41,22 @@ def key_of(value: Any) -> Any:
     raise Unknown
 
 
+def class_key(kind: type[nn.Module]) -> Any:
+    """A class of torch itself; one of models by its file, of which `load_model` makes a new class each time. Raises Unknown."""
+    if kind.__module__.split(".")[0] == "torch":
+        return kind
+    file = Path(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    if file.resolve().parent != MODELS or "<" in kind.__qualname__:  # a class of a function may hold other values
+        raise Unknown
+    return (file.name, kind.__qualname__)
+
+
 def module_key(module: nn.Module) -> tuple:
     """Of classes of torch.nn and models only. Raises Unknown."""
     key = []
     numbers: dict[int, int] = {}  # of the tensors: which are tied
     for name, part in module.named_modules(remove_duplicate=False):
-        if type(part).__module__.split(".")[0] not in ("torch", "models"):
-            raise Unknown
-        key.append((name, type(part)))
+        key.append((name, class_key(type(part))))
         for attribute, value in vars(part).items():
             if attribute in ("_parameters", "_buffers"):
                 for other, tensor in value.items():
