@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.api import Infeasible, plan, verify
+from autoshard.api import Infeasible, check, html_report, plan, simulate, verify
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate
 from autoshard.layout import local_numel, parse
@@ -125,10 +125,21 @@ def test_fingerprints_tell_what_differs():
         assert changed - {"prices" if key == "mesh" else key} == ({key} if key == "mesh" else set()) and key in changed
 
 
-def test_progress_grows_and_names_the_phases():
-    seen = []
-    plan(*TINY["mlp"](), fast_mesh((2,)), progress=lambda message, fraction: seen.append((message, fraction)))
-    assert [f for _, f in seen] == sorted(f for _, f in seen) and seen[0] == ("capturing the model", 0.0)
+def test_progress_grows_to_the_whole_and_names_the_phases():
+    model, mesh, pins = TINY["mlp"](), fast_mesh((2,)), {"layers.0.up.weight": "S(0)"}
+    solution = plan(*model, mesh, pins=pins)
+    calls = {
+        "plan": lambda tell: plan(*model, mesh, pins=pins, price_pins=True, progress=tell),
+        "verify": lambda tell: verify(*model, solution, progress=tell),
+        "check": lambda tell: check(*model, solution, progress=tell),
+        "simulate": lambda tell: simulate(*model, solution, progress=tell),
+        "report": lambda tell: html_report(solution, *model, progress=tell),
+    }
+    for name, call in calls.items():
+        seen = []
+        call(lambda message, fraction: seen.append((fraction, message)))  # noqa: B023
+        assert seen and [f for f, _ in seen] == sorted(f for f, _ in seen) and 0 <= seen[0][0] <= seen[-1][0] <= 1, name
+        assert name == "report" or seen[0][1].startswith(("capturing", "reading")), (name, seen[0])
 
 
 def test_a_mesh_of_one_device_is_planned_without_communication():

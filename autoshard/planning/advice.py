@@ -47,8 +47,7 @@ def pin_prices(answered: Answered) -> list[dict]:
     Kept layouts are priced together, as one row. Where a search was not proven best, the price is that of the best plans known. There is
     no row for what there is no time left for.
     """
-    question, options, answer = answered.question, answered.question.options, answered.answer
-    formulated = answered.instance.formulated
+    question, options, answer, formulated = answered.question, answered.question.options, answered.answer, answered.instance.formulated
     assert answer.choice is not None
     demands = demanded(formulated, options)
     groups = [[one] for one in demands if options.price_pins and one.demand.kind in ("pin", "forbid")]
@@ -59,7 +58,8 @@ def pin_prices(answered: Answered) -> list[dict]:
             break
         question.clock.say(f"pricing the pins: {k + 1} of {len(groups)}", 0.98)
         freed = with_pins(formulated, together(one for one in demands if one not in group))
-        without = solve_instance(question, replace(answered.instance, problem=freed), [answer.choice]).in_passing()
+        quiet, instance = replace(question, clock=question.clock.quiet()), replace(answered.instance, problem=freed)
+        without = solve_instance(quiet, instance, [answer.choice]).in_passing()
         first = group[0].demand
         row = {"kind": first.kind, "name": first.name, "layout": first.value}
         if first.kind == "keep":
