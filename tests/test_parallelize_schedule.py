@@ -37,8 +37,12 @@ def reduced(x, group):
     return c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
 
 
+def stacked(x, group):
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x.unsqueeze(0), 2, group))
+
+
 def gathered(x, group):
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(x.unsqueeze(0), 2, group)).flatten(0, 1)
+    return stacked(x, group).flatten(0, 1)
 
 
 def traced(function, *shapes) -> fx.GraphModule:
@@ -62,6 +66,26 @@ def test_independent_reductions_of_a_group_are_joined_and_give_the_same(pace):
     assert bucket(module, pace, room([module.graph], 1e9)) == 2
     assert len(starts(module)) == 2  # one per group
     assert all(torch.equal(x, y) for x, y in zip(module(*given), expected))
+
+
+USES = {  # of a gathered tensor, and whether it is copied in another order of dims
+    "as it is": (lambda x: x.sin(), False), "turned": (lambda x: x.permute(1, 0, 2).sin(), False),
+    "turned twice": (lambda x: x.permute(1, 0, 2).transpose(0, 1).sin(), False), "copied": (lambda x: x.clone(), False),
+    "turned, copied": (lambda x: x.permute(1, 0, 2).clone(), True),
+    "turned for two": (lambda x: x.permute(1, 0, 2).sin() + x.permute(1, 0, 2), False),
+    "turned, and copied for two": (lambda x: (y := x.permute(1, 0, 2)).clone() + y, False),
+    "turned twice, copied": (lambda x: x.transpose(0, 1).permute(1, 0, 2).clone(), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_tensor_of_a_joined_gathering_is_contiguous_unless_all_that_is_done_is_a_copy_of_it(pace, use):
+    function, is_copied = USES[use]
+    module = traced(lambda x, y: [function(stacked(z, pace.groups.names[0])) for z in (x, y)], (8, 8), (8, 8))
+    copies = sum(node.target is torch.ops.aten.clone.default for node in module.graph.nodes)
+    assert bucket(module, pace, room([module.graph], 1e9)) == 1
+    after = sum(node.target is torch.ops.aten.clone.default for node in module.graph.nodes)
+    assert after - copies == (0 if is_copied else 2)
 
 
 def test_joining_moves_no_kernel(pace):

@@ -6,6 +6,7 @@ import pytest
 from autoshard import report
 from autoshard.report.blocks import sections
 from autoshard.report.planned import planned_report, summary, verify_report
+from autoshard.report.serving import _reasons
 from autoshard.report.terminal import as_text, exported
 from autoshard.solution import Placed
 from autoshard.units import percent, seconds, size
@@ -221,3 +222,19 @@ def test_what_is_plain_is_exported_as_it_is():
 def test_an_optimal_plan_within_a_gap_is_not_called_the_fastest():
     words = as_text(planned_report(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
     assert "no plan is faster by more than 0.05 %" in words and "no plan is faster under" not in words
+
+
+def test_reasons_of_serving_degrees_are_said_once_and_replicated_weights_from_a_tenth_on():
+    def row(tensor, replicated, pipeline=1, copies=1, why="", memory=1.0):
+        sizes = {"replicated_bytes": replicated, "weight_bytes": 100e6, "memory_bytes": memory}
+        return {"tensor": tensor, "pipeline": pipeline, "copies": copies, "why": why, **sizes}
+
+    said = "MB of weights are on every device: no tensor parallel style shards them"
+    cases = [
+        ([row(1, 11e6)], [f"tp 1 pp 1: 11 {said}"]), ([row(1, 9e6)], []),
+        ([row(1, 21e6, 2)], [f"tp 1 pp 2: 21 {said}"]), ([row(1, 19e6, 2)], []), ([row(1, 11e6, memory=None)], []),
+        ([row(4, 0, copies=2), row(8, 0, copies=2)], ["tp 4 pp 1, tp 8 pp 1: 2 copies of each key-value head"]),
+        ([row(3, 0, why="heads"), row(1, 0)], ["tp 3 pp 1: heads"]),
+    ]  # fmt: skip
+    for rows, lines in cases:
+        assert _reasons(rows) == (["", *lines] if lines else [])

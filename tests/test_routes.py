@@ -12,7 +12,7 @@ import pytest
 
 from autoshard.layout import P, R, S, is_legal, local_numel, placement_text
 from autoshard.mesh import Mesh
-from autoshard.routes import Routes
+from autoshard.routes import Routes, stream_table
 from autoshard.routes.steps import STEPS, all_moves, decode
 
 REDUCE = {"sum": np.add.reduce, "avg": lambda parts: np.add.reduce(parts) / len(parts), "max": np.maximum.reduce, "min": np.minimum.reduce}
@@ -290,3 +290,17 @@ def test_a_route_is_the_same_whatever_was_asked_before():
             fresh = Routes(mesh)
             assert used.table(shape, itemsize, [source], layouts).tolist() == fresh.table(shape, itemsize, [source], layouts).tolist()
             assert used.route(shape, itemsize, source, target) == fresh.route(shape, itemsize, source, target)
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [case for case in CASES if len(case[1]) <= 2])
+def test_seconds_by_stream_are_those_of_the_routes_steps(sizes, shape):
+    """A slice after a collective waits on the stream of its axis; one before is the kernels'."""
+    mesh, layouts = mesh_of(sizes), layouts_of(shape, mesh_of(sizes))
+    routes = Routes(mesh)
+    table = stream_table(routes, shape, 4, layouts, layouts)
+    for (a, source), (b, target) in itertools.product(enumerate(layouts), repeat=2):
+        expected, sent, found = np.zeros(1 + len(sizes)), False, routes.route(shape, 4, source, target)
+        for step in found.steps if found else ():
+            sent = sent or step.collective != "split"
+            expected[step.axis + 1 if sent else 0] += step.seconds
+        assert table[a, b] == pytest.approx(expected, rel=1e-9), (source, target)

@@ -13,7 +13,7 @@ from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture
 from autoshard.exports import checkpoint_contexts, export
 from autoshard.formulate import Training, formulate, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, Chosen, Offload, alternatives, checkpointed, forward_blocks, selective
+from autoshard.graph import OFFLOADED, RELOADED, SELECTED, Chosen, Offload, alternatives, checkpointed, forward_blocks, selective
 from autoshard.lower import run_global
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
@@ -166,6 +166,17 @@ def test_the_policy_is_what_selective_checkpointing_takes():
     rule = {"": {"aten.mm.default": "MUST_SAVE", "aten.gelu.default": "PREFER_RECOMPUTE"}}
     y = checkpoint(lambda t: torch.nn.functional.gelu(t @ t.T), x, use_reentrant=False, context_fn=checkpoint_contexts(rule, ""))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(torch.nn.functional.gelu(x @ x.T).sum(), x)[0])
+
+
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_values_of_a_64th_of_the_largest_can_be_offloaded_and_smaller_ones_not(width):
+    graph = capture(*mlp.tiny(layers=1, batch=256, width=width, hidden=512), training=True)
+    found, without = joint(graph, None, 0.0), joint(graph, None, None)
+    sizes = {i: found.graph.tensor((i, 0)).bytes for i, op in enumerate(found.graph.ops) if op.kind == SELECTED}
+    assert {size / max(sizes.values()) for size in sizes.values()} >= {1.0, width / 512}
+    for i, size in sizes.items():
+        assert ("offloaded" in found.choices[i].modes) == (size * 64 >= max(sizes.values()))
+        assert "offloaded" not in without.choices[i].modes and "kept" in without.choices[i].modes
 
 
 def test_a_plan_without_choices_has_no_policy():

@@ -49,8 +49,8 @@ def align_batches(formulated: Formulation, problem: Problem, answer: Answer, gap
 def _batches(formulated: Formulation) -> list[list[int]]:
     by_size: dict[int, list[int]] = {}
     for i, op in enumerate(formulated.graph.ops):
-        if op.kind == "input" and op.outputs[0] is not None and op.outputs[0].shape:
-            by_size.setdefault(op.outputs[0].shape[0], []).append(i)
+        if op.kind == "input" and op.output.shape:
+            by_size.setdefault(op.output.shape[0], []).append(i)
     return [nodes for nodes in by_size.values() if len(nodes) > 1]
 
 
