@@ -19,6 +19,15 @@ from tests.helpers import fast_mesh
 from tests.helpers_models import right_plan
 
 BOTH = pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+
+
+def alternating(names):
+    """Each name in both kinds, of which one is slow: in turn training and inference."""
+    for k, name in enumerate(names):
+        for t, kind in enumerate(("inference", "training")):
+            yield pytest.param(name, bool(t), marks=[pytest.mark.slow] * (k % 2 != t), id=f"{name}-{kind}")
+
+
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 SIGNAL, LENGTHS = torch.randn(4, 64), torch.tensor([6, 5, 3, 2])
 SEQUENCES = torch.randn(4, 6, 8)
@@ -117,8 +126,7 @@ PLANNED = {
 }  # fmt: skip
 
 
-@BOTH
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(("name", "training"), alternating(PLANNED))
 def test_what_is_planned_for_training_is_planned_for_inference_and_right(name, training):
     function, inputs = PLANNED[name]
     assert not right_plan(built(function), inputs, fast_mesh((2,)), training=training, random=1).replicated_ops
@@ -153,8 +161,7 @@ CTC = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("name", CTC)
+@pytest.mark.parametrize(("name", "training"), alternating(CTC))
 def test_ctc_loss_is_one_operator_that_computes_it(name, training):
     options, inputs = CTC[name]
     torch.manual_seed(0)

@@ -45,7 +45,8 @@ def run_page(page: Path) -> int:
 
 
 def is_slow(page: Path) -> bool:
-    return any("slow" in words.split() for _, words, _ in blocks(page))
+    """Pages about other tools use what other pages use."""
+    return page.parent.name == "rivals" or any("slow" in words.split() for _, words, _ in blocks(page))
 
 
 def anchors(page: Path) -> set[str]:

@@ -72,19 +72,19 @@ def test_a_hostile_configuration_is_refused_in_bounds(name):
 
 
 def test_the_bounds_are_some():
-    assert in_bounds(lambda: json.dumps(yaml.load(LAUGHS, Loader=yaml.SafeLoader)), megabytes=200, seconds=4) == "killed"
+    assert in_bounds(lambda: json.dumps(yaml.load(LAUGHS, Loader=yaml.SafeLoader)), megabytes=200, seconds=1) == "killed"
     assert in_bounds(lambda: bytearray(400 * 2**20)) == "killed" and in_bounds(lambda: 7) == 7
 
 
-@pytest.mark.parametrize("kind", ["problem", "plan", "cluster"])
 @pytest.mark.parametrize("unit", [b" ", b"[", b"0,", b"\0"])
-def test_a_gzip_file_that_unpacks_to_much_is_refused_in_bounds(tmp_path, kind, unit):
+def test_a_gzip_file_that_unpacks_to_much_is_refused_in_bounds(tmp_path, unit):
     path = tmp_path / "bomb.json.gz"
     with gzip.open(path, "wb") as file:
         for _ in range(150):
             file.write(unit * (2**20 // len(unit)))
-    said = str(in_bounds(lambda: content_of(path, kind), megabytes=100))
-    assert str(path) in said and "unpacks to more than 100 times its size" in said and path.stat().st_size < 10**6
+    for kind in ("problem", "plan", "cluster"):
+        said = str(in_bounds(lambda kind=kind: content_of(path, kind), megabytes=100))
+        assert str(path) in said and "unpacks to more than 100 times its size" in said and path.stat().st_size < 10**6
 
 
 def test_gzip_files_of_many_members_and_of_repetitions_are_unpacked(tmp_path):

@@ -126,7 +126,8 @@ def seconds(verb: str, option: str, value: str | None) -> float:
 def cases():
     for verb, options in DIRECTIONS.items():
         for option in options:
-            slow = verb == "serve-plan" and option != "devices"  # seconds each
+            slow = verb == "serve-plan"  # seconds each
+            slow = slow or (verb == "frontier" and option not in ("device", "batch"))  # it hands them on as plan does
             yield pytest.param(verb, option, marks=pytest.mark.slow) if slow else (verb, option)
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,11 @@ def imported_modules(tree: ast.AST, package_parts: list[str]) -> Iterator[tuple[
             yield node.lineno, name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else "?"
 
 
+@cache
+def imports(source: str, *package_parts: str) -> list[tuple[int, str]]:
+    return list(imported_modules(ast.parse(source), [*package_parts]))
+
+
 def import_violations(package: Path) -> list[str]:
     found = []
     for path in files(package):
@@ -138,8 +144,7 @@ def import_violations(package: Path) -> list[str]:
             found.append(f"{where}: {room} is no room of the table")
             continue
         ours, third_party = (set(names.split()) for names in TABLE[room])
-        tree = ast.parse(path.read_text(), filename=str(path))
-        for line, module in imported_modules(tree, [package.name, *where.parts[:-1]]):
+        for line, module in imports(path.read_text(), package.name, *where.parts[:-1]):
             if module == "?" and where.as_posix() in LAZY_NAMES:
                 continue
             top, _, rest = module.partition(".")
@@ -174,7 +179,7 @@ def deep_imports(package: Path) -> list[str]:
         room = where.parts[0].removesuffix(".py")
         if where.as_posix() in (*LAZY_FACADE, *LAZY_NAMES):
             continue
-        for line, module in imported_modules(ast.parse(path.read_text(), filename=str(path)), [package.name, *where.parts[:-1]]):
+        for line, module in imports(path.read_text(), package.name, *where.parts[:-1]):
             top, *inner = module.split(".")
             if top != package.name or len(inner) < 2 or inner[0] == room or not (package / inner[0]).is_dir():
                 continue
@@ -474,7 +479,7 @@ def imported_files(package: Path) -> dict[str, set[str]]:
     edges = {}
     for module, path in modules.items():
         parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-        names = [name for _, name in imported_modules(ast.parse(path.read_text()), parts)]
+        names = [name for _, name in imports(path.read_text(), *parts)]
         known = [name if name in modules else name.rpartition(".")[0] for name in names]
         edges[module] = {name for name in known if name in modules and name != module}
     return edges
@@ -507,7 +512,7 @@ def underscore_imports(package: Path) -> list[str]:
     rows = []
     for path in files(package):
         where = path.relative_to(package)
-        for line, module in imported_modules(ast.parse(path.read_text()), [package.name, *where.parts[:-1]]):
+        for line, module in imports(path.read_text(), package.name, *where.parts[:-1]):
             parts = module.split(".")
             if parts[0] == package.name and parts[-1].startswith("_") and parts[1] != where.parts[0].removesuffix(".py"):
                 rows.append(f"{where}:{line} {module}")

@@ -1,8 +1,8 @@
 """Predictions of training runs: against published ones, and the laws that any prediction obeys."""
 
 import csv
+import itertools
 import json
-import math
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autoshard.cost import DeviceConstants, MemoryConstants, StackConstants
 from autoshard.cost.devices import device_constants, known_stacks
@@ -143,25 +141,23 @@ def test_every_effect_takes_time_somewhere(effect):
         assert (without < seconds * 0.9999).any()
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    batch=st.sampled_from([1, 2, 4]), microbatches=st.sampled_from([1, 4, 16]), tensor=st.sampled_from([1, 2, 8, 16]),
-    pipeline=st.sampled_from([1, 2, 4]), data=st.sampled_from([1, 4]), zero=st.sampled_from([0, 1, 3]),
-    recompute=st.sampled_from(["none", "selective_op", "full"]),
-)  # fmt: skip
-def test_more_work_takes_longer_and_more_memory(batch, microbatches, tensor, pipeline, data, zero, recompute):
-    shard = data if zero else 1
-    flags = dict(tp=tensor, pp=pipeline, dp=data, shard=shard, zero=zero, rc=recompute)
-    one = recipe(mbs=batch, ga=microbatches, **flags)
-    seconds, bytes = predicted_seconds(one)[0], peak_bytes(one)[0]
-    assert math.isfinite(seconds) and seconds > 0 and bytes > 0
-    for more in (dict(mbs=2 * batch), dict(ga=2 * microbatches), dict(L=32), dict(seq=8192)):
-        larger = recipe(**{"mbs": batch, "ga": microbatches, **flags, **more})
-        waits = step_parts(larger, constants_of(larger))["host"][0] > 0 and not {"mbs", "seq"}.isdisjoint(more)  # as many launches
-        assert predicted_seconds(larger)[0] >= seconds * (1 - 1e-12) and (waits or predicted_seconds(larger)[0] > seconds)
-        assert peak_bytes(larger)[0] >= bytes
-    nothing = recipe(mbs=batch, ga=microbatches, **{**flags, "rc": "none"})
-    assert predicted_seconds(nothing)[0] <= seconds and peak_bytes(nothing)[0] >= bytes * (1 - 1e-12) or recompute == "none"
+def test_more_work_takes_longer_and_more_memory():
+    axes = {"mbs": (1, 4), "ga": (1, 16), "tp": (1, 2, 16), "pp": (1, 2, 4), "dp": (1, 4), "zero": (0, 1, 3)}
+    recipes = [dict(zip((*axes, "rc"), row)) for row in itertools.product(*axes.values(), ("none", "selective_op", "full"))]
+
+    def predicted(change=lambda row: {}):
+        runs = runs_of([RECIPE | row | {"shard": row["dp"] if row["zero"] else 1} | change(row) for row in recipes])
+        return predicted_seconds(runs), peak_bytes(runs), step_parts(runs, constants_of(runs))["host"] > 0
+
+    seconds, bytes, _ = predicted()
+    assert np.isfinite(seconds).all() and (seconds > 0).all() and (bytes > 0).all()
+    for name in ("mbs", "ga", "L", "seq"):
+        longer, larger, waits = predicted(lambda row, name=name: {name: 2 * (RECIPE | row)[name]})
+        assert (longer >= seconds * (1 - 1e-12)).all() and (larger >= bytes).all()
+        assert (longer > seconds)[~waits | (name in ("ga", "L"))].all()  # else there are as many launches, for which the host is waited for
+    shorter, larger, _ = predicted(lambda row: {"rc": "none"})
+    recomputed = np.array([row["rc"] != "none" for row in recipes])
+    assert (shorter <= seconds)[recomputed].all() and (larger >= bytes * (1 - 1e-12))[recomputed].all()
 
 
 def test_overlap_is_between_the_longer_and_the_sum():
