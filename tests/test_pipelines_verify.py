@@ -1,5 +1,6 @@
 """Pipelines on simulated ranks: the same loss and gradients as the unsharded model, and a falsified layout is noticed."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,9 @@ from autoshard.lower.sharding import local_tensors
 from autoshard.mesh import Mesh
 from autoshard.runtime import pipeline_verify
 from autoshard.runtime.stages import sharded_further
-from autoshard.runtime.transfers import Held, simulated, transfer
+from autoshard.runtime.transfers import Held, exchange, simulated, transfer
 from models import unet
+from tests.helpers_ranks import results
 from tests.helpers_refusals import assert_refused
 
 
@@ -142,6 +144,22 @@ def test_every_device_receives_its_shard(source, target):
     assert all(torch.equal(found[device], shard) for device, shard in wanted.items())
     arrived = sum(shard.numel() for shard in wanted.values())
     assert arrived == sum(torch.Size([e - b for b, e in piece.target]).numel() for piece in one.pieces)  # no element is sent twice
+
+
+def exchanged(rank, x, ways):
+    """Whether this rank's shards arrive, of all ways at once."""
+    transfers, values, wanted = [], {}, {}
+    for k, ends in enumerate(ways):
+        transfers.append(transfer(str(k), x.shape, x.dtype, *ends))
+        for known, end in zip((values, wanted), ends):
+            known |= {str(k): local_tensors(x, end.layout, end.mesh)[i] for i, device in enumerate(end.devices) if device == rank}
+    found = exchange(transfers, rank, values, x.device, None)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], shard) for name, shard in wanted.items())
+
+
+def test_ranks_that_hold_parts_of_both_stages_send_the_others_and_keep_their_own():
+    ends = [Held(layout, MESHES["2"], devices) for layout in ((R,), (S(0),), (S(1),)) for devices in ((0, 1), (1, 0), (1, 2))]
+    assert all(results(3, exchanged, torch.arange(35.0).reshape(5, 7), list(itertools.product(ends, ends))))
 
 
 def test_values_arrive_sharded_where_their_dims_divide():

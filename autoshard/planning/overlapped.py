@@ -248,7 +248,7 @@ class _Search:
         quiet = replace(asked, clock=self.question.clock.quiet())
         answer = solve_instance(quiet, instance, self.known, preferred=False).in_passing()
         size = abs(answer.bound) + float(fees.sum())
-        bound = answer.bound - float(fees.sum()) - SAFE * size if math.isfinite(answer.bound) else 0.0
+        bound = answer.bound - float(fees.sum()) - SAFE * size
         if bound > self.bound:
             self.bound, self.priced = bound, self.priced_last
         return answer.choice, bound
