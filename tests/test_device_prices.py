@@ -23,6 +23,7 @@ from autoshard.solution import Solution, load
 from autoshard.strategies.attention import FORWARD
 from autoshard.strategies.candidates import Candidate
 from models import mlp
+from tests.helpers_command import record_of
 from tests.helpers_refusals import assert_refused
 
 H100 = DEVICES["h100"]
@@ -193,3 +194,15 @@ def test_kernels_of_older_files_are_read_as_rates_and_what_short_ones_take():
 def test_launches_of_the_host_are_those_that_the_files_assume():
     data = json.loads(known_file("h100").read_text())["constants"]["host"]
     assert H100.kernels.host * LAUNCHES == data["published"] and str(LAUNCHES) in data["source"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+def test_a_simulated_step_has_the_interval_of_published_steps(device, overlap):
+    """Where runs say how far off steps are."""
+    given = ["--device", device, *([] if overlap else ["--no-overlap"])]
+    record, kernels = record_of("simulate", f"{mlp.__file__}:tiny", *given), DEVICES[device].kernels
+    steps = kernels and (kernels.overlapped if overlap else kernels.serial)
+    assert (steps is None) == (device == "cpu")
+    assert record["interval_seconds"] == (steps and [record["seconds"] * steps.low, record["seconds"] * steps.high])
+    assert record["tested"] == (steps and {"devices": steps.devices, "runs": steps.runs, "error": steps.error})
