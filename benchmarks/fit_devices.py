@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from published import Table, by_source, constants_of, figure_of, folds, predicted_memory, read
+from published import Table, by_source, constants_of, figure_of, folds, predicted_memory, read, step_seconds
 from scipy.optimize import least_squares
 
 from autoshard.devices import DEVICE_FILES
 from autoshard.launch.block_time import RunConstants
 from autoshard.launch.blocks_of_stages import stages
-from autoshard.launch.step_time import step_seconds
 
 ROBUST = 0.15  # relative errors beyond count less and less
 # What is fitted, and how far it is from its published figure, as a standard deviation of the logarithm. All else stays as published: a

@@ -15,11 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 import planned_runs
-from published import runs_of
+from published import runs_of, step_seconds
 
 from autoshard.devices import DEVICES, link_of
 from autoshard.launch.block_time import RunConstants
-from autoshard.launch.step_time import step_seconds
 
 WITHIN = 0.01
 MODEL = {

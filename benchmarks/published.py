@@ -15,11 +15,17 @@ import numpy as np
 
 from autoshard.cost import spread_of
 from autoshard.devices import known_devices
-from autoshard.launch.block_time import RECOMPUTED, RunConstants
+from autoshard.launch.block_time import RECOMPUTED, Parts, RunConstants, block, of_each_kind
+from autoshard.launch.blocks_of_stages import Stages, stages
 from autoshard.launch.peak_memory import Memory, chance_to_fit, memory_of
 from autoshard.launch.runs import PRECISIONS, TrainingRuns
-from autoshard.launch.step_time import step_seconds
+from autoshard.launch.step_time import step_parts
 
+# what can be left out of a step's seconds, for ablations (RunConstants.has)
+EFFECTS = (
+    "attention", "elementwise", "accumulation", "head", "tensor parallel", "context parallel", "recompute", "host",
+    "bubble", "imbalance", "transfers", "fsdp", "gradients", "parameter gather", "optimizer", "fixed",
+)  # fmt: skip
 # column of TrainingRuns: its name in a table of published runs; and the software, the kind of device and its memory in bytes
 TABLE = {
     "stack": "src", "layers": "L", "width": "h", "ffn": "ffn", "heads": "heads", "kv_heads": "kv", "head_dim": "head_dim", "vocab": "vocab",
@@ -106,6 +112,17 @@ def _column(rows: list[Mapping[str, Any]], name: str, words: bool) -> np.ndarray
 def constants_of(runs: TrainingRuns, *, fitted: bool = True) -> RunConstants:
     """Of each run's device and software; with fitted=False from published figures of devices and kernels alone."""
     return RunConstants.of(runs.device, runs.stack, runs.precision, fitted=fitted)
+
+
+def parts_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> Parts:
+    """Seconds of a step of every run, by kind."""
+    split = stages(runs, constants.stack.balanced > 0) if split is None else split
+    return step_parts(runs, constants, split, *of_each_kind(block, runs, constants))
+
+
+def step_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> np.ndarray:
+    """Seconds of a step of every run."""
+    return sum(parts_of(runs, constants, split).values())
 
 
 def predicted_seconds(runs: TrainingRuns, *, fitted: bool = True) -> np.ndarray:

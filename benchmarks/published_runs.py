@@ -23,12 +23,11 @@ from pathlib import Path
 import expert_runs
 import numpy as np
 from fit_devices import LEVELS, error_quantiles, held_out, memory_quantiles
-from published import FEWEST, Table, by_source, chance_to_run, figure_of, interval, predicted_memory, predicted_seconds, read
+from published import EFFECTS, FEWEST, Table, by_source, chance_to_run, figure_of, interval, predicted_memory, predicted_seconds, read
 from published import folds as cells_folds
 from scipy.stats import spearmanr
 
 from autoshard.launch.peak_memory import Memory, chance_within
-from autoshard.launch.step_time import EFFECTS
 
 
 def rows_of(error: np.ndarray, predicted: np.ndarray, measured: np.ndarray) -> dict:

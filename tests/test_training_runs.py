@@ -18,8 +18,17 @@ from autoshard.devices import DEVICE_FILES, known_devices
 from autoshard.launch import peak_memory
 from autoshard.launch.blocks_of_stages import stages
 from autoshard.launch.runs import TrainingRuns
-from autoshard.launch.step_time import EFFECTS, step_parts, step_seconds
-from benchmarks.published import chance_to_run, constants_of, interval, predicted_seconds, runs_of, tokens_per_second
+from benchmarks.published import (
+    EFFECTS,
+    chance_to_run,
+    constants_of,
+    interval,
+    parts_of,
+    predicted_seconds,
+    runs_of,
+    step_seconds,
+    tokens_per_second,
+)
 from tests.helpers_refusals import refusals
 
 HERE = Path(__file__).parent
@@ -125,7 +134,7 @@ def test_slower_kernels_and_more_of_training_take_longer():
     constants = constants_of(runs)
     device, slow = constants.device, replace(constants.matmul, rate=constants.matmul.rate / 1.5)
     for other in (replace(constants, matmul=slow), replace(constants, device=replace(device, training=1.1 * device.training))):
-        waits = step_parts(runs, constants)["host"] > 0  # for launches, however fast kernels are
+        waits = parts_of(runs, constants)["host"] > 0  # for launches, however fast kernels are
         assert (step_seconds(runs, other) >= step_seconds(runs, constants) * (1 - 1e-12)).all()
         assert (step_seconds(runs, other) > step_seconds(runs, constants))[~waits].all() and not waits.all()
 
@@ -147,7 +156,7 @@ def test_more_work_takes_longer_and_more_memory():
 
     def predicted(change=lambda row: {}):
         runs = runs_of([RECIPE | row | {"shard": row["dp"] if row["zero"] else 1} | change(row) for row in recipes])
-        return predicted_seconds(runs), peak_bytes(runs), step_parts(runs, constants_of(runs))["host"] > 0
+        return predicted_seconds(runs), peak_bytes(runs), parts_of(runs, constants_of(runs))["host"] > 0
 
     seconds, bytes, _ = predicted()
     assert np.isfinite(seconds).all() and (seconds > 0).all() and (bytes > 0).all()
@@ -173,7 +182,7 @@ PARTS = {}, {"zero": 3, "pp": 2, "vp": 2, "tp": 4}, {"src": "torchtitan", "cp": 
 @pytest.mark.parametrize("changes", PARTS)
 def test_parts_of_a_step_add_up(changes):
     runs = recipe(**changes)
-    parts = step_parts(runs, constants_of(runs))
+    parts = parts_of(runs, constants_of(runs))
     assert sum(parts.values()) == pytest.approx(predicted_seconds(runs), rel=1e-12)
     assert all((seconds >= -1e-9).all() for seconds in parts.values())
 
@@ -217,7 +226,7 @@ def test_a_pipeline_takes_as_long_as_the_microbatches_on_its_slowest_stage_and_o
 
 def test_transfers_in_pieces_hide_behind_the_matmuls_of_a_node_and_behind_none_across_nodes():
     def transfers(**how):
-        return step_parts(runs := recipe(dp=1, **how), constants_of(runs))["tensor parallel"][0]
+        return parts_of(runs := recipe(dp=1, **how), constants_of(runs))["tensor parallel"][0]
 
     for sequence_parallel in (0, 1):
         pieces = [transfers(src=src, tp=8, sp=sequence_parallel) for src in ("nanotron", "megatron_core")]
@@ -231,13 +240,13 @@ def test_written_attention_moves_its_scores_forward_and_backward():
     moved = 1 * 4096**2 * 32 * (9 + 11) * 16  # bytes of all blocks' scores
     constants = constants_of(runs)
     least = moved * constants.stack.traffic / constants.memory_rate
-    assert least < step_parts(runs, constants)["attention"] < 2 * least
+    assert least < parts_of(runs, constants)["attention"] < 2 * least
 
 
 def test_a_loss_in_one_kernel_moves_ten_bytes_a_logit_however_the_block_is_sharded():
     def ends(src, sp):
         runs = recipe(src=src, dp=1, tp=1, sp=sp, ga=1, zero=0, vocab=151936)
-        parts = [step_parts(runs.with_columns(vocab=runs.vocab * n), constants_of(runs))["elementwise"][0] for n in (1, 2)]
+        parts = [parts_of(runs.with_columns(vocab=runs.vocab * n), constants_of(runs))["elementwise"][0] for n in (1, 2)]
         return parts[1] - parts[0]
 
     constants = constants_of(recipe(src="bridge"))

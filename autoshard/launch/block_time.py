@@ -152,17 +152,18 @@ def of_each_kind(function: Callable[..., tuple], runs: TrainingRuns, constants: 
     return tuple(one[of] for one in function(runs[firsts], constants))
 
 
-def rows_of_kinds(*columns: np.ndarray) -> list[tuple[list[str], np.ndarray]]:
-    """Rows with the same words in all columns, and these words."""
+def rows_of_kinds(runs: TrainingRuns, grouped: np.ndarray) -> list[tuple[list[str], np.ndarray]]:
+    """Rows whose blocks have the same tasks (family and scheme), grouped and computed again in the same way, and these words."""
+    family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
+    columns = family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute
     firsts, of = distinct(columns)
     return [([column[first].item() for column in columns], np.flatnonzero(of == i)) for i, first in enumerate(firsts.tolist())]
 
 
 def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
-    family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
     grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
-    kinds, rows_of = zip(*rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute))
+    kinds, rows_of = zip(*rows_of_kinds(runs, grouped))
     blocks = [
         _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme), recompute)
         for (family, scheme, how, recompute), rows in zip(kinds, rows_of)

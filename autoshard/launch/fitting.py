@@ -30,7 +30,6 @@ CHUNKED, OFFLOADED = f"the loss in {CHUNKS} chunks", "the optimizer's state in t
 SWITCHES = {  # what launchers can switch on that is no field of a launch: columns of TrainingRuns
     "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)},
 }  # fmt: skip
-COLUMNS = {"loss_chunks": 1}  # and their usual values
 TOGETHER = 3  # changes at once, where one is not enough
 Move = tuple[str, Mapping[str, Any], Mapping[str, int]]  # what, fields of a launch, columns
 
@@ -140,8 +139,7 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
         if not joined:
             return ()
         to = [replace(launch, **fields) for _, fields, _ in joined]
-        columns = {name: np.array([switches.get(name, usual) for _, _, switches in joined]) for name, usual in COLUMNS.items()}
-        runs = TrainingRuns.of(to).with_columns(**columns)
+        runs = TrainingRuns.of(to).with_columns(loss_chunks=np.array([switches.get("loss_chunks", 1) for _, _, switches in joined]))
         allowed = np.flatnonzero(legal(runs, sizes, launcher))
         prices = prices_of(runs[allowed], sizes, site, launcher)
         good = sorted(np.flatnonzero(_surely(prices, site)), key=lambda i: (round(float(prices.seconds[i]), 9), i))[:count]

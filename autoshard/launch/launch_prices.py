@@ -166,7 +166,7 @@ def _priced(
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
     blocks = of_each_kind(block, runs, constants) if timed else ()
-    parts = step_parts(runs, constants, split, blocks) if blocks else {}
+    parts = step_parts(runs, constants, split, *blocks) if blocks else {}
     if parts and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])

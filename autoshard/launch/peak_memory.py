@@ -112,7 +112,7 @@ def chance_within(bytes: np.ndarray, limit: np.ndarray | float, levels: np.ndarr
 
 
 def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> Memory:
-    """Of every run. split: as in `step_seconds`."""
+    """Of every run. split: as in `step_parts`."""
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
     alone, fused = runs.devices == 1, constants.stack.fused_accumulation > 0
     # where FSDP is not needed its launchers keep float32 parameters as well, and cast them (autocast)
@@ -125,7 +125,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     ends = 2 * runs.tokens * runs.width + shard  # kept of the last norm and the head
     first = table + runs.positions * runs.seq * runs.width
     both = (1 - runs.tied) * table + first
-    folded = np.isin(schedules(runs), V_SHAPED) & ~one  # the first device has the last stage, too
+    folded = np.isin(runs.schedule, V_SHAPED) & ~one  # the first device has the last stage, too
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
     unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
     # autograd's gradients, which are none before the first backward; on one device nothing is reduced, so they need no buffers either
@@ -160,19 +160,14 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     memory = Memory(tuple(peaks), _pools(runs, constants, both), np.where(alone, 0.0, fragments), context)
     if not alone.any():
         return memory
-    some, facts = np.flatnonzero(alone), (_grouped(runs, constants), _compiled_loss(runs, constants), _chunks(runs))
+    some, facts = np.flatnonzero(alone), (_grouped(runs, constants), _compiled_loss(runs, constants), runs.loss_chunks)
     memory.pools[some] = memory.allocated[some] * excess(runs[some], *(np.broadcast_to(one, len(runs))[some] for one in facts))
     return memory
 
 
-def schedules(runs: TrainingRuns) -> np.ndarray:
-    """Published runs don't say them: they have 1F1B, interleaved where they have virtual stages."""
-    return runs.values.get("schedule", np.full(len(runs), "1F1B"))
-
-
 def in_flight(runs: TrainingRuns, stage: np.ndarray | int) -> np.ndarray:
     """How many microbatches' activations of all its blocks a stage (from 0) holds at once."""
-    m, p, v, schedule = runs.microbatches, runs.pipeline, runs.virtual, schedules(runs)
+    m, p, v, schedule = runs.microbatches, runs.pipeline, runs.virtual, runs.schedule
     held = np.where(np.isin(schedule, V_SHAPED), p, p - stage + np.where(v > 1, (p - 1) / v, 0.0))
     return np.minimum(m, np.where(schedule == "GPipe", m, held))
 
@@ -210,16 +205,14 @@ def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> n
     """FSDP reduces gradients of a block and of the tables in buffers of a stream of its own, and what a stream has freed serves no other
     one; 16-bit logits are freed where no tensor of the loss fits into their place."""
     reduced = constants.stack.gradient_bytes * (runs.block_parameters + tables) / runs.tensor
-    freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor / _chunks(runs)
+    freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor / runs.loss_chunks
     return np.where(runs.zero >= 2, reduced, 0.0) + np.where(runs.zero >= 3, freed, 0.0)
 
 
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     """What a block keeps of one microbatch for its backward; and what one block holds besides while it is computed again and backward."""
-    family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
-    grouped = _grouped(runs, constants)
     kept, working = np.zeros(len(runs)), np.zeros(len(runs))
-    for kind, rows in rows_of_kinds(family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute):
+    for kind, rows in rows_of_kinds(runs, _grouped(runs, constants)):
         kept[rows], working[rows] = _of_one_kind(runs[rows], constants.at(rows), *kind)
     return kept, working
 
@@ -256,11 +249,7 @@ def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them."""
     eager = constants.memory.logits + np.where((runs.tensor > 1) & (constants.stack.libraries == 0), PARALLEL_LOSS, 0.0)
     each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager) * runs.vocab / runs.tensor
-    return each * runs.tokens / _chunks(runs)
-
-
-def _chunks(runs: TrainingRuns) -> np.ndarray:
-    return runs.values.get("loss_chunks", np.ones(len(runs)))
+    return each * runs.tokens / runs.loss_chunks
 
 
 def _compiled_loss(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:

@@ -95,6 +95,7 @@ FIELDS = tuple(field.name for field in fields(Launch))
 DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule", "offload")}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
+DEFAULTS["loss_chunks"] = 1  # of the tokens, one after the other, for which logits exist
 COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
 
 

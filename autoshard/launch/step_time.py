@@ -8,8 +8,8 @@
     step       pipeline + exposed part of the gradients' reduction + optimizer + parameter gather of ZeRO-1 + fixed   (`step_parts`)
 
 m microbatches of a step in i passes, p devices with v virtual stages each; z: the share of the bubble that a schedule which splits backward
-passes leaves, (F + B - 2 W) / (F + B) (Qi et al. 2023, DeepSeek-V3). Kernels and collectives beside each other are `cost.beside`. Each of
-EFFECTS can be left out, for ablations.
+passes leaves, (F + B - 2 W) / (F + B) (Qi et al. 2023, DeepSeek-V3). Kernels and collectives beside each other are `cost.beside`. An effect
+that `RunConstants.without` names counts nothing, for ablations.
 """
 
 from __future__ import annotations
@@ -18,30 +18,19 @@ import numpy as np
 
 from autoshard.cost import beside
 
-from .block_time import Block, Parts, RunConstants, block, of_each_kind
-from .blocks_of_stages import Stages, stages
+from .block_time import Block, Parts, RunConstants
+from .blocks_of_stages import Stages
 from .runs import ZERO_BUBBLE, TrainingRuns
 
-EFFECTS = (
-    "attention", "elementwise", "accumulation", "head", "tensor parallel", "context parallel", "recompute", "host",
-    "bubble", "imbalance", "transfers", "fsdp", "gradients", "parameter gather", "optimizer", "fixed",
-)  # fmt: skip
 COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
 TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 
 
-def step_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None) -> np.ndarray:
-    """Seconds of a step of every run. split: `stages(runs, ...)`, which depends on no constant but `balanced`."""
-    return sum(step_parts(runs, constants, split).values())  # type: ignore[return-value]
-
-
-def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages | None = None, blocks: tuple[Block, ...] = ()) -> Parts:
+def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block) -> Parts:
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
-    launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split: as
-    for `step_seconds`. blocks: as `block` has them."""
-    split = stages(runs, constants.stack.balanced > 0) if split is None else split
-    one, ends = blocks or of_each_kind(block, runs, constants)
+    launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split:
+    `stages(runs, ...)`, which depends on no constant but `balanced`. one, ends: as `block` has them."""
     (forward, backward), has = one.seconds, constants.has
     hidden, edges = _with_fsdp(one, runs, constants)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)

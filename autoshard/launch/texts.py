@@ -163,7 +163,8 @@ class Nested:
 
 def arguments_of(text: str) -> dict[str, list[str]]:
     """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
-    lines = [line for line in _with_defaults(text).splitlines() if not line.lstrip().startswith("#")]
+    closed, brace, rest = text.rpartition("}")  # every ${NAME:-value} that begins also ends: none is looked for in all of the text
+    lines = [line for line in (DEFAULT.sub(r"\1", closed + brace) + rest).splitlines() if not line.lstrip().startswith("#")]
     variables = Variables({})
     for line in lines:
         variables.note(line)
@@ -179,12 +180,6 @@ def arguments_of(text: str) -> dict[str, list[str]]:
         elif name and word:
             options[name].append(word)
     return options
-
-
-def _with_defaults(text: str) -> str:
-    """`${NAME:-value}` as the value."""
-    closed, brace, rest = text.rpartition("}")  # so that every value that begins also ends, and none is looked for in all of the text
-    return DEFAULT.sub(r"\1", closed + brace) + rest
 
 
 @dataclass
