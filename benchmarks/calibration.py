@@ -22,16 +22,17 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where benchmarks/ lies
-from autoshard.calibrate import extrapolated, family, fit, held_out, nearest, summary
+from autoshard.calibrate import extrapolated, fit, held_out, nearest, summary
 from autoshard.calibrate.errors import Errors, Pairs
 from autoshard.calibrate.importers import parse
-from autoshard.cost.curves import Series, bus_factor
+from autoshard.cost.curves import Family, Series, bus_factor
+from autoshard.cost.curves.device_counts import Count
 from benchmarks import mlp_runs
 
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
@@ -47,6 +48,18 @@ def together(pairs: Iterable[Pairs]) -> Errors:
 
 def arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:
     return np.array(series.sizes), np.array(series.seconds)
+
+
+def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]], method: str = "piecewise") -> Family:
+    """The family of curves fitted to sizes and seconds by (nodes, devices). ValueError on an impossible count and the errors of `fit`."""
+    if not measured:
+        raise ValueError(f"nothing was measured of {collective}; expected at least one device count")
+    for nodes, devices in measured:
+        if nodes < 1 or devices < 2 or devices % nodes:
+            raise ValueError(f"{devices} devices on {nodes} nodes can't be; expected two or more, as many on each node")
+    curves = {count: fit(x, t, method) for count, (x, t) in sorted(measured.items())}
+    sizes = np.unique(np.concatenate([np.asarray(x, dtype=float) for x, _ in measured.values()]))
+    return Family(collective, curves, tuple(sizes.tolist()))
 
 
 def fitter(series: Series, method: str, others=()):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.calibrate import family as family_of
 from autoshard.calibrate import fit, held_out, summary
 from autoshard.calibrate.importers import parse
 from autoshard.cost.curves import Series
@@ -40,9 +39,8 @@ def link(series: Series) -> dict:
 def prices(curves: list[Series]) -> dict:
     """Latency and bandwidth for what has no curve, from the largest all_gather: t = a + (n-1)/n x / bandwidth, rounds log2 n."""
     widest = max((s for s in curves if s.collective == "all_gather"), key=lambda s: s.devices)
-    family = family_of("all_gather", {(1, widest.devices): (np.array(widest.sizes), np.array(widest.seconds))})
     large = widest.sizes[-1]
-    seconds = float(family.curves[1, widest.devices].seconds(large))
+    seconds = float(fit(widest.sizes, widest.seconds).seconds(large))
     n = widest.devices
     latency = min(widest.seconds) / (n - 1).bit_length()
     return {"intra_node_bandwidth": digits((n - 1) / n * large / seconds), "intra_node_latency": digits(latency)}

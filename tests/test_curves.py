@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.calibrate import family as family_of
 from autoshard.calibrate import fit, held_out, summary
 from autoshard.calibrate.errors import extrapolated
 from autoshard.calibrate.fit import increasing
 from autoshard.calibrate.importers import parse
 from autoshard.cost import bytes_sent, collective_seconds
 from autoshard.mesh import LinkCurve, Mesh
+from benchmarks.calibration import family as family_of
 from benchmarks.calibration import table, together
 from tests.helpers_refusals import assert_refused, refusals
 

@@ -56,15 +56,6 @@ def parameters(sizes, bus_bw, ln_p, sats_p):
     return curve_fit(sigmoid, xs, ys, [max(math.log2(s) for s in sizes), np.median(xs), 1, ys.min()], method="dogbox")[0]
 
 
-def predict_bus_bw(size, ln_p, sats_p, max_bw, overhead, p, m):
-    x = math.log2(size)
-    if x <= ln_p:
-        return size / overhead * m / 1e3
-    if x > sats_p:
-        return max_bw
-    return 10 ** (p[0] / (1 + math.exp(-p[2] * (x - p[1]))) + p[3])
-
-
 def predict_time(size, ln_p, sats_p, max_bw, overhead, p, m):
     x = math.log2(size)
     if x <= ln_p:
@@ -98,7 +89,6 @@ def test_fifty_measured_curves_agree_to_1e_12():
         assert (ours.ln_p, ours.sats_p, ours.max_bw, ours.overhead) == pytest.approx(four, rel=1e-12)
         np.testing.assert_allclose(ours.parameters, p, rtol=1e-12)
         sizes = np.concatenate([s.sizes, np.array(s.sizes) * 1.37, [s.sizes[-1] * 100.0, 1.0]])
-        np.testing.assert_allclose(ours.predict_bus_bw(sizes), [predict_bus_bw(v, *four, p, m) for v in sizes], rtol=1e-12)
         expected = [predict_time(v, *four, p, m) for v in sizes]
         np.testing.assert_allclose(ours.predict_data_movement_time(sizes), expected, rtol=1e-12)
         np.testing.assert_allclose(ours.seconds(sizes), np.array(expected) * 1e-6, rtol=1e-12)
@@ -116,11 +106,8 @@ GOLDENS = [
 @pytest.mark.parametrize(("curve", "L", "x0", "k", "b"), GOLDENS)
 def test_the_published_memory_curves(curve, L, x0, k, b):
     assert curve.predict_data_movement_time(2.0**curve.ln_p) == curve.overhead
-    assert curve.predict_bus_bw(2.0**10) == 1024 / curve.overhead / 1e3
-    assert curve.predict_bus_bw(2.0**31) == curve.max_bw
     assert curve.predict_data_movement_time(2.0**31) == pytest.approx(2**31 / curve.max_bw / 1e3 + curve.overhead, rel=1e-15)
     bw = 10 ** (L / (1 + math.exp(-k * (22 - x0))) + b)
-    assert curve.predict_bus_bw(2.0**22) == pytest.approx(bw, rel=1e-13)
     assert curve.predict_data_movement_time(2.0**22) == pytest.approx(2**22 / bw / 1e3, rel=1e-13)
 
 

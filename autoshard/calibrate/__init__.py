@@ -9,7 +9,6 @@ from autoshard.calibrate.errors import extrapolated as extrapolated
 from autoshard.calibrate.errors import held_out as held_out
 from autoshard.calibrate.errors import pooled as pooled
 from autoshard.calibrate.errors import summary as summary
-from autoshard.calibrate.fit import family as family
 from autoshard.calibrate.fit import fit as fit
 from autoshard.calibrate.fitted import Fitted as Fitted
 from autoshard.calibrate.fitted import fitted as fitted

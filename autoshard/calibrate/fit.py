@@ -27,13 +27,13 @@ Of 130 measured curves, 3 folds: GMAE / mean 2.2 / 5.0 % alone, 1.5 / 4.0 % with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.optimize import isotonic_regression, least_squares
 
 from autoshard.calibrate.sigmoid import fit_sigmoid
-from autoshard.cost import Count, Curve, Family, PchipCurve, PiecewiseCurve, PNorm, check, tail_slope
+from autoshard.cost import Curve, PchipCurve, PiecewiseCurve, PNorm, check, tail_slope
 
 
 def increasing(z: np.ndarray) -> np.ndarray:
@@ -108,18 +108,6 @@ def fit(
         return pooled(how(x, t), x, others) if others else how(x, t)
     bus = None if bus_bandwidths is None else check(sizes, bus_bandwidths)[1]
     return fit_sigmoid(x, t, factor=factor, bus_bandwidths=bus)
-
-
-def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]], method: str = "piecewise") -> Family:
-    """The family of curves fitted to sizes and seconds by (nodes, devices). ValueError on an impossible count and the errors of `fit`."""
-    if not measured:
-        raise ValueError(f"nothing was measured of {collective}; expected at least one device count")
-    for nodes, devices in measured:
-        if nodes < 1 or devices < 2 or devices % nodes:
-            raise ValueError(f"{devices} devices on {nodes} nodes can't be; expected two or more, as many on each node")
-    curves = {count: fit(x, t, method) for count, (x, t) in sorted(measured.items())}
-    sizes = np.unique(np.concatenate([np.asarray(x, dtype=float) for x, _ in measured.values()]))
-    return Family(collective, curves, tuple(sizes.tolist()))
 
 
 # -- the shapes of other curves -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoshard.calibrate.sigmoid import EPSILON
 from autoshard.cost import Series
@@ -38,19 +37,10 @@ class MeasuredRow:
     """One measurement, and its line in the file."""
 
     line: int
-    collective: str
-    devices: int
+    of: Series  # without any sizes
     size: float  # bytes
     seconds: float
-    system: str = ""
-    nodes: int = 1
-    dtype: str = ""
-    source: str = ""
     bus_bandwidth: float | None = None  # bytes per second
-
-    @property
-    def key(self) -> tuple:
-        return (self.source, self.system, self.collective, self.nodes, self.devices, self.dtype)
 
 
 def parse(text: str, name: str, *, collective: str | None = None, devices: int | None = None, system: str | None = None) -> list[Series]:
@@ -63,7 +53,7 @@ def parse(text: str, name: str, *, collective: str | None = None, devices: int |
     reader = sniff(text, name)
     rows = reader(text, name, collective or from_name(name), devices or count_from_name(name))
     fixed = {key: value for key, value in (("collective", collective), ("devices", devices), ("system", system)) if value is not None}
-    rows = [replace(row, **fixed) for row in rows]  # type: ignore[arg-type]
+    rows = [replace(row, of=replace(row.of, **fixed)) for row in rows]  # type: ignore[arg-type]
     if not rows:
         raise ValueError(f"{name} holds no measurements; expected rows of sizes and times after its header")
     for row in rows:
@@ -86,15 +76,14 @@ def sniff(text: str, name: str):
 
 def series(rows: Iterable[MeasuredRow]) -> list[Series]:
     """One series per curve, from its rows."""
-    groups: dict[tuple, list[MeasuredRow]] = {}
+    groups: dict[Series, list[MeasuredRow]] = {}
     for row in rows:
-        groups.setdefault(row.key, []).append(row)
+        groups.setdefault(row.of, []).append(row)
     all_series = []
-    for (source, system, collective, nodes, devices, dtype), members in groups.items():
+    for of, members in groups.items():
         bus = tuple(r.bus_bandwidth for r in members if r.bus_bandwidth is not None)
         sizes, seconds = tuple(r.size for r in members), tuple(r.seconds for r in members)
-        bus = bus if len(bus) == len(members) else ()
-        all_series.append(Series(collective, devices, sizes, seconds, system, nodes, dtype, source, bus))
+        all_series.append(replace(of, sizes=sizes, seconds=seconds, bus_bandwidths=bus if len(bus) == len(members) else ()))
     return all_series
 
 
@@ -105,8 +94,9 @@ def _check(row: MeasuredRow, name: str) -> None:
         raise ValueError(f"{at}: size is {row.size:g} bytes; {between}")
     if not LEAST <= row.seconds <= MOST:
         raise ValueError(f"{at}: time is {row.seconds:g} s; {between}, or measure it again")
-    if not 1 <= row.nodes <= row.devices <= MOST_DEVICES or row.devices % row.nodes:
-        raise ValueError(f"{at}: {row.devices:g} devices on {row.nodes:g} nodes can't be; expected as many on each node")
+    nodes, devices = row.of.nodes, row.of.devices
+    if not 1 <= nodes <= devices <= MOST_DEVICES or devices % nodes:
+        raise ValueError(f"{at}: {devices:g} devices on {nodes:g} nodes can't be; expected as many on each node")
 
 
 def known(written: str, where: str) -> str:
@@ -176,9 +166,8 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
             num = len(hosts) or _needed(devices, "its number of devices", name)
             what = stated or _needed(collective, "its collective", name)
             dtype = words[columns.index("type")] if "type" in columns else ""
-            seconds = time * 1e-6
-            facts: dict[str, Any] = {"nodes": len(nodes) or 1, "dtype": dtype, "source": "nccl-tests", "bus_bandwidth": bus * 1e9}
-            rows.append(MeasuredRow(line, what, num, size, seconds, **facts))
+            of = Series(what, num, nodes=len(nodes) or 1, dtype=dtype, source="nccl-tests")
+            rows.append(MeasuredRow(line, of, size, time * 1e-6, bus * 1e9))
     return rows
 
 
@@ -211,7 +200,7 @@ def param(text: str, name: str, collective: str | None, devices: int | None) -> 
             latency = _number(words[_latency_column(header)], "latency", at)
             bus = _number(words[-1], "bus bandwidth", at)
         size = _number(words[1], "size", at)
-        rows.append(MeasuredRow(line, what, n, size, latency * 1e-6, source="PARAM", bus_bandwidth=(bus + EPSILON) * 1e9))
+        rows.append(MeasuredRow(line, Series(what, n, source="PARAM"), size, latency * 1e-6, (bus + EPSILON) * 1e9))
     return rows
 
 
@@ -241,7 +230,7 @@ def nnscaler(text: str, name: str, collective: str | None, devices: int | None) 
             if isinstance(size, bool) or isinstance(seconds, bool) or not all(isinstance(v, (int, float)) for v in (size, seconds)):
                 raise ValueError(f"{name}: {key!r} has {size!r}, {seconds!r} in place {k}; expected numbers")
             share = n if what == "all_to_all" else 1  # nnscaler counts the bytes of all ranks, this package those of one rank
-            rows.append(MeasuredRow(k, what, n, size * MIB / share, float(seconds), source="nnscaler"))
+            rows.append(MeasuredRow(k, Series(what, n, source="nnscaler"), size * MIB / share, float(seconds)))
     return rows
 
 
@@ -292,6 +281,6 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
         if n != int(n) or nodes != int(nodes):
             raise ValueError(f"{at}: {n:g} devices on {nodes:g} nodes; expected whole numbers")
         bus = number("bus") if text_of("bus") else None
-        texts = {key: text_of(key) for key in ("system", "dtype", "source")}
-        rows.append(MeasuredRow(line, what, int(n), number("size"), number("seconds"), nodes=int(nodes), bus_bandwidth=bus, **texts))
+        of = Series(what, int(n), nodes=int(nodes), system=text_of("system"), dtype=text_of("dtype"), source=text_of("source"))
+        rows.append(MeasuredRow(line, of, number("size"), number("seconds"), bus))
     return rows

@@ -5,10 +5,9 @@ x = log2(size);  sizes in bytes, latency in us, bandwidth in GB/s (1e9);  mul = 
     sats    from the end, the first index inside with bus_bw < 0.95 max, then min(index + 2, last)           (`turning_points`)
     ln      the first index >= 5, not the last, with |(lat[i+1] - lat[i-1]) / 2 / lat[i]| > 0.1, then i - 1; 4 where there is none
     fit     log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b  on  ln_p <= x <= sats_p, dogbox                      (`fit_sigmoid`)
-    bus_bw  size / overhead * mul / 1e3 up to ln_p;  max_bw above sats_p;  else 10^sigmoid            (`Sigmoid.predict_bus_bw`)
     time    overhead up to ln_p;  size / max_bw * mul / 1e3 + overhead above sats_p;  else size / 10^sigmoid * mul / 1e3
 
-The formulas of bus_bw and time disagree above sats_p; time jumps at both turning points and can fall as the size grows.
+The time jumps at both turning points and can fall as the size grows.
 Source: owensgroup/ml_perf_model, analysis/memory_bw_utils.py; Lin et al., "Towards Universal Performance Modeling for Machine
 Learning Training on Multi-GPU Platforms".
 """
@@ -29,16 +28,9 @@ EPSILON = 4e-4  # GB/s that the published reader of PARAM logs adds to both band
 def turning_points(latency: np.ndarray, bus_bw: np.ndarray) -> tuple[int, int]:
     """Indices ln, where time starts to grow, and sats, where bandwidth has saturated; of samples on a grid of doubling sizes."""
     last = len(latency) - 1
-    sats, ln = last, 4
-    for i in range(last - 1, 0, -1):
-        if bus_bw[i] < 0.95 * bus_bw.max():
-            sats = min(i + 2, last)
-            break
-    for i in range(5, last):
-        if abs((latency[i + 1] - latency[i - 1]) / 2 / latency[i]) > 0.1:
-            ln = i - 1
-            break
-    return ln, sats
+    growing = [i for i in range(5, last) if abs((latency[i + 1] - latency[i - 1]) / 2 / latency[i]) > 0.1]
+    below = [i for i in range(1, last) if bus_bw[i] < 0.95 * bus_bw.max()]
+    return growing[0] - 1 if growing else 4, min(below[-1] + 2, last) if below else last
 
 
 def turning_sizes(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:

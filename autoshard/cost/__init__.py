@@ -14,8 +14,6 @@ from autoshard.cost.compute import EFFICIENCY as EFFICIENCY
 from autoshard.cost.curves import load_cluster as load_cluster
 from autoshard.cost.curves import load_device as load_device
 from autoshard.cost.curves import save_cluster as save_cluster
-from autoshard.cost.curves.device_counts import Count as Count
-from autoshard.cost.curves.device_counts import Family as Family
 from autoshard.cost.curves.files import CLUSTER_FORMAT as CLUSTER_FORMAT
 from autoshard.cost.curves.files import save as save
 from autoshard.cost.curves.kinds import PchipCurve as PchipCurve

@@ -40,7 +40,6 @@ from autoshard.mesh import Axis, Mesh
 
 Axes = tuple[int, ...]  # of the mesh
 Seconds = Callable[[Any], Any]  # of a number of elements, or of an array of them
-KINDS = ("split", "all_gather", "all_to_all", "permute", "change_block_size", "exchange", "all_reduce", "reduce_scatter")
 
 
 class MessageLoads(Protocol):

@@ -53,10 +53,17 @@ class DefaultCosts:
 
     name, fingerprint = "autoshard", "1"
 
-    compute, transfer = staticmethod(op_seconds), staticmethod(offload_seconds)
+    def compute(
+        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
+        share: float = 1.0, fused: Fused | None = None,
+    ) -> float:  # fmt: skip
+        return op_seconds(target, inputs, outputs, alias, device, share, fused)
 
     def collective(self, collective: str, axis: Axis, size: Any) -> Any:
         return collective_seconds(collective, axis, size)
+
+    def transfer(self, size: float, exposed: float, device: Device) -> float:
+        return offload_seconds(size, exposed, device)
 
     def memory(self, kind: str, size: Any, device: Device) -> Any:
         return size / (device.memory_bandwidth if kind == "split" else device.memory_rate)

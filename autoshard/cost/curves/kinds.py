@@ -62,14 +62,6 @@ class Sigmoid(Curve):
     parameters: tuple[float, float, float, float]  # L, x0, k, b
     factor: float = 1.0  # mul
 
-    def predict_bus_bw(self, size: np.ndarray | float) -> np.ndarray:
-        """GB/s."""
-        size = np.asarray(size, dtype=float)
-        with np.errstate(divide="ignore"):
-            x = np.log2(size)
-        middle = 10 ** sigmoid(x, *self.parameters)
-        return np.where(x <= self.ln_p, size / self.overhead * self.factor / 1e3, np.where(x > self.sats_p, self.max_bw, middle))
-
     def predict_data_movement_time(self, size: np.ndarray | float) -> np.ndarray:
         """us."""
         size = np.asarray(size, dtype=float)

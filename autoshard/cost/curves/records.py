@@ -19,8 +19,8 @@ class Series:
 
     collective: str
     devices: int  # in one group, over all its nodes
-    sizes: tuple[float, ...]  # bytes
-    seconds: tuple[float, ...]
+    sizes: tuple[float, ...] = ()  # bytes
+    seconds: tuple[float, ...] = ()
     system: str = ""
     nodes: int = 1
     dtype: str = ""
