@@ -57,7 +57,8 @@ def op_term(formulated: Formulation, i: int, choice: Choice) -> CostTerm:
     collectives = op_collectives(op, formulated.graph.input_tensors(i), candidate, formulated.mesh)
     steps = tuple(f"{one.collective} {formulated.mesh.axes[one.axis].name}" for one in collectives)
     seconds = float(formulated.problem.node_costs[i][choice[i]])
-    return CostTerm("op", op.name, op.module, _texts(candidate.inputs), _texts(candidate.outputs), seconds, steps)
+    inputs, outputs = (tuple(map(layout_text, some)) for some in (candidate.inputs, candidate.outputs))
+    return CostTerm("op", op.name, op.module, inputs, outputs, seconds, steps)
 
 
 def edge_term(formulated: Formulation, e: int, choice: Choice) -> CostTerm:
@@ -67,7 +68,7 @@ def edge_term(formulated: Formulation, e: int, choice: Choice) -> CostTerm:
     steps = tuple(f"{step.collective} {formulated.mesh.axes[step.axis].name}" for step in route.steps) if route else ()
     module = ops[link.b].module if link.b < len(ops) else ops[link.value[0]].module
     names = formulated.problem.names
-    inputs, outputs = _texts([link.source_layouts[choice[link.a]]]), _texts([link.target_layouts[choice[link.b]]])
+    inputs, outputs = (layout_text(link.source_layouts[choice[link.a]]),), (layout_text(link.target_layouts[choice[link.b]]),)
     return CostTerm(_kind_of_edge(formulated, e), f"{names[link.a]} -> {names[link.b]}", module, inputs, outputs, seconds, steps)
 
 
@@ -78,8 +79,8 @@ def _kind_of_edge(formulated: Formulation, e: int) -> str:
     return "copy" if e < len(formulated.hubs) else "input" if e < first else results[e - first]
 
 
-def _texts(layouts: Sequence[Layout | None]) -> tuple[str, ...]:
-    return tuple("-" if layout is None else text(layout) for layout in layouts)
+def layout_text(layout: Layout | None) -> str:
+    return "-" if layout is None else text(layout)
 
 
 def cost_differences(formulated: Formulation, before: Choice, after: Choice) -> list[CostDifference]:

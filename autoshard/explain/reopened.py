@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import networkx
 import numpy as np
 from torch import nn
 from torch.export import ExportedProgram
@@ -193,7 +194,8 @@ def nearest(problem: Problem, best: Choice, plan: Choice, fixed: Sequence[int]) 
 
     slack = ROUNDING * abs(evaluate(problem, best).cost) / max(len(differ), 1)
     bound = {v: [u for u, table in edges[v] if u in differ and binds(v, u, table)] for v in differ}
-    for group in [*_groups(sorted(differ), bound), *([v] for v in sorted(differ))]:
+    bundles = networkx.connected_components(networkx.Graph({v: bound[v] for v in sorted(differ)}))
+    for group in [*map(sorted, bundles), *([v] for v in sorted(differ))]:
         if not set(group) & set(fixed) and gain(group) >= -slack:
             for v in group:
                 now[v] = plan[v]
@@ -202,18 +204,3 @@ def nearest(problem: Problem, best: Choice, plan: Choice, fixed: Sequence[int]) 
 
 
 ROUNDING = 1e-12  # relative: costs this near are equal
-
-
-def _groups(nodes: Sequence[int], edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """The connected components of the nodes, in order."""
-    left, groups = dict.fromkeys(nodes), []
-    while left:
-        group = [next(iter(left))]
-        del left[group[0]]
-        for v in group:  # grows while it is walked
-            for u in edges[v]:
-                if u in left:
-                    del left[u]
-                    group.append(u)
-        groups.append(sorted(group))
-    return groups

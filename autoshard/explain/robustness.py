@@ -37,8 +37,6 @@ PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the 
 SLACK = 1e-6  # relative: plans this near are equally good
 STEPS = 12  # crossings tried towards one end
 
-Choice = tuple[int, ...]
-
 
 @in_turn
 def robustness(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.baselines import allowed, baselines
+from autoshard.explain.differences import layout_text
 from autoshard.explain.reopened import Way
 from autoshard.formulate import Formulation
 from autoshard.layout import Layout, parse, text, why_illegal
@@ -61,11 +62,7 @@ def near_names(formulated: Formulation, name: str) -> list[str]:
 
 def chosen(formulated: Formulation, about: Subject, choice: tuple[int, ...]) -> str:
     """The planned layout of an op's first output; "" for a block."""
-    return "" if about.kind == "block" else _said(formulated.candidate(about.nodes[0], choice).outputs[0])
-
-
-def _said(layout: Layout | None) -> str:
-    return "-" if layout is None else text(layout)
+    return "" if about.kind == "block" else layout_text(formulated.candidate(about.nodes[0], choice).outputs[0])
 
 
 def ways(formulated: Formulation, about: Subject) -> list[Way]:
@@ -77,7 +74,7 @@ def ways(formulated: Formulation, about: Subject) -> list[Way]:
         return [Way(name, allowed(of, formulated.graph, formulated.candidates)) for name, of in pins.items()]
     i = about.nodes[0]
     layouts = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
-    return [Way(_said(layout), {i: _with_output(formulated, i, layout)}, {about.name: _said(layout)}) for layout in layouts]
+    return [Way(layout_text(layout), {i: _with_output(formulated, i, layout)}, {about.name: layout_text(layout)}) for layout in layouts]
 
 
 def _with_output(formulated: Formulation, i: int, layout: Layout | None) -> np.ndarray:
@@ -119,4 +116,4 @@ def why_impossible(formulated: Formulation, i: int, layout: Layout) -> str:
     possible = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
     if layout in possible:
         return ""
-    return f"{text(layout)} is no output layout of {op.target}; possible are {', '.join(_said(known) for known in possible)}"
+    return f"{text(layout)} is no output layout of {op.target}; possible are {', '.join(layout_text(known) for known in possible)}"

@@ -126,15 +126,8 @@ class SQLiteCache:
         return gone
 
     def _shrink(self, connection: sqlite3.Connection, most_bytes: float) -> int:
-        (total,) = connection.execute("SELECT coalesce(sum(bytes), 0) FROM plans").fetchone()
-        gone = []
-        for used, size in connection.execute("SELECT used, bytes FROM plans ORDER BY used") if total > most_bytes else ():
-            if total <= most_bytes:
-                break
-            total -= size
-            gone.append((used,))
-        connection.executemany("DELETE FROM plans WHERE used = ?", gone)
-        return len(gone)
+        summed = "SELECT used, sum(bytes) OVER (ORDER BY used DESC) AS kept FROM plans"
+        return connection.execute(f"DELETE FROM plans WHERE used IN (SELECT used FROM ({summed}) WHERE kept > ?)", (most_bytes,)).rowcount
 
 
 class FsspecCache:

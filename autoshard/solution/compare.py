@@ -34,7 +34,9 @@ def differences(
     fingerprint, assumptions: those of a plan that would be made now, to compare prices, options and versions.
     """
     reasons = [*misfits(solution, graph, mesh), *_sizes(solution, graph), *_links(solution.mesh, mesh)]
-    reasons += _assumptions(solution.assumptions, plain(dict(assumptions), "assumptions") if assumptions is not None else None)
+    if assumptions is not None:
+        both = solution.assumptions, plain(dict(assumptions), "assumptions")
+        reasons += _changes("", *({key: value for key, value in noted.items() if key not in NOT_COMPARED} for noted in both))
     changed = {key for key, value in (fingerprint or {}).items() if key in solution.fingerprint and solution.fingerprint[key] != value}
     reasons += [_HASHES[key] for key in ("prices", "options") if key in changed and not reasons]
     if "structure" in changed and not reasons:
@@ -100,12 +102,6 @@ def _links(planned: Mesh, now: Mesh) -> list[str]:
     pairs = [(f"mesh axis {old.name}: ", vars(old), vars(new)) for old, new in zip(planned.axes, now.axes)]
     pairs.append(("device: ", vars(planned.device), vars(now.device)))
     return [line for what, old, new in pairs for line in _changes(what, old, new)] if planned.shape == now.shape else []
-
-
-def _assumptions(planned: dict, now: dict | None) -> list[str]:
-    if now is None:
-        return []
-    return _changes("", *({key: value for key, value in noted.items() if key not in NOT_COMPARED} for noted in (planned, now)))
 
 
 def _changes(what: str, old: Mapping, new: Mapping) -> list[str]:

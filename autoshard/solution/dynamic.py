@@ -20,8 +20,6 @@ from typing import Any
 
 from autoshard.graph import Range, Sizes, corners, size_at, sizes_of, written
 
-Row = Mapping[str, float]
-
 
 @dataclass(frozen=True)
 class Coverage:
