@@ -222,8 +222,9 @@ def test_lookups_read_only_what_they_select(target, inputs, output, elements):
     assert op_seconds(target, inputs, ((output, "float32"),), None, DEVICE) == pytest.approx(moved / 1e9 + 1e-6, rel=1e-12)
 
 
-@given(st.tuples(*[st.integers(1, 4096)] * 3), st.integers(0, 2), st.sampled_from(sorted(DEVICES)))
+@given(st.tuples(*[st.integers(1, 512).map(lambda n: 8 * n)] * 3), st.integers(0, 2), st.sampled_from(sorted(DEVICES)))
 def test_a_larger_matmul_is_never_quicker(mkn, grown, device):
+    """Of rows that tensor cores read by eights: a longer one may be quicker than one that they can't."""
     larger = tuple(size * 2 if i == grown else size for i, size in enumerate(mkn))
     (small, large) = (
         op_seconds("aten.mm.default", (((m, k), "bfloat16"), ((k, n), "bfloat16")), (((m, n), "bfloat16"),), None, DEVICES[device])
