@@ -198,3 +198,15 @@ def test_chunks_of_the_loss_can_be_asked_for(rows):
         api.plan(Head(returns_logits=True), (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)), asked.mesh, training=True,
                  chunked_loss="always")  # fmt: skip
     assert_refused("expected one of auto, always, never", planned, chunked_loss="sometimes")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_gradients_of_several_chunks_are_added_and_that_of_one_is_not(backward):
+    def kernels_of(tokens):
+        given = [((tokens, 64), "bfloat16"), ((64, 512), "bfloat16")]
+        return cost_of_loss.loss_kernels([((), "float32")] * backward + given, backward=backward)
+
+    one, rows = kernels_of(1), cost_of_loss.ROWS
+    for tokens, chunks in ((rows, 1), (rows + 1, 2), (3 * rows, 3)):
+        more = kernels_of(tokens)[len(one) :]
+        assert len(more) == (1 if backward and chunks > 1 else 0) and all(inputs[0][0] == (chunks, 512, 64) for _, inputs, _ in more[:1])

@@ -1,15 +1,17 @@
 """capture_deep gives what capture gives, from a few layers where that is right, and says why where it isn't."""
 
 import itertools
+import operator
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.capture import capture, capture_deep
-from autoshard.capture.depth import Container, containers, shrunk
+from autoshard.capture import capture, capture_deep, capture_fx
+from autoshard.capture.depth import Container, containers, graphs_of, shrunk
 from autoshard.capture.witness import grown, repeats_in_one_place
 from models import gpt2, llama
 from tests.helpers_refusals import assert_refused
@@ -354,3 +356,15 @@ def test_another_program_is_tested_whatever_was_tested_before(batch):
     graph, other = capture_deep(net, (torch.randn(batch, 8),), training=False, gain=1.0, tested=depth)
     assert len(other.captured) > 1
     assert graph == capture(net, (torch.randn(batch, 8),), training=False)
+
+
+def test_a_graph_is_read_as_the_pass_reads_it_where_nothing_but_operators_is_called_in_training():
+    def norm(x):
+        return torch.nn.functional.layer_norm(x, (8,)).sum()
+
+    x = torch.ones(4, 8)
+    operators, functions = make_fx(norm)(x), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 1)))
+    assert any(node.target is operator.getitem for node in operators.graph.nodes)
+    for module, training in ((operators, True), (operators, False), (functions, False)):
+        assert next(graphs_of(module, (x,), training=training)).fingerprint() == capture_fx(module, (x,)).graph.fingerprint()
+    assert_refused("no parameter that gets a gradient", lambda: next(graphs_of(functions, (x,), training=True)))  # no gradients are in it

@@ -312,3 +312,8 @@ def test_a_device_can_be_replaced():
     slow = replace(DEVICES["h100"], memory_bandwidth=1e9)
     plan = serve_plan(llama(), 2, **QUICK, mesh_of=lambda shape: Mesh.from_bandwidths(shape, device=slow, devices_per_node=2))
     assert plan.best.seconds_per_token > serve_plan(llama(), 2, **QUICK).best.seconds_per_token
+
+
+def test_launches_take_time_unless_a_graph_of_kernels_is_launched_at_once():
+    eager, graph = (serve_plan(llama(1), 1, **{**QUICK, "eager": how}).rows[0].seconds_per_token for how in (True, False))
+    assert eager > graph + 5 * DEVICES["h100"].launch

@@ -124,8 +124,9 @@ def test_microbatches_cut_the_batch_alone():
 
 test_what_does_not_divide_is_said = refusals(
     (lambda: divided(layers_of(capture_deep(*mlp.tiny(layers=8), training=True)[0]), 500), "expected at least 500, one per part"),
-    (lambda: microbatch(BATCH_OF_8, 3), "batch of 8 has no 3 equal microbatches"),
-    (lambda: microbatch(BATCH_OF_8, 4, 4), "8 has no 4 equal microbatches for 4 data-parallel ranks"),
+    (lambda: microbatch(BATCH_OF_8, 3), r"8 has no 3 equal microbatches; take one of 1, 2, 4, 8, or another batch"),
+    (lambda: microbatch(BATCH_OF_8, 8, 2), r"8 has no 8 equal microbatches for 2 data-parallel ranks; take one of 1, 2, 4, or another"),
+    (lambda: microbatch(BATCH_OF_8, 4, 3), r"8 has no 4 equal microbatches for 3 data-parallel ranks; take another batch"),
 )
 
 

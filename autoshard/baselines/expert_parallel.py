@@ -63,8 +63,7 @@ def _most_sent(op: Op, options: tuple[Candidate, ...], axes: tuple[int, ...], me
 
 def _with_experts_over(options: tuple[Candidate, ...], axes: tuple[int, ...]) -> tuple[Candidate, ...]:
     """The layouts of a parameter whose dim 0 is sharded over exactly these axes."""
-    layouts = [(c, c.outputs[0]) for c in options]
-    return tuple(c for c, layout in layouts if layout and all(p.is_shard(0) == (k in axes) for k, p in enumerate(layout)))
+    return tuple(c for c in options if all(p.is_shard(0) == (k in axes) for k, p in enumerate(c.outputs[0] or ())))
 
 
 def _parameters(graph: Graph, of_experts: list[int]) -> Mapping[int, list[int]]:
