@@ -96,6 +96,19 @@ def test_the_price_is_that_of_a_plan_and_never_below_the_bound(megatron):
             assert "s as exported" in found.said[0] and any("activations" in one.what for one in found.left)
 
 
+def test_parameters_that_other_axes_shard_are_counted(megatron):
+    both = planned("llama", (2, 2), lambda model: pins_of(model, lambda role: f"{one_axis(role)},{one_axis(role)}"))
+    for solution in (*megatron.values(), both):
+        axis = solution.mesh.axis_names[-1]
+        found = export(solution, "tp_plan", axis=axis)
+        counts = {
+            name: sum(parse(row["layout"])[k].is_shard() for row in solution.parameters.values())
+            for k, name in enumerate(solution.mesh.axis_names) if name != axis
+        }  # fmt: skip
+        said = [one.what for one in found.left if "parameters sharded on" in one.what]
+        assert said == [f"{n} parameters sharded on {name}" for name, n in counts.items() if n] and bool(said) == (solution is both)
+
+
 def test_a_plan_that_cuts_the_batch_over_the_axis_says_what_its_loss_costs():
     """Megatron's styles can't cut a batch: every rank of the axis computes all of it."""
     model, inputs = load_huggingface("tests/data/hf/llama", {"batch": 64, "seq": 64})

@@ -9,7 +9,7 @@ import pytest
 from autoshard.capture import capture
 from autoshard.pipeline.choices import grid_of, speed_ups
 from autoshard.pipeline.configurations import Configuration, equal_parts
-from autoshard.pipeline.layers import layers_of
+from autoshard.pipeline.layers import _thin_positions, layers_of
 from autoshard.pipeline.schedule_times import run
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.search import choices_of
@@ -162,3 +162,11 @@ def test_a_model_is_said_not_to_fit_only_after_all_submeshes_were_tried(room, fi
     rows, found = (speed_ups(one.table.cluster, [one], best) for one in (every, some))
     assert [row["devices"] for row in found] == [1, 2, 4]
     assert [row["seconds"] is None for row in found] == [row["seconds"] is None for row in rows] == [room < 1, not fits, False]
+
+
+def test_stages_end_where_locally_the_fewest_bytes_cross():
+    """Or at the first position; against all short lists."""
+    for n in range(2, 7):
+        for crossing in product((0.0, 1.0, 2.0), repeat=n):
+            least = [r for r in range(1, n - 1) if r == 1 or crossing[r - 1] > crossing[r] <= crossing[r + 1]]
+            assert _thin_positions(list(crossing)) == least
