@@ -30,7 +30,7 @@ STUDIES = {  # name: the module of benchmarks/studies that has it, under that na
     **dict.fromkeys(("serving", "launcher_points", "large_models", "ranks", "degrees"), "launches"), "simulate": "simulated",
     **dict.fromkeys(("planning_time", "peer_problems"), "planning_time"), "redistribution": "redistribution", "tables": "tables",
     **dict.fromkeys(("commands", "startup"), "commands"), "dynamic": "dynamic",
-    "warm_starts": "warm_starts",
+    "warm_starts": "warm_starts", "protocol": "protocol",
 }  # fmt: skip
 PERCENT = ("gap", "error", "gain", "loss", "faster", "faster_simulated")
 WIDTHS = {"case": 40, "plan": 20}  # at least, of a column

@@ -51,7 +51,7 @@ MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may a
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
 EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
 FEWER = 5, 8  # times, prices and time lines, where the search starts from near plans
-MOST_KNOWN = 0.02  # relative: a gap at which that is enough; a near plan's own is, too, if it isn't larger
+MOST_KNOWN = 0.02  # relative: a gap at which that is enough
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EXACT = 2.0**-43  # seconds: sums of multiples up to 1,000 s are exact
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
@@ -118,8 +118,6 @@ class _Search:
         self.times: list[int] = []  # at which bytes have a price
         self.rounds = self.simulations = 0
         self.bound = 0.0
-        gaps = [plan.objective_gap for plan in question.known if plan.overlapped]
-        self.known_gap = min([*gaps, MOST_KNOWN]) if gaps else 0.0
         self.priced = self.priced_last = instance.problem  # at the prices of the bound, and at the last ones
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
         for k, e in enumerate(self.problem.edges):
@@ -136,10 +134,9 @@ class _Search:
 
     @property
     def is_proven(self) -> bool:
-        """Within the gap that is enough, or that of the near plans that the search starts from."""
+        """Within the gap that is enough."""
         options = self.question.options
-        gap = max(options.gap, options.accepted[0] if self.question.clock.elapsed > options.accepted[1] else 0.0, self.known_gap)
-        return self.gap <= gap
+        return self.gap <= max(options.gap, options.accepted[0] if self.question.clock.elapsed > options.accepted[1] else 0.0)
 
     @property
     def gap(self) -> float:
