@@ -1,6 +1,7 @@
 """From few layers to many: choices, messages and whole plans; and one decision per repeated block."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -70,6 +71,18 @@ def test_pins_hold_on_the_way():
     answer = FewLayers(shallow, correspondence(deep, shallow)).solve(pinned)
     assert answer.choice[node] == 1
     assert answer.cost == pytest.approx(solve(pinned).cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("layer", range(5))
+def test_a_layer_that_is_pinned_alone_leaves_the_bound_below_the_best(layer):
+    deep, shallow = formulated("mlp", 5), formulated("mlp", 3)
+    node = list(deep.graph.parameters.values())[2 * layer]
+    for i in range(len(deep.problem.node_costs[node])):
+        costs = list(deep.problem.node_costs)
+        costs[node] = np.where(np.arange(len(costs[node])) == i, costs[node], math.inf)
+        pinned = replace(deep.problem, node_costs=tuple(costs))
+        answer = FewLayers(shallow, correspondence(deep, shallow)).solve(pinned)
+        assert answer.bound <= solve(pinned).cost * (1 + 1e-9)
 
 
 def test_messages_of_another_problem_give_a_bound_all_the_same():

@@ -135,6 +135,18 @@ def test_auto_goes_on_from_prices_to_the_proof(shape, copies):
         assert answer.status is (Status.INFEASIBLE if best == math.inf else Status.OPTIMAL)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_choice_and_the_messages_of_another_problem_leave_bounds_and_answers_true(shape):
+    drawn = np.random.default_rng(0)
+
+    def nearby(free: Problem, gap: float):
+        messages = drawn.normal(size=sum(sum(e.table.shape) for e in free.edges)) * 5
+        return [int(drawn.integers(len(costs))) for costs in free.node_costs], messages
+
+    for problem, best, _ in limited(shape, True):
+        assert wrong(problem, solve(problem, solver="prices", nearby=nearby), best) == []
+
+
 @settings(max_examples=150)
 @given(seed=st.integers(0, 10**6), share=st.floats(0.0, 1.1), gap=st.sampled_from([0.0, 0.01, 0.3]))
 def test_no_answer_is_wrong_whatever_the_limit(seed, share, gap):

@@ -13,10 +13,23 @@ from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture
 from autoshard.exports import checkpoint_contexts, export
 from autoshard.formulate import Training, formulate, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, SELECTED, Chosen, Offload, alternatives, checkpointed, forward_blocks, selective
+from autoshard.graph import (
+    OFFLOADED,
+    RELOADED,
+    SELECTED,
+    Chosen,
+    Offload,
+    alternatives,
+    checkpointed,
+    forward_blocks,
+    repeated_blocks,
+    selective,
+)
 from autoshard.lower import run_global
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
+from autoshard.planning.few_layers import corresponding_ops
+from autoshard.planning.selecting import _in_few_layers
 from autoshard.problem import evaluate
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution, noted_choice, replay
@@ -225,3 +238,22 @@ def test_blocks_are_recomputed_only_where_the_limit_asks_for_it():
 def test_a_wrong_number_of_blocks_is_one_sentence():
     model, inputs = gpt2.tiny()
     assert_refused("expected a number of blocks, 'all', 'blocks' or 'auto'", plan, model, inputs, GRID, training=True, recompute="some")
+
+
+@pytest.mark.parametrize("runs", [((0, 20, "mm"),), ((0, 7, "mm"),), ((7, 20, "silu"), (0, 7, "mm")), ((15, 20, ""),)])
+def test_few_layers_get_their_saved_values_as_the_layers_of_a_deep_graph_do(runs):
+    deep, few = (capture(*llama.tiny(layers=n), training=True) for n in (20, 8))
+    places, ops = repeated_blocks(deep).places, saved_of(deep)[0]
+    layer = {op: place.instance for op in ops if (place := places[deep.index[op]]) is not None}
+    chosen = chosen_with(deep, [op for op, at in layer.items() for a, b, name in runs if a <= at < b and name in op])
+    shallow = _in_few_layers(deep, few, chosen)
+    deep = selective(deep, chosen)
+    for i, small in enumerate(corresponding_ops(deep, shallow)):
+        assert deep.signature(i) == shallow.signature(small)
+
+
+def test_too_few_layers_for_many_runs_of_equal_ones_are_none():
+    deep, few = (capture(*llama.tiny(layers=n), training=True) for n in (20, 8))
+    places, ops = repeated_blocks(deep).places, saved_of(deep)[0]
+    layer = {op: place.instance for op in ops if (place := places[deep.index[op]]) is not None}
+    assert _in_few_layers(deep, few, chosen_with(deep, [op for op, at in layer.items() if at in range(6, 14)])) is None

@@ -6,6 +6,7 @@
                                                                                                           (`Correspondence`)
     choice    x(v) = x'(c(v)); `evaluate` on the deep problem says what that costs
     messages  of an edge: those of the corresponding edge. Dual ascent starts where it ended on few layers, with little left to do
+    nearby    under a memory limit the same at every price per byte: few layers at the prices, from the messages at the last prices
 
 Nothing is assumed: corresponding nodes must have equal signatures (hence equal candidates), the cost is evaluated on the deep graph, and
 the bound holds for any messages. Where a node has no corresponding node the deep problem is solved from scratch.
@@ -17,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,13 @@ import numpy as np
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
 from autoshard.problem import Edge, Problem, evaluate, without_limit
-from autoshard.solvers import TIME_LIMIT, Answer, Loads, best_prices, converged, hopeless, solve
+from autoshard.solvers import TIME_LIMIT, Answer, converged, hopeless, solve
 
 PATIENCE = 120.0  # seconds: for a first choice of the problem of few layers, which dual ascent decodes in its first sweeps
 LEAST_SECONDS = 0.1  # of a search, whatever time is left: it begins, and its starts are judged
 ASCENT_GAP = 1e-4  # relative, at most: dual ascent goes on to here, which is cheap; a plan of many layers is as good as that of few
+FINER = 4  # than the gap of an answer at other costs: dual ascent on few layers
 FEW_SECONDS, FEW_SHARE = 60.0, 0.25  # for few layers, of the time left; the deep problem is left to prove more
-ROUNDS, AROUND_GAP = 10, 1e-3  # of prices per byte for few layers, and the relative gap of each
 NONE_CORRESPONDS = "{} of the deep graph has no corresponding op in the shallow one: the layers differ, or are too few"
 
 
@@ -64,6 +65,8 @@ class FewLayers:
     correspondence: Correspondence
     layers: Sequence[int] | None = None  # the layer of every node
     _known: dict[tuple[float, bool], tuple] = field(default_factory=dict)  # answers without limit and pins
+    _last: list[tuple[Sequence[int], np.ndarray]] = field(default_factory=list)  # the last choice and messages
+    _at_other_costs: bool = False
 
     def solve(
         self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, time_limit: float = TIME_LIMIT, patience: float = math.inf,
@@ -72,10 +75,12 @@ class FewLayers:
         """The answer to a deep problem (with pins or without), found from that for few layers under the same pins."""
         until, first_until = clock() + time_limit, clock() + patience
         options |= {"gap": gap, "clock": clock, "time_limit": time_limit, "patience": patience}
-        binds = problem.usage_limit is not None and options.get("prices") is not None  # there is a better beginning
-        if binds or hopeless(problem):
+        limited = problem.usage_limit is not None
+        if limited:
+            options["nearby"] = partial(self._nearby, clock, until)
+        if limited and options.get("prices") is not None or hopeless(problem):  # there is a better beginning
             return solve(problem, **options)
-        few, limited = self._with_pins_of(problem), problem.usage_limit is not None
+        few = self._with_pins_of(problem)
         choice, messages, answer = self._free(few, gap, preferred and not limited, clock, until)
         if answer is not None and preferred and limited and answer.choice is not None:
             if evaluate(problem, self.correspondence.choice(answer.choice)).fits:
@@ -85,11 +90,8 @@ class FewLayers:
             return solve(problem, **options)
         if answer.interrupted:  # the best choice so far, extended to the deep problem, is the answer
             options["time_limit"] = LEAST_SECONDS
-        start = self.correspondence.choice(answer.choice or choice)
-        starts = [start, *options.pop("starts", ())]
-        if limited:
-            starts += self._around(problem, clock, until)
-        deep = solve(problem, starts=starts, messages=self.correspondence.messages(self.formulated, messages), **options)
+        starts = [self.correspondence.choice(answer.choice or choice), *options.pop("starts", ())]
+        deep = solve(problem, starts=starts, messages=self._deep_messages(problem, few, messages), **options)
         return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
     def _free(
@@ -102,7 +104,7 @@ class FewLayers:
         if (gap, False) in known:
             choice, messages, _ = known[gap, False]
         else:
-            choice, messages = converged(few, gap=min(gap, ASCENT_GAP), time_limit=until - clock(), patience=PATIENCE, clock=clock)
+            choice, messages = self._ascent(few, min(gap, ASCENT_GAP), clock, until)
         answer = None
         if choice is not None:
             answer = solve(
@@ -112,34 +114,32 @@ class FewLayers:
         known[gap, preferred] = (choice or (), messages, answer)
         return known[gap, preferred]
 
+    def _ascent(self, few: Problem, gap: float, clock: Callable[[], float], until: float) -> tuple[Sequence[int] | None, np.ndarray]:
+        """A choice for few layers, and messages; at other costs from the last ones, and only as far as is quick."""
+        begin = self._last[-1] if self._at_other_costs and self._last else None
+        choice, messages = converged(few, gap=gap, begin=begin, time_limit=until - clock(), patience=PATIENCE, clock=clock)
+        if choice is not None:
+            self._last[:] = [(choice, messages)]
+        return choice, messages
+
     def converged(self, time_limit: float, clock: Callable[[], float]) -> tuple[tuple[int, ...] | None, np.ndarray]:
         """A choice of the deep problem without a limit (None where there is none) and its messages, from dual ascent on few layers."""
         choice, messages = converged(self.formulated.problem, time_limit=time_limit, clock=clock)
         return None if choice is None else self.correspondence.choice(choice), self.correspondence.messages(self.formulated, messages)
 
-    def _around(self, problem: Problem, clock: Callable[[], float], until: float) -> list[tuple[int, ...]]:
-        """Choices on both sides of the memory limit and near it: those of few layers at prices per byte, which are found as for the deep
-        problem (Kelley 1960), where each price takes as long as a plan."""
-        loads, times, choices = Loads(problem), list[int](), dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]()
-        prices = np.zeros(len(loads.rows.times))
-        for _ in range(ROUNDS):
-            few = self.at_costs_of(loads.priced(problem, prices))
-            time_limit = FEW_SHARE * (until - clock())
-            if time_limit < LEAST_SECONDS:
-                break
-            solved = solve(few.formulated.problem, solver="prices", gap=AROUND_GAP, time_limit=time_limit, clock=clock, homes=self.layers)
-            choice = self.correspondence.choice(solved.choice) if solved.choice is not None else ()
-            if not choice or choice in choices or not math.isfinite(cost := evaluate(problem, choice).cost):
-                break
-            choices[choice] = np.array([cost]), (load := loads.of(choice))
-            if load.max(initial=-1.0) > 0 and (fullest := int(load.argmax())) not in times:
-                times.append(fullest)
-            if not times:
-                break
-            of_bytes = best_prices([one for one, _ in choices.values()], [one[times] for _, one in choices.values()])[1]
-            prices = np.zeros(len(prices))
-            prices[times] = of_bytes
-        return list(choices)
+    def _nearby(self, clock: Callable[[], float], until: float, problem: Problem, gap: float) -> tuple[tuple[int, ...] | None, np.ndarray]:
+        """A choice of the deep problem, which has no limit, and its messages: those of few layers at its costs."""
+        at_costs = self.at_costs_of(problem)
+        few = without_limit(at_costs.formulated.problem)
+        choice, messages = at_costs._ascent(few, gap / FINER, clock, until)
+        return None if choice is None else self.correspondence.choice(choice), self._deep_messages(problem, few, messages)
+
+    def _deep_messages(self, problem: Problem, few: Problem, messages: np.ndarray) -> np.ndarray:
+        """The messages of the deep problem. Infinite ones forbid a choice: where one layer is pinned, they would forbid it to the others, and the
+        bound would be too high."""
+        pairs = {(id(costs), node): costs for costs, node in zip(problem.node_costs, self.correspondence.nodes, strict=True)}
+        is_alike = all(np.array_equal(np.isinf(costs), np.isinf(few.node_costs[node])) for (_, node), costs in pairs.items())
+        return self.correspondence.messages(self.formulated, messages if is_alike else np.where(np.isfinite(messages), messages, 0.0))
 
     def at_costs_of(self, problem: Problem) -> FewLayers:
         """The few layers, each node and edge at the costs of the first of the deep problem's that it stands for."""
@@ -147,7 +147,8 @@ class FewLayers:
         nodes, edges = ({k: deep for deep, k in reversed(list(enumerate(to)))} for to in (of.nodes, of.edges))
         costs = tuple(problem.node_costs[nodes[v]] if v in nodes else c for v, c in enumerate(few.node_costs))
         tables = tuple(Edge(e.a, e.b, problem.edges[edges[k]].table) if k in edges else e for k, e in enumerate(few.edges))
-        return FewLayers(replace(self.formulated, problem=replace(few, node_costs=costs, edges=tables)), of, self.layers)
+        formulated = replace(self.formulated, problem=replace(few, node_costs=costs, edges=tables))
+        return FewLayers(formulated, of, self.layers, _last=self._last, _at_other_costs=True)
 
     @cached_property
     def _without_limit(self) -> Problem:
@@ -185,7 +186,7 @@ def corresponding_ops(deep: Graph, few_layers: Graph) -> list[int]:
             n, m = counts[place.block], few_counts[place.block]
             lower = min(place.instance, m // 2)
             upper = place.instance - n + m
-            for instance in (max(lower, upper), *range(m)):  # an op that only some layers have corresponds to that of any such layer
+            for instance in sorted(range(m), key=lambda j: abs(j - max(lower, upper))):  # an op that only some layers have: to the nearest
                 if (op := by_place.get(place._replace(instance=instance), -1)) >= 0:
                     break
         if op < 0 or few_layers.ops[op].target != deep.ops[i].target:

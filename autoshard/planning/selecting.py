@@ -2,6 +2,7 @@
 
 _AllWays         the problem of all ways to get the saved values, in which a share e of the transfers to and from the host costs
 _selected        the graph of an answer to it, with the answer's layouts, judged as any other
+_in_few_layers   the same of few layers, from which the search for the shortest time line begins at every price
 _Search.best     the best of these, with a bound on all of them:
                  1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
                  2. else e = 0, which is right where the forward's kernels hide all transfers
@@ -13,16 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from autoshard.cost import host_bandwidth
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, SavedValues, chosen_of, hidden_seconds, transfer_seconds_of, with_pins, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, SUFFIX, Chosen, Graph, alternatives, selective
+from autoshard.graph import OFFLOADED, RELOADED, SUFFIX, Chosen, Graph, alternatives, forward_blocks, repeated_blocks, selective
 from autoshard.planning.baselining import solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
-from autoshard.planning.few_layers import FewLayers, completed
-from autoshard.planning.instance import Instance, formulate_for, instance_of
+from autoshard.planning.few_layers import FewLayers, completed, corresponding_ops
+from autoshard.planning.instance import Instance, extended_from, formulate_for, instance_of
 from autoshard.planning.options import Infeasible
 from autoshard.planning.question import ModelGraphs, Question, stepped
 from autoshard.planning.solving import solve_instance
@@ -53,7 +55,9 @@ def answered_per_tensor(question: Question) -> Answered:
     answer = align_batches(best.formulated, problem, answer, options.gap)
     noted = {**question.assumptions, **noted_choice(best.chosen, question.graph)}
     asked = replace(question, model=ModelGraphs(best.formulated.graph), assumptions=noted)
-    return Answered(asked, Instance(best.formulated, problem), answer, rows)
+    few = question.model.few_layers and _in_few_layers(question.graph, question.model.few_layers, best.chosen)
+    few_layers = extended_from(few and stepped(few, options), best.formulated, options)
+    return Answered(asked, Instance(best.formulated, problem, few_layers), answer, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +97,8 @@ class _Search:
 
     def __init__(self, question: Question, ways: _AllWays):
         self.question, self.ways = question, ways
-        self.known: list[_Selected] = []
+        self.known: list[tuple[float, SavedValues, tuple[int, ...]]] = []  # the fastest answers of the problems: seconds as a plan, about
+        self.selected: dict[int, _Selected] = {}  # the plans of some of these
         self.lines: set[tuple[float, float]] = set()
         self.bounds: dict[float | None, float] = {}
         self.answer: Answer | None = None
@@ -129,7 +134,7 @@ class _Search:
         lines = _lines(saved, answer)
         self.lines |= set(lines.values())
         fastest = min(lines, key=lambda choice: (lines[choice][0] + max(0.0, lines[choice][1]), choice != answer.choice, choice))
-        self.known.append(_selected(self.question, saved, fastest))
+        self.known.append((lines[fastest][0] + max(0.0, lines[fastest][1]), saved, fastest))
         self.first = saved, instance
         return True
 
@@ -140,12 +145,17 @@ class _Search:
         return max(offloading, default=self.bounds.get(None, -math.inf))
 
     def fastest(self) -> _Selected | None:
-        fitting = [s for s in self.known if s.judged.fits]
-        return min(fitting, key=lambda s: (s.judged.cost, len(s.chosen.recomputed), len(s.chosen.offloaded)), default=None)
+        """The plan of the fastest answer; of the next one where that does not fit."""
+        for k, (_, saved, choice) in sorted(enumerate(self.known), key=lambda item: item[1][0]):
+            if k not in self.selected:
+                self.selected[k] = _selected(self.question, saved, choice)
+            if self.selected[k].judged.fits:
+                return self.selected[k]
+        return None
 
     def met_without_limit(self) -> bool:
         """Whether the answer is as fast as any plan without a memory limit, where nothing is gained by offloading."""
-        if self.fastest() is None:
+        if not self.known:
             return False
         if self.question.options.memory_limit is None:
             return True
@@ -159,8 +169,11 @@ class _Search:
 
     def is_met(self) -> bool:
         """Whether the fastest answer is within the gap that was asked for."""
+        enough = self.bound * (1 + self.question.options.gap)
+        if min((seconds for seconds, _, _ in self.known), default=math.inf) > enough * (1 + LEAST_GAIN):
+            return False
         best = self.fastest()
-        return best is not None and best.judged.cost <= self.bound * (1 + self.question.options.gap)
+        return best is not None and best.judged.cost <= enough
 
     def crossing(self) -> float | None:
         """The share at which the least of the known lines is largest; None where it was asked already."""
@@ -208,6 +221,43 @@ def _as_graph(question: Question, saved: SavedValues, choice: Sequence[int], cho
         formulated = formulate_for(graph, candidates(graph, question.mesh), question.mesh, question.options)
     full = _carried_over(saved, choice, formulated)
     return _Selected(chosen, formulated, full, evaluate(formulated.problem, full))
+
+
+def _in_few_layers(deep: Graph, few: Graph, chosen: Chosen) -> Graph | None:
+    """The graph of few layers in which each gets its saved values as a layer of the deep graph does: of each run of layers that do so alike
+    three, and more of the longest. None where they are too few for that."""
+    of, places, few_places = corresponding_ops(deep, few), repeated_blocks(deep).places, repeated_blocks(few).places
+    at, few_at = ({place: i for i, place in enumerate(known) if place is not None} for known in (places, few_places))
+    n, m = (len(forward_blocks(graph)) for graph in (deep, few))
+    values = {f"{op.name}.{k}": i for i, op in enumerate(deep.ops) for k in range(len(op.outputs))}
+    kinds: list[set] = [set() for _ in range(n)]
+    for name in (*chosen.recomputed, *chosen.offloaded):
+        if (place := places[values.get(name, deep.index.get(name, 0))]) is not None and place.instance < n:
+            kinds[place.instance].add((place.block, place.position, name in values and name[name.rindex(".") :]))
+    runs = [list(run) for _, run in groupby(range(n), key=kinds.__getitem__)]
+    counts = [min(len(run), 3) for run in runs]
+    if sum(counts) > m:
+        return None
+    while sum(counts) < m:
+        counts[max(range(len(runs)), key=lambda k: len(runs[k]) - counts[k])] += 1
+    layers = [layer for run, count in zip(runs, counts) for layer in (*run[: -(-count // 2)], *run[len(run) - count // 2 :])]
+    layers += range(n, n + 1 + max(place.instance for place in few_at))  # the first ops of a further layer
+    first = {f: i for i, f in reversed(list(enumerate(of)))}
+    recomputed, offloaded = set(), {}
+    for f, place in enumerate(few_places):
+        i = first.get(f, -1) if place is None else at.get(place._replace(instance=layers[place.instance]), -1)
+        if i >= 0 and deep.ops[i].name in chosen.recomputed:
+            recomputed.add(few.ops[f].name)
+        for k in range(len(deep.ops[i].outputs) if i >= 0 else 0):
+            if (offload := chosen.offloaded.get(f"{deep.ops[i].name}.{k}")) is not None:
+                b = deep.index[offload.before]
+                if (reader := places[b]) is not None and place is not None:
+                    instance = min(max(place.instance + reader.instance - layers[place.instance], 0), m - 1)
+                    before = few_at.get(reader._replace(instance=instance), of[b])
+                else:
+                    before = of[b]
+                offloaded[f"{few.ops[f].name}.{k}"] = replace(offload, before=few.ops[before].name)
+    return selective(few, Chosen(frozenset(recomputed), offloaded))
 
 
 def _carried_over(saved: SavedValues, choice: Sequence[int], formulated: Formulation) -> tuple[int, ...]:

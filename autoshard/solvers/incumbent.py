@@ -16,6 +16,7 @@ from ..problem import Problem, evaluate
 from .answer import TOLERANCE
 
 Choice = Sequence[int] | np.ndarray
+Nearby = Callable[[Problem, float], tuple[Sequence[int] | None, np.ndarray]]  # of a problem without a limit, to a relative gap
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Record:
     most_work: float = math.inf  # after which the search ends
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
     messages: np.ndarray | None = None  # of dual ascent on a similar problem
+    nearby: Nearby | None = None  # as for `solve`
     prices: Mapping[int, float] | None = None  # seconds per byte, by time: where a search over prices begins
     best_prices: Mapping[int, float] | None = None  # those of its best bound
     fitting: dict[tuple[int, ...], float] = field(default_factory=dict)  # answers that a search over prices met, and their costs

@@ -21,8 +21,8 @@ import numpy as np
 from ..problem import Problem, evaluate, held
 from .answer import lowered
 from .binding_times import binding_rows, load
-from .dual_ascent import look
-from .incumbent import Incumbent, Record
+from .dual_ascent import RESUMED, SLOW, ascend, look
+from .incumbent import Incumbent, Nearby, Record
 from .infeasibility import priced
 from .linprog import highest
 from .settle import polish, reduce_and_settle
@@ -64,6 +64,7 @@ class Lagrangian:
     gap: float = 0.0  # relative: between the answer and the bound at a price
     exact_seconds: float = EXACT_SECONDS
     homes: np.ndarray | None = None  # as for `solve`
+    nearby: Nearby | None = None  # as for `solve`
     answers: dict[tuple[int, ...], KnownAnswer] = field(default_factory=dict)
     mixtures: set[tuple[int, ...]] = field(default_factory=set)  # the answers that are parts of two others
     lines: list[Line] = field(default_factory=list)
@@ -102,8 +103,14 @@ class Lagrangian:
         incumbent = Incumbent(free, record)
         if self.answers:
             incumbent.offer(min(self.answers.values(), key=lambda f: f.cost + float(prices @ f.loads)).choice)
+        if messages is None and self.nearby is not None:
+            choice, messages = self.nearby(free, self.gap)
+            if choice is not None:
+                incumbent.offer(choice)
         if messages is not None:
-            look(free, incumbent, messages)
+            met = look(free, incumbent, messages)
+            if not incumbent.done:
+                ascend(met, incumbent, RESUMED, SLOW)
         if not incumbent.done:
             polish(free, incumbent)
         if not incumbent.done and self.exact_seconds > 0:

@@ -192,10 +192,9 @@ def continue_from(problem: Problem, incumbent: Incumbent, message: np.ndarray) -
     messages = look(problem, incumbent, message)
     if incumbent.done:
         return
-    if incumbent.homes is not None and problem.usage_limit is None:
-        decompose(problem, incumbent.homes, incumbent, message, settle_part)
-    if not incumbent.done:
-        ascend(messages, incumbent, RESUMED)
+    ascend(messages, incumbent, RESUMED)
+    if incumbent.homes is not None and problem.usage_limit is None and not incumbent.done:
+        decompose(problem, incumbent.homes, incumbent, messages.message, settle_part)
     if incumbent.done or not math.isfinite(incumbent.cost):
         return
     keep = messages.affordable(incumbent)

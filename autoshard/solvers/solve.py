@@ -18,11 +18,11 @@ from ..problem import Problem, anchored, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
 from .cutting_planes import bound_below
 from .cvx import CVX
-from .dual_ascent import CONVERGED, RESUMED, Dual, Messages, ascend, look
+from .dual_ascent import CONVERGED, PROGRESS, RESUMED, SLOW, Dual, Messages, ascend, look
 from .elimination import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
-from .incumbent import Fixed, Incumbent, Record, Solver
+from .incumbent import Fixed, Incumbent, Nearby, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
 from .price_search import PriceSearch, search_prices
 from .settle import Settling, continue_from, polish, reduce_and_settle
@@ -68,6 +68,7 @@ def solve(
     preference: Sequence[np.ndarray] | None = None,
     messages: np.ndarray | None = None,
     prices: Mapping[int, float] | None = None,
+    nearby: Nearby | None = None,
     homes: Sequence[int] | np.ndarray | None = None,
     explains: bool = True,
     progress: Callable[[float, float], None] | None = None,
@@ -82,6 +83,7 @@ def solve(
     `starts` are choices that may be feasible; those that exceed the limit help a search over prices. `messages`: those of dual ascent on a
     similar problem (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for
     `preference`.
+    `nearby`: gives a choice (or None) and messages for the problem without its limit at other costs, from a similar problem.
     `prices`: seconds per byte, by time, of the best bound of a search over prices on a similar problem (`Answer.prices`).
     `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
     `explains`: where no answer fits, work out the smallest limit that works (`Answer.infeasibility`).
@@ -97,7 +99,7 @@ def solve(
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
     record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience, messages=messages)
     record.accepted_gap, record.accepted_from = accepted[0], began + accepted[1]
-    record.prices, record.starts = prices, [tuple(start) for start in starts]
+    record.prices, record.nearby, record.starts = prices, nearby, [tuple(start) for start in starts]
     record.homes = None if homes is None else np.asarray(homes, dtype=np.int64)
     incumbent = Incumbent(problem, record)
     for start in starts:
@@ -150,14 +152,18 @@ def certified(
 
 def converged(
     problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, patience: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
+    begin: tuple[Sequence[int], np.ndarray] | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Sequence[int] | None, np.ndarray]:  # fmt: skip
     """The best choice that dual ascent decodes without the memory limit and without reductions, and its messages, in the order of the
-    edges, into the first end and the second: a start and messages for `solve`."""
+    edges, into the first end and the second: a start and messages for `solve`. begin: those of the same problem at other costs, from
+    which it is quick."""
     free = without_limit(problem)
     record = Record(free, clock() + time_limit, gap, clock, patience=clock() + patience)
-    messages = Messages(free)
-    ascend(messages, Incumbent(free, record), CONVERGED)
+    messages, incumbent = Messages(free), Incumbent(free, record)
+    if begin is not None:
+        incumbent.offer(begin[0])
+        messages.message[:] = np.where(np.isfinite(begin[1]), begin[1], 0.0)  # what is forbidden there may be allowed here
+    ascend(messages, incumbent, CONVERGED, PROGRESS if begin is None else SLOW)
     return record.choice, messages.message
 
 
