@@ -135,7 +135,7 @@ class FewLayers:
         return None if choice is None else self.correspondence.choice(choice), self._deep_messages(problem, few, messages)
 
     def _deep_messages(self, problem: Problem, few: Problem, messages: np.ndarray) -> np.ndarray:
-        """The messages of the deep problem. Infinite ones forbid a choice: where one layer is pinned, they would forbid it to the others, and the
+        """The messages of the deep problem. Infinite ones forbid a choice: where one layer is pinned they would forbid it to all, and the
         bound would be too high."""
         pairs = {(id(costs), node): costs for costs, node in zip(problem.node_costs, self.correspondence.nodes, strict=True)}
         is_alike = all(np.array_equal(np.isinf(costs), np.isinf(few.node_costs[node])) for (_, node), costs in pairs.items())
