@@ -55,9 +55,7 @@ def answered_per_tensor(question: Question) -> Answered:
     answer = align_batches(best.formulated, problem, answer, options.gap)
     noted = {**question.assumptions, **noted_choice(best.chosen, question.graph)}
     asked = replace(question, model=ModelGraphs(best.formulated.graph), assumptions=noted)
-    few = question.model.few_layers and _in_few_layers(question.graph, question.model.few_layers, best.chosen)
-    few_layers = extended_from(few and stepped(few, options), best.formulated, options)
-    return Answered(asked, Instance(best.formulated, problem, few_layers), answer, rows)
+    return Answered(asked, Instance(best.formulated, problem, _few_layers(question, best)), answer, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +219,17 @@ def _as_graph(question: Question, saved: SavedValues, choice: Sequence[int], cho
         formulated = formulate_for(graph, candidates(graph, question.mesh), question.mesh, question.options)
     full = _carried_over(saved, choice, formulated)
     return _Selected(chosen, formulated, full, evaluate(formulated.problem, full))
+
+
+def _few_layers(question: Question, best: _Selected) -> FewLayers | None:
+    deep, few = question.model.graph, question.model.few_layers
+    if few is None or question.options.solver != "auto":
+        return None
+    try:
+        graph = _in_few_layers(deep, few, best.chosen)
+    except ValueError:  # as in `extended_from`
+        return None
+    return extended_from(graph and stepped(graph, question.options), best.formulated, question.options)
 
 
 def _in_few_layers(deep: Graph, few: Graph, chosen: Chosen) -> Graph | None:

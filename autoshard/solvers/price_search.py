@@ -54,8 +54,9 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
     assert limit is not None
     record = incumbent.record
     fine, coarse = (max(record.gap / part, AGREED) for part in (FINE, COARSE))
-    similar = {"homes": record.homes, "nearby": record.nearby}
-    lagrangian = Lagrangian(without_limit(problem), incumbent.until, record.clock, coarse, exact_seconds=0.0, **similar)
+    lagrangian = Lagrangian(
+        without_limit(problem), incumbent.until, record.clock, coarse, exact_seconds=0.0, homes=record.homes, nearby=record.nearby
+    )
     for known in (*record.starts, *(() if incumbent.choice is None else (incumbent.choice,))):
         lagrangian.add(known)
     if record.prices is not None:
