@@ -14,10 +14,13 @@ import importlib
 import json
 import random
 import resource
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import autoshard
+from autoshard.cli.model import load_model
 from autoshard.planning.describe import choice_of
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch
@@ -30,25 +33,58 @@ from autoshard.simulate import timeline_of
 WITHIN = 0.05
 LIMIT = 80e9
 RANDOM, DESCENTS, STEPS = 300, 40, 12
+QWEN, MIXTRAL = "hf:qwen3_8b", "hf:mixtral_8x7b"
 CELLS: tuple[tuple[str, tuple[int, ...], dict, dict], ...] = (  # model, mesh, its settings, options
     ("gpt2:small", (8,), {"batch": 64, "seq": 1024}, {}),
     ("gpt2:small", (2, 8), {"batch": 128, "seq": 1024}, {}),
     ("unet:base", (8,), {}, {}),
     ("unet:base", (2, 8), {}, {}),
+    ("moe:moe", (2, 8), {}, {}),
+    ("hf:vit_l", (8,), {"batch": 256}, {}),
+    ("hf:vit_l", (2, 8), {"batch": 512}, {}),
     ("llama:llama3_8b", (8,), {"batch": 8}, {}),
     ("llama:llama3_8b", (2, 8), {"batch": 16}, {}),
     ("llama:llama3_8b", (2, 8), {"batch": 16}, {"recompute": "auto"}),
     ("llama:llama3_8b", (8, 8), {"batch": 64}, {}),
     ("llama:llama3_8b", (8, 8), {"batch": 16}, {}),
     ("llama:llama3_8b", (16, 8), {"batch": 128}, {}),
+    (QWEN, (8,), {"batch": 8, "seq": 4096}, {}),
+    (QWEN, (2, 8), {"batch": 16, "seq": 4096}, {}),
+    (MIXTRAL, (2, 8), {"batch": 16, "seq": 4096}, {"recompute": "auto"}),
+    (MIXTRAL, (8, 8), {"batch": 64, "seq": 4096}, {}),
     ("llama:llama3_70b", (8, 8), {"batch": 64}, {"recompute": "all"}),
     ("llama:llama3_70b", (16, 8), {"batch": 128}, {"recompute": "all"}),
+    ("llama:llama3_405b", (16, 8), {}, {"recompute": "auto"}),
 )
+CONFIGS = {  # as their config.json
+    "qwen3_8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "max_position_embeddings": 40960,
+    },
+    "mixtral_8x7b": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "vit_l": {
+        "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 1024, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "intermediate_size": 4096, "image_size": 224, "patch_size": 16, "num_labels": 1000,
+    },
+}  # fmt: skip
+
+
+def loaded(model: str, settings: dict) -> tuple:
+    """The model and its example inputs: a function of models/, or a name of CONFIGS."""
+    file, _, name = model.partition(":")
+    if file != "hf":
+        return getattr(importlib.import_module(f"models.{file}"), name)(**settings)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
+        return load_model(f"hf:{folder}", settings, training=True)
 
 
 def planned(model: str, shape: tuple[int, ...], settings: dict, options: dict) -> tuple[dict, autoshard.Solution, tuple]:
-    file, _, function = model.partition(":")
-    module, inputs = getattr(importlib.import_module(f"models.{file}"), function)(**settings)
+    module, inputs = loaded(model, settings)
     mesh = autoshard.Mesh.from_bandwidths(shape)
     asked = {"training": True, "precision": "bf16", "memory_limit": LIMIT, "gap": 1e-3, "accepted": (0.01, 60.0), **options}
     began = time.process_time()
