@@ -27,7 +27,7 @@ PROBLEM = {
 
 def routes() -> tuple[BlockRoute, BlockRoute]:
     """The cheapest route within twice a part's memory, and the usual one, which keeps no limit."""
-    problem = read_problem(PROBLEM, "this example")
+    problem = read_problem(PROBLEM)
     prices = MeshPrices(autoshard.Mesh.from_bandwidths(problem.mesh), problem.itemsize)
     part = problem.elements(problem.source)
     return astar(problem, prices, 2 * part, count="buffers"), naive(problem, prices)

@@ -79,6 +79,7 @@ WRONG = {
     "evidence": PATHS, "tp": COUNTS, "pp": COUNTS, "cp": COUNTS, "dp": LISTS, "shard": LISTS, "ep": LISTS, "zero": LISTS[1:],
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
     "top": COUNTS, "row": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
+    "criterion": ["mean", ""], "dynamic_shapes": ["", "input", "input=batch", "input=batch:4-2", "input=batch:0-4", "=batch:1-4"],
 }  # fmt: skip
 OWN = {
     ("fits", "target"): [MISSING, *MODELS[:2], "nosuch.toml"], ("fits", "precision"): ["bf17", ""],

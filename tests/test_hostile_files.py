@@ -105,7 +105,7 @@ def test_a_long_line_of_a_log_takes_no_more_than_its_length(line):
 def test_many_ranks_of_a_log_take_no_more_than_their_number():
     lines = [f"#  Rank {k} Pid 1 on h{k} device 0" for k in range(20_000)] + ["# size time busbw"] + ["8 1 1"] * 20_000
     rows = in_bounds(lambda: nccl_tests("\n".join(lines), "log", "all_reduce", 8), seconds=10)
-    assert len(rows) == 20_000 and rows[0].nodes == rows[0].devices == 20_000
+    assert len(rows) == 20_000 and rows[0].of.nodes == rows[0].of.devices == 20_000
 
 
 # -- what was read before is read as before ------------------------------------------------------------------------------------------

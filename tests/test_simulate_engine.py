@@ -3,12 +3,10 @@
 import random
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.launch.captured_block import last_end
 from autoshard.simulate.engine import run_tasks
 
 
@@ -106,14 +104,6 @@ def test_random_programs_equal_small_steps(seed):
 def test_kernels_and_collectives_slow_each_other(kernels, collectives, slowed):
     end = max(run_tasks([T(kernels, 0), T(collectives, 1)], (-1, 0), slowed=slowed).end)
     assert end == pytest.approx(max(kernels, collectives) + slowed * min(kernels, collectives))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_last_end_is_that_of_all_launches_at_once(seed):
-    rng = random.Random(seed)
-    tasks = random_program(rng, 3)
-    ends = [max(run_tasks([t._replace(seconds=factor * t.seconds) for t in tasks], (-1, 0, 1)).end) for factor in (1, 2, 0.5)]
-    assert last_end([(t.stream, t.after, t.seconds * np.array([1, 2, 0.5])) for t in tasks]) == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -78,8 +78,8 @@ class _Streams:
                 parts[k, -1] = max(parts[k, 0] - self.formulation.microbatches * busy, 0.0)
                 parts[k, 0] -= parts[k, -1]
             if v in self.early:
-                whole = replicated(len(self.formulation.mesh.axes))
-                sharded = [candidate.outputs[0] != whole for candidate in self.formulation.candidates.of[v]]
+                full = replicated(len(self.formulation.mesh.axes))
+                sharded = [candidate.outputs[0] != full for candidate in self.formulation.candidates.of[v]]
                 parts[sharded, EARLY], parts[sharded, 0] = parts[sharded, 0], 0.0
         return parts
 

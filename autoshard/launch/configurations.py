@@ -15,7 +15,7 @@ from .texts import arguments_text, json_text, nested, toml_text, yaml_text
 
 
 @dataclass(frozen=True)
-class Format:
+class Syntax:
     """How a launcher's configurations are read, and what a launch decides of them is written."""
 
     read: Callable[[str, str, Overrides], LaunchConfig]
@@ -28,12 +28,12 @@ class Format:
 
 
 FORMATS = {
-    "torchtitan": Format(torchtitan.read, torchtitan.settings, toml_text, torchtitan.place, torchtitan.EXCLUSIVE, model=torchtitan.model),
-    "megatron": Format(megatron.read, megatron.settings, arguments_text, megatron.place, megatron.EXCLUSIVE),
-    "accelerate": Format(accelerate.read, accelerate.settings, place=accelerate.place),
-    "nanotron": Format(nanotron.read, nanotron.settings),
-    "deepspeed": Format(deepspeed.read, deepspeed.settings, json_text, deepspeed.place, omitted=(None, -1, "none")),
-    "automodel": Format(automodel.read, automodel.settings, place=automodel.place),
+    "torchtitan": Syntax(torchtitan.read, torchtitan.settings, toml_text, torchtitan.place, torchtitan.EXCLUSIVE, model=torchtitan.model),
+    "megatron": Syntax(megatron.read, megatron.settings, arguments_text, megatron.place, megatron.EXCLUSIVE),
+    "accelerate": Syntax(accelerate.read, accelerate.settings, place=accelerate.place),
+    "nanotron": Syntax(nanotron.read, nanotron.settings),
+    "deepspeed": Syntax(deepspeed.read, deepspeed.settings, json_text, deepspeed.place, omitted=(None, -1, "none")),
+    "automodel": Syntax(automodel.read, automodel.settings, place=automodel.place),
 }
 ROUNDS = 3  # of changes
 

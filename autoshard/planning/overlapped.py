@@ -45,7 +45,7 @@ from autoshard.solvers import (
 ROUNDS, SOLVED = (11, 22), 220_000  # prices that are tried: least and most, and nodes of all these problems together
 MORE_ROUNDS, MORE_SOLVED = 60, 60_000  # the same while the gap is wide
 STEP = 0.3  # of the way from the best prices so far; twice as far after an answer that was known
-GAP = 1e-3  # relative, of each of these problems
+GAP = 1e-3  # relative, of each of these problems, or a quarter of the gap asked for
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative; and where it is wide
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
@@ -252,7 +252,7 @@ class _Search:
         instance = replace(self.instance, problem=free, few_layers=few and few.at_costs_of(free))
         options = self.question.options
         solver = "prices" if options.solver == "auto" else options.solver  # no branching: its seconds would decide the plan
-        asked = self.question.with_options(gap=max(GAP, options.gap), solver=solver)
+        asked = self.question.with_options(gap=max(GAP, options.gap / 4), solver=solver)
         quiet = replace(asked, clock=self.question.clock.quiet())
         answer = solve_instance(quiet, instance, self.known, preferred=False).in_passing()
         size = abs(answer.bound) + float(fees.sum())

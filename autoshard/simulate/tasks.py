@@ -335,11 +335,11 @@ class _Places:
     def _early(self, formulation: Formulation, choice: tuple[int, ...], casts: set[int]) -> set[int]:
         """Ops whose values can be fetched from the begin on: parameters and inputs, views of them and casts of shards of these."""
         early, moved = {i for i, phase in enumerate(self.phases) if phase == "rest"}, self._moved_hubs()
-        whole = replicated(len(formulation.mesh.axes))
+        full = replicated(len(formulation.mesh.axes))
         for i, op in enumerate(self.graph.ops):
             if op.alias is not None and op.inputs[op.alias][0] in early:
                 early.add(i)
-            elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != whole:
+            elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != full:
                 if not any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
                     early.add(i)
                     self.casts.add(i)
