@@ -51,6 +51,11 @@ CASES = [
 PLANS = 6  # drawn at random
 
 
+@pytest.fixture(autouse=True)
+def every_cast_is_of_a_large_parameter(monkeypatch):
+    monkeypatch.setattr("autoshard.graph.casts.LARGE", 0)
+
+
 def mesh_of(sizes: tuple[int, ...]) -> Mesh:
     return Mesh.from_bandwidths(sizes, intra_node_bandwidth=2e9, inter_node_bandwidth=1e9)
 

@@ -12,6 +12,7 @@ Whether a parameter is gathered before or after its cast is a layout like any ot
 added is part of the policy: an op of kind "cast_then_reduce" leaves them pending (`pending`), one of kind "reduce_then_cast" wants none.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,7 @@ from autoshard.precision import FLOATS, Precision
 
 CAST = "aten._to_copy.default"
 CAST_THEN_REDUCE, REDUCE_THEN_CAST = "cast_then_reduce", "reduce_then_cast"
+LARGE = 2**22  # elements of a parameter whose cast runs early; casts of smaller ones are many launches, which bounds would lose
 LAG = 12  # gradients: about those of a block of a transformer
 
 
@@ -181,12 +183,13 @@ def with_shared_casts(graph: Graph) -> Graph:
 
 
 def early_casts(graph: Graph) -> set[int]:
-    """Casts of parameters, inputs and views of these: they can run as soon as the program begins."""
+    """Casts of large parameters, inputs and views of these: they can run as soon as the program begins."""
     there, casts = set[int](), set[int]()
     for i, op in enumerate(graph.ops):
         is_cast = op.target == CAST and op.kind != ACCUMULATED
         if op.is_placeholder or op.kind == KEPT or ((is_cast or op.alias is not None) and op.inputs[op.alias or 0][0] in there):
-            there.add(i)
-            if is_cast:
+            if is_cast and math.prod(op.output.shape) >= LARGE:
                 casts.add(i)
+            if not is_cast or i in casts:
+                there.add(i)
     return casts
