@@ -6,7 +6,7 @@
                       splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
-    cast of a shard   of a large parameter, where its first fetch begins
+    cast of a shard   of a large parameter, where its first fetch begins; a run casts small ones early, too, and joins their gathers
     offload, reload   its copy on the host link's stream of its direction; without overlap the share that the plan counts
 
 The list holds every task once, after all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
