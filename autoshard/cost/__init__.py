@@ -50,6 +50,7 @@ from .collectives import size_independent_seconds as size_independent_seconds
 from .compute import busy_seconds as busy_seconds
 from .compute import op_flops as op_flops
 from .compute import op_seconds as op_seconds
+from .links import Gaps as Gaps
 from .links import axes_by_link as axes_by_link
 from .links import axis_transfer_seconds as axis_transfer_seconds
 from .links import bucket_limit as bucket_limit

@@ -14,7 +14,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from autoshard.layout import Layout
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes
+ROUNDING = 1e-9  # relative, of sums of seconds
 
 
 def link_key(axis: Axis) -> tuple:
@@ -50,6 +54,27 @@ def axes_by_link(axes: Sequence[Axis]) -> list[list[int]]:
     for k, axis in enumerate(axes):
         groups.setdefault(link_key(axis), []).append(k)
     return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Where the collectives of one link that kernels wait for can begin, among the kernels in their order."""
+
+    begins: Sequence[int]  # after so many kernels, in order
+    kernels: Sequence[float]  # seconds of the first n kernels
+
+    def stands_back(self, done: int, left: float, seconds: float, until: float) -> bool:
+        """Whether a collective lets the next of these go first: it would not end before that one begins, and there is a later gap that has
+        room for it. done: kernels that have ended; left: seconds of the running one; until: seconds of kernels after which one reads it."""
+        k, now, seconds = bisect_right(self.begins, done), self.kernels[done + 1] - left, seconds * (1 - ROUNDING)
+        if k == len(self.begins) or now + seconds <= self.kernels[self.begins[k]]:
+            return False
+        for begin, end in pairwise(islice(self.begins, k, None)):
+            if self.kernels[begin] + seconds > until:
+                return False
+            if self.kernels[begin] + seconds <= self.kernels[end]:
+                return True
+        return False
 
 
 def transfer_seconds(bytes: Amount, latency: float, bandwidth: float) -> Amount:

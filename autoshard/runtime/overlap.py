@@ -7,19 +7,21 @@ Anchors (flow.py) keep their order. A lazy node is placed as late as its users a
     wait that another start reads  it is placed as soon as the collective has ended by the estimate (flow.Pace)
 
 What no kernel waits for soon, gathers of parameters and reductions of gradients, has a second process group on axes with other
-collectives, so that those don't queue behind it; it starts where none of them is running by the estimate.
+collectives, so that those don't queue behind it; it starts where none of them is running by the estimate, and lets the next go first
+where it may (cost.Gaps).
 
 So gathers of parameters are prefetched one after another, and reductions of gradients run until the end of the pass. Where the buffers
 of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates.
 """
 
-from collections import deque
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from torch import fx
 
+from autoshard.cost import Gaps
 from autoshard.lower import ADD, STARTS, VIEWS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
 from autoshard.mesh import Mesh
 from autoshard.runtime.bucketing import bucket, reorder, with_inputs
@@ -106,7 +108,14 @@ class _Schedule:
         anchors = accumulate(node in self.flow.at for node in self.nodes)
         self.given = {node: i for node, i in zip(self.nodes, anchors) if node.target in STARTS}  # the anchor that a start stands before
         by_need = sorted(self.flow.starts, key=self.flow.need.__getitem__)
-        self.fetches = deque(s for s in by_need if self.flow.ready[s] < 0)
+        self.fetches = [s for s in by_need if self.flow.ready[s] < 0]
+        self.kernels = [0.0, *accumulate(map(self.pace.compute, self.flow.anchors))]
+        self.until = self._latest_ends()
+        hurried = [start for start in by_need if start not in self.flow.unhurried]
+        self.gaps = {  # per axis
+            axis: Gaps(sorted({self.flow.ready[start] + 1 for start in hurried if self.pace.axis(start) == axis}), self.kernels)
+            for axis in set(map(self.pace.axis, hurried))
+        }
         self.ready_after: dict[int, list[fx.Node]] = {}
         for start in self.flow.starts:
             self.ready_after.setdefault(self.flow.ready[start], []).append(start)
@@ -138,7 +147,7 @@ class _Schedule:
             return
         for start in sorted(ready, key=self.flow.need.__getitem__):
             before = self._unfinished(start)
-            can = start not in self.placed and before is not None and before <= self.now and not self._is_kept_back(start)
+            can = start not in self.placed and before is not None and before <= self.now and not self._is_kept_back(start, i)
             if can and self._fits(start, i, self.given[start]):
                 self._need(start)
             elif start not in self.placed:
@@ -164,16 +173,34 @@ class _Schedule:
             stack.extend(node.all_input_nodes)
         return latest
 
+    def _latest_ends(self) -> dict[fx.Node, float]:
+        """Of each fetch the seconds of kernels by which it has to end, for its reader and for what is behind it in its group."""
+        until: dict[fx.Node, float] = {}
+        behind: dict[str, float] = {}  # when the next has to begin
+        for start in reversed(self.fetches):
+            group, end = str(start.args[-1]), until.get(start, self.kernels[self.flow.need[start]])
+            until[start] = min(end, behind.get(group, math.inf))
+            behind[group] = begin = until[start] - self.pace.collective(start)
+            read: set[fx.Node] = set()
+            for node in with_inputs(start, read):
+                read.add(node)
+                if node.target in STARTS and node is not start:
+                    until[node] = min(begin, until.get(node, begin))
+        return until
+
     def _fetch(self, i: int) -> None:
         """Starts the next gathers of parameters whose links are idle and whose bytes fit until they are needed."""
-        while self.fetches:
-            start = self.fetches[0]
-            if start not in self.placed:
-                free = max(self.idle.get(str(start.args[-1]), 0.0), self._unfinished(start) or 0.0)  # its link, and what it reads
-                if free > self.now or self._is_kept_back(start) or not self._fits(start, i, self.flow.need[start]):
-                    return  # those behind it are needed later
+        busy: set[str] = set()  # groups: what is behind in them is needed later
+        self.fetches = [start for start in self.fetches if start not in self.placed]
+        for start in self.fetches:
+            if start in self.placed or str(start.args[-1]) in busy:
+                continue
+            before = self._unfinished(start)
+            free = math.inf if before is None else max(self.idle.get(str(start.args[-1]), 0.0), before)  # its link, and what it reads
+            if free > self.now or self._is_kept_back(start, i) or not self._fits(start, i, self.flow.need[start]):
+                busy.add(str(start.args[-1]))
+            else:
                 self._need(start)
-            self.fetches.popleft()
 
     def _fits(self, start: fx.Node, i: int, end: int) -> bool:
         """Whether the bytes of a start before anchor i instead of anchor `end` fit; they count from now on if they do."""
@@ -184,10 +211,15 @@ class _Schedule:
             self.live[i:end] = [now + held for now in self.live[i:end]]
         return fits
 
-    def _is_kept_back(self, start: fx.Node) -> bool:
-        """Whether it is in the background of a running collective."""
-        groups = self.pace.groups
-        return start.args[-1] in groups.background and self.idle.get(groups.names[self.pace.axis(start)], 0.0) > self.now
+    def _is_kept_back(self, start: fx.Node, i: int) -> bool:
+        """Whether it is in the background of a collective that runs, or of one that it lets go first."""
+        groups, axis = self.pace.groups, self.pace.axis(start)
+        if start.args[-1] not in groups.background or i == len(self.flow.anchors):
+            return False
+        if self.idle.get(groups.names[axis], 0.0) > self.now:
+            return True
+        left = self.kernels[i + 1] - self.kernels[i]
+        return self.gaps[axis].stands_back(i, left, self.pace.collective(start), self.until.get(start, math.inf))
 
     def _free(self, i: int) -> None:
         """Waits for the oldest reductions while their buffers do not fit."""

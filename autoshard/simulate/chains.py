@@ -16,13 +16,14 @@ of several; under any other plan the same chain is a bound too.
 An op that some choice gives no kernel (a view) waits for its inputs only. In a step of several microbatches the chain is that of
 one microbatch, so many times, then the reductions of the sums, which begin when the last microbatch has ended.
 
-Kernels of a seconds beside collectives of b take max(a, b) + s min(a, b) (simulate.engine), so what is beside a chain lengthens it by s:
+Kernels of a seconds beside collectives of b take max(a, b) + s min(a, b), on several links that of each (simulate.engine), so what is
+beside a chain lengthens it by s. L: links whose seconds beside it are counted, all or the one with most, and their number without m:
 
-    weight of     a kernel    a collective of link l    one of another link    a wait within an op
-    in the chain  1           1                         1 - s                  1 - s                   l: the link with most seconds beside
-    beside it     s           s                         0                      0                       the chain
-    all kernels   1           s                         0                      1 - s                   for each link l
-    all of link l s           1                         0                      0                       for each link l
+    weight of     a kernel    a collective of link m    a wait within an op
+    in the chain  1           1 - s |L - m|             1 - s |L|
+    beside it     s           s in L, else 0            0
+    all kernels   1           s in L, else 0            1 - s |L|
+    all of link l s           1 for l, else 0           0
 
 What is beside a collective of another link, or a wait, may slow nothing: hence 1 - s there. A kernel that may run early, before others that
 stand before it, is always beside the chain.
@@ -31,6 +32,7 @@ stand before it, is always beside the chain.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,25 +53,32 @@ class Chain:
 
 def longest_chain(formulation: Formulation, streams: StreamSeconds, nodes: np.ndarray, edges: np.ndarray) -> Chain:
     """The longest chain at these seconds of each node and each edge, by stream: those of one plan, or a mean of several plans'."""
-    chain, s = _Longest(formulation, streams, nodes, edges).chain(), _slowed(formulation)
-    beside = ((1 - chain.nodes) * nodes).sum(axis=0) + ((1 - chain.edges) * edges).sum(axis=0)
-    weights = np.zeros(streams.num)
-    weights[[0, EARLY]] = s
-    if streams.num > 3:
-        weights[1 + int(np.argmax(beside[1:EARLY]))] = s
-    return Chain(weights + (1 - s) * chain.nodes, weights + (1 - s) * chain.edges)
+    chain = _Longest(formulation, streams, nodes, edges).chain()
+    weighted = [Chain(beside + more * chain.nodes, beside + more * chain.edges) for beside, more in _weights(formulation, streams)]
+    return max(weighted, key=lambda one: float((one.nodes * nodes).sum() + (one.edges * edges).sum()))
 
 
 def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain]:
     """All seconds of the kernels, and of each link, with what those of the other slow them by."""
-    s, links = _slowed(formulation), range(1, streams.num - 2)
-    rows = np.zeros((max(2 * len(links), 1), streams.num))
-    rows[0, [0, EARLY, -1]] = 1.0
-    for k, link in enumerate(links):
-        rows[2 * k, [0, EARLY, link, -1]] = 1.0, 1.0, s, 1.0 - s
-        rows[2 * k + 1, [0, EARLY, link]] = s, s, 1.0
+    kernels, rows = np.zeros(streams.num), []
+    kernels[[0, EARLY, -1]] = 1.0
+    for beside, more in _weights(formulation, streams):
+        rows.append(beside + more * kernels)
+    for link in range(1, streams.num - 2):
+        row = np.zeros(streams.num)
+        row[[0, EARLY]], row[link] = _slowed(formulation), 1.0
+        rows.append(row)
     problem = formulation.problem
     return [Chain(np.tile(row, (len(problem.node_costs), 1)), np.tile(row, (len(problem.edges), 1))) for row in rows]
+
+
+def _weights(formulation: Formulation, streams: StreamSeconds) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each L: by stream the weights of what is beside a chain, and by how much more that in it counts."""
+    s, links = _slowed(formulation), list(range(1, streams.num - 2))
+    for counted in [[link] for link in links] + [links] * (len(links) != 1):
+        beside, more = np.zeros(streams.num), np.full(streams.num, 1.0 - s * len(counted))
+        beside[[0, EARLY, *counted]], more[[0, EARLY]] = s, 1.0 - s
+        yield beside, more
 
 
 def _slowed(formulation: Formulation) -> float:

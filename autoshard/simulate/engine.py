@@ -1,9 +1,10 @@
 """The begin and end times of tasks: every stream runs its tasks in order, and several streams can share a link.
 
     a task begins     when the preceding task of its stream has ended, and all tasks that it waits for
-    it ends           after its seconds of work, done at rate 1/n while n streams use its link (rate 1 without a link), and at 1/(1 + s)
-                      of that while kernels and collectives run beside each other
-    in the background a task also begins only where its link is not in use by a stream that is not in the background
+    it ends           after its seconds of work, done at rate 1/n while n streams use its link (rate 1 without a link), and at 1/(1 + l s)
+                      of that while kernels and collectives of l links run beside each other
+    in the background a task also begins only where its link is not in use by a stream that is not in the background; beside kernels, it
+                      lets the next of those go first where it may (cost.Gaps)
 
 So kernels of a seconds beside collectives of b take max(a, b) + s min(a, b). In the list, a task comes after all tasks that it waits for.
 Without shared links and with s = 0 one pass over the list is enough: begin = max(end of the stream's preceding task, ends of the tasks
@@ -16,6 +17,8 @@ import math
 from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
+
+from autoshard.cost import Gaps
 
 
 class Runnable(Protocol):
@@ -76,9 +79,9 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     place = dict.fromkeys(queues, 0)
     free: dict[int, tuple[float, int]] = dict.fromkeys(queues, (0.0, -1))
     urgent = dict.fromkeys(link_of.values(), 0)  # streams that run on a link and aren't in the background
-    quiet: dict[int, tuple[float, int]] = dict.fromkeys(link_of.values(), (0.0, -1))  # when there was the last of them
+    patient = _Patient(tasks, link_of, background)
     left: dict[int, float] = {}  # running task of a stream: seconds of work left
-    now = 0.0
+    now, ended = 0.0, -1  # the last task that did
 
     def start() -> None:
         for stream, queue in queues.items():
@@ -87,12 +90,14 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
             i, link, waits = queue[place[stream]], link_of[stream], stream in background
             if waits and urgent[link] or any(math.isnan(end[j]) for j in tasks[i].after):
                 continue
+            if waits and 0 in left and patient.stands_back(i, place[0], left[0]):
+                continue
             at, why = free[stream]
             for j in tasks[i].after:
                 if end[j] > at or why < 0:
                     at, why = max(at, end[j]), j
-            if waits and quiet[link][0] > at:
-                why = quiet[link][1]
+            if waits and now > at:
+                why = ended
             begin[i], cause[i], left[stream] = now, why, tasks[i].seconds
             urgent[link] += not waits
 
@@ -103,7 +108,7 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
         active: dict[int, int] = {}
         for stream in left:
             active[link_of[stream]] = active.get(link_of[stream], 0) + 1
-        beside = 1.0 + slowed if 0 in left and any(link >= 0 for link in active) else 1.0
+        beside = 1.0 + slowed * sum(link >= 0 for link in active) if 0 in left else 1.0
         shares = {
             stream: active[link_of[stream]] * beside if link_of[stream] >= 0 else beside if stream == 0 else 1.0 for stream in left
         }  # seconds that one second of work takes
@@ -116,10 +121,44 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
                 i, link = queues[stream][place[stream]], link_of[stream]
                 end[i], free[stream] = now, (now, i)
                 place[stream] += 1
-                if stream not in background:
-                    urgent[link], quiet[link] = urgent[link] - 1, (now, i)
+                urgent[link_of[stream]] -= stream not in background
+                ended = i
                 del left[stream]
     if any(math.isnan(e) for e in end):
         waiting = next(i for i, e in enumerate(end) if math.isnan(e))
         raise ValueError(f"task {waiting} waits for ever: the list holds it before a task that it waits for")
     return Times(begin, end, cause)
+
+
+class _Patient:
+    """Tasks in the background, which let others of their link go first while no kernel needs them."""
+
+    def __init__(self, tasks: Sequence[Runnable], link_of: dict[int, int], background: Container[int]):
+        self.tasks, self.link_of = tasks, link_of
+        self.kernels = [0.0]  # seconds of the first n kernels
+        self.until = [math.inf] * len(tasks)  # seconds of kernels by which it has to end
+        passed, last = [0] * len(tasks), dict.fromkeys(link_of, 0)  # kernels that have ended when a task, and its stream's last one, can end
+        begins: dict[int, set[int]] = {link: set() for link in link_of.values()}
+        for i, task in enumerate(tasks):
+            passed[i] = max(last[task.stream], *(passed[j] for j in task.after), 0)
+            if task.stream == 0:
+                self.kernels.append(self.kernels[-1] + task.seconds)
+                self.until[i] = self.kernels[-1]
+                passed[i] = len(self.kernels) - 1
+            elif task.stream not in background and task.seconds:
+                begins[link_of[task.stream]].add(passed[i])
+            last[task.stream] = passed[i]
+        behind: dict[int, float] = {}  # in the background, when the task behind has to begin
+        for i, task in reversed(list(enumerate(tasks))):
+            if task.stream in background:
+                self.until[i] = min(self.until[i], behind.get(task.stream, math.inf))
+                behind[task.stream] = self.until[i] - task.seconds
+            for j in task.after:
+                if tasks[j].stream:
+                    self.until[j] = min(self.until[j], self.until[i] - task.seconds)
+        self.gaps = {link: Gaps(sorted(counts), self.kernels) for link, counts in begins.items()}
+
+    def stands_back(self, i: int, kernels: int, left: float) -> bool:
+        """Whether task i waits now, as so many kernels have ended and the running one has seconds left."""
+        task = self.tasks[i]
+        return self.gaps[self.link_of[task.stream]].stands_back(kernels, left, task.seconds, self.until[i])
