@@ -23,7 +23,7 @@ from autoshard.formulate.op_choices import OpChoices
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
-from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Graph, Op, Tensor, Value, pending
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Graph, Op, Tensor, Value, early_casts, pending
 from autoshard.layout import Layout, all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
@@ -52,7 +52,8 @@ class _Builder:
         self.microbatches = 1 if training is None else training.microbatches
         self.tables, self.more_hubs, self.choices = tables, more_hubs, OpChoices(graph, candidates, tables)
         self.trained = self._trained()
-        self.pending = pending(graph)
+        self.pending, casts = pending(graph), early_casts(graph)
+        self.cast = {value for value, users in graph.users.items() if all(i in casts for i, _ in users)}  # and gathered after that
         self.names: list[str] = []
         self.node_costs: list[np.ndarray] = []
         self.edges: list[Edge] = []
@@ -162,7 +163,7 @@ class _Builder:
         tensor = self.graph.tensor(value)
         move, times = self.tables.move(tensor, source_layouts, target_layouts), self._times(a, b)
         on_host = b < len(self.graph.ops) and self.graph.ops[b].kind == RELOADED
-        seconds = move.seconds_on_host if on_host else move.seconds_of(times, pending=value in self.pending)
+        seconds = move.seconds_on_host if on_host else move.seconds_of(times, pending=value in self.pending, silent=value in self.cast)
         self.edges.append(Edge(a, b, seconds))
         self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value, times))
         return len(self.edges) - 1, move

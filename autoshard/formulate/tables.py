@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.formulate.records import Layouts
 from autoshard.graph import Tensor
-from autoshard.layout import Layout, local_numel
+from autoshard.layout import Layout, R, local_numel
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes, buffer_table
 
@@ -78,7 +78,7 @@ class MoveTables:
     def __init__(self, tables: Tables, tensor: Tensor, source_layouts: Layouts, target_layouts: Layouts):
         self.tables, self.tensor, self.source_layouts, self.target_layouts = tables, tensor, source_layouts, target_layouts
         self._fetched: dict[bytes, np.ndarray] = {}
-        self._multiples: dict[tuple[int, bool], np.ndarray] = {}
+        self._multiples: dict[tuple[int, bool, bool], np.ndarray] = {}
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -87,13 +87,24 @@ class MoveTables:
         sources, targets, cells = self._distinct
         return np.ascontiguousarray(self.tables.routes.table(self.tensor.shape, self.tensor.itemsize, sources, targets)[cells])
 
-    def seconds_of(self, times: int, *, pending: bool = False) -> np.ndarray:
-        """Seconds of the route, so many times; one array per number. pending: the tensor's partial sums stay so."""
-        if times == 1 and not pending:
+    def seconds_of(self, times: int, *, pending: bool = False, silent: bool = False) -> np.ndarray:
+        """Seconds of the route, so many times; one array per number. pending: the tensor's partial sums stay so. silent: without messages."""
+        if times == 1 and not pending and not silent:
             return self.seconds
-        if (times, pending) not in self._multiples:
-            self._multiples[times, pending] = times * self.seconds if not pending else np.where(self._reduces, np.inf, times * self.seconds)
-        return self._multiples[times, pending]
+        if (key := (times, pending, silent)) not in self._multiples:
+            forbidden = (self._reduces if pending else False) | (self._sends if silent else False)
+            self._multiples[key] = np.where(forbidden, np.inf, times * self.seconds)
+        return self._multiples[key]
+
+    @cached_property
+    def _sends(self) -> np.ndarray:
+        """Whether the route has messages: on some axis the tensor is not replicated before it, and lies in another way after it."""
+        numbers: dict[object, int] = {R: 0}
+        source, target = (
+            np.array([[numbers.setdefault(p, len(numbers)) for p in layout] for layout in of])
+            for of in (self.source_layouts, self.target_layouts)
+        )
+        return np.asarray(((source != 0)[:, None, :] & (source[:, None, :] != target[None, :, :])).any(axis=2))
 
     @cached_property
     def seconds_on_host(self) -> np.ndarray:

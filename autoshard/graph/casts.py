@@ -8,7 +8,8 @@
 
 The cast of a sum comes when LAG more gradients have been computed, so that kernels don't wait for the sum meanwhile.
 
-Whether a parameter is gathered before or after its cast is a layout like any other, and so is priced. Where a gradient's partial sums are
+A large parameter is cast as its rank holds it and gathered after that: fewer bytes are sent, and the cast needn't wait (`early_casts`).
+Of others the layout in which they are cast is one like any other, and so is priced. Where a gradient's partial sums are
 added is part of the policy: an op of kind "cast_then_reduce" leaves them pending (`pending`), one of kind "reduce_then_cast" wants none.
 """
 

@@ -43,12 +43,16 @@ from autoshard.solvers import (
 )
 
 ROUNDS, SOLVED = (11, 22), 220_000  # prices that are tried: least and most, and nodes of all these problems together
-STEP = 0.3  # of the way from the best prices so far
-GAP = 1e-3  # relative, of each of these problems, or a quarter of the gap asked for
+MORE_ROUNDS, MORE_SOLVED = 40, 30_000  # the same of small models while the gap is wide
+STEP = 0.3  # of the way from the best prices so far; twice as far after an answer that was known
+GAP, ROUGH = 1e-3, 20  # relative, of each of these problems, or a quarter of the gap asked for, or a part of that known so far
 AGREED = 1e-3  # relative: better prices would raise the bound by less
-MOST_IDLE, LITTLE = 2, 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative
+MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative; and where it is wide
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
+MOST_IDLE_MOVES = 24  # of these in turn that gain as little
+HIDDEN = 0.1  # of the seconds of traffic that kernels hide: about what it slows these, and what shares its link
+WIDE = 0.02  # relative: a gap that is worth more steps
 EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
 FEWER = 5, 8  # times, prices and time lines, where the search starts from near plans
 MOST_KNOWN = 0.02  # relative: a gap at which that is enough
@@ -118,7 +122,8 @@ class _Search:
         self.times: list[int] = []  # at which bytes have a price
         self.rounds = self.simulations = 0
         self.bound = 0.0
-        self.priced = self.priced_last = instance.problem  # at the prices of the bound, and at the last ones
+        self.weights = self.parts[0].nodes * 0, self.parts[0].edges * 0  # of all seconds at the prices of the bound
+        self.priced = self.priced_last = instance.problem  # for the order in which exchanges are tried; at the last prices
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
         for k, e in enumerate(self.problem.edges):
             self.edges_of[e.a].append(k)
@@ -155,9 +160,10 @@ class _Search:
 
     def run(self, few: bool, of_bytes: Mapping[int, float]) -> None:
         """Bound and polish, in few steps: from near plans, which are polished, they do where the gap is small then."""
-        fewer = FEWER if few else (1, 1)
-        self.rounds = int(np.clip(SOLVED // len(self.problem.node_costs), *ROUNDS)) // fewer[0]
-        self.simulations = int(np.clip(SIMULATED // len(self.groups), *SIMULATIONS)) // fewer[1]
+        fewer, nodes = FEWER if few else (1, 1), len(self.problem.node_costs)
+        self.rounds = int(np.clip(SOLVED // nodes, *ROUNDS)) // fewer[0]
+        self.more_rounds = self.rounds if few else max(self.rounds, min(MORE_SOLVED // nodes, MORE_ROUNDS))
+        self.simulations = int(np.clip(SIMULATED // nodes, *SIMULATIONS)) // fewer[1]
         self.bound_from_prices(of_bytes)
         self.polish()
 
@@ -173,20 +179,26 @@ class _Search:
             self._note(choice)
         self.times = [k for k, t in enumerate(self.loads.rows.times.tolist()) if of_bytes.get(t)]
         fees = np.array([of_bytes[int(self.loads.rows.times[k])] * self.loads.limit for k in self.times])
-        centre, highest, idle = (np.zeros(0), fees), 0.0, 0  # the prices with the highest bound; rounds that gained little
-        for k in range(self.rounds):
+        centre, highest, idle, step = (np.zeros(0), fees), 0.0, 0, STEP  # the prices with the highest bound; rounds that gained little
+        least = math.inf  # that a mixture of known plans takes
+        for k in range(self.more_rounds):
             *best, most = self._best_prices()
-            if most - self.bound <= AGREED * most or self.is_proven or idle == MOST_IDLE or self.question.is_over:
+            is_wide = self.more_rounds > self.rounds and self.gap > WIDE
+            idle = 0 if is_wide and most < (1 - LITTLE) * least else idle
+            if most - self.bound <= AGREED * most or self.is_proven or idle >= MOST_IDLE[is_wide] or self.question.is_over:
                 return
-            known = self.bound, self.shortest
+            if k >= self.rounds and not is_wide:
+                return
+            known, least = (self.bound, self.shortest), min(most, least)
             if k:
-                prices = _towards(centre[0], best[0]), _towards(centre[1], best[1])
+                prices = _towards(centre[0], best[0], step), _towards(centre[1], best[1], step)
             else:
                 prices = best[0], np.append(fees, np.zeros(len(best[1]) - len(fees)))
             self._say(k)
             answer, bound = self._solved(*prices)
             if answer is None:
                 return
+            step = min(2 * step, 1.0) if answer in self.known and bound <= highest else STEP
             if bound > highest:
                 centre, highest = prices, bound
             self._note(answer)
@@ -241,37 +253,42 @@ class _Search:
         instance = replace(self.instance, problem=free, few_layers=few and few.at_costs_of(free))
         options = self.question.options
         solver = "prices" if options.solver == "auto" else options.solver  # no branching: its seconds would decide the plan
-        asked = self.question.with_options(gap=max(GAP, options.gap / 4), solver=solver)
+        rough = 0.0 if few else self.gap / ROUGH  # few layers are solved quickly
+        asked = self.question.with_options(gap=max(GAP, options.gap / 4, rough), solver=solver)
         quiet = replace(asked, clock=self.question.clock.quiet())
         answer = solve_instance(quiet, instance, self.known, preferred=False).in_passing()
         size = abs(answer.bound) + float(fees.sum())
         bound = answer.bound - float(fees.sum()) - SAFE * size
         if bound > self.bound:
-            self.bound, self.priced = bound, self.priced_last
+            self.bound, self.weights = bound, (of_nodes, of_edges)
         return answer.choice, bound
 
     def _say(self, k: int) -> None:
         proven = f"best {self.shortest * 1e3:.3f} ms, proven within {self.gap:.2%} of the best"
-        self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {self.rounds} prices", 0.6 + 0.3 * k / self.rounds)
+        most = self.more_rounds
+        self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {most} prices", 0.6 + 0.3 * k / most)
 
     # -- polishing
 
     def polish(self) -> None:
-        """Exchange parts of the best choice with those of the others, those of the least extra cost first, until no exchange helps.
+        """Exchange parts of the best choice with those of the others until no exchange helps.
 
-        At the prices of the bound no choice costs more than its time line takes: one that costs more than the best takes isn't simulated.
+        They are tried in the order of their cost at the prices of the bound. At these, hidden traffic is free, so many cost nothing; a part
+        of all seconds is added for what that traffic slows.
         """
-        left, before = self.simulations, math.inf
+        left, idle, before = self.simulations, 0, math.inf
         while self.shortest < before and not self.is_proven:
             before, moves = self.shortest, self._moves()
             for _, changes in moves:
-                if not left or self.question.is_over:
+                if not left or idle == MOST_IDLE_MOVES or self.question.is_over:
                     return
-                mixed = list(self.best)
+                mixed, shortest = list(self.best), self.shortest
                 for v, i in changes.items():
                     mixed[v] = i
-                left -= tuple(mixed) not in self.seconds
-                self.offer(mixed)
+                if tuple(mixed) not in self.seconds:
+                    self.offer(mixed)
+                    left -= 1
+                    idle = 0 if self.shortest < (1 - LITTLE) * shortest else idle + 1
 
     def plainest(self) -> tuple[int, ...]:
         """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""
@@ -289,11 +306,15 @@ class _Search:
     def _moves(self) -> list[tuple[float, dict[int, int]]]:
         """The exchanges that may help, and other choices of equal nodes: the extra cost of each, and the choices that change."""
         x, moves = self.best, self._flips(self.best)
+        mixed = list(x)
         for other in sorted(self.seconds, key=lambda choice: self.seconds[choice])[1:EXCHANGED]:
             for nodes in self._exchanges(x, other):
-                changes = {v: other[v] for v in nodes}
-                moves.append((self._priced([changes.get(v, i) for v, i in enumerate(x)], nodes) - self._priced(x, nodes), changes))
-        slack = self.shortest - self._priced(x, range(len(x)))
+                for v in nodes:
+                    mixed[v] = other[v]
+                moves.append((self._priced(mixed, nodes) - self._priced(x, nodes), {v: other[v] for v in nodes}))
+                for v in nodes:
+                    mixed[v] = x[v]
+        slack = self.shortest - self.bound
         return sorted((move for move in moves if move[0] < slack), key=lambda move: move[0])
 
     def _flips(self, x: Sequence[int]) -> list[tuple[float, dict[int, int]]]:
@@ -307,7 +328,7 @@ class _Search:
         return [(float(more), dict.fromkeys(members[g], i)) for g, row in extra.items() for i, more in enumerate(row)]
 
     def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> float:
-        """The cost of these nodes and their edges at the prices of the bound."""
+        """The cost of these nodes and their edges."""
         edges = {k for v in nodes for k in self.edges_of[v]}
         costs, tables = self.priced.node_costs, self.priced.edges
         of_edges = math.fsum(float(tables[k].table[choice[tables[k].a], choice[tables[k].b]]) for k in edges)
@@ -331,10 +352,10 @@ def _members(groups: Sequence[int]) -> dict[int, list[int]]:
     return members
 
 
-def _towards(centre: np.ndarray, best: np.ndarray) -> np.ndarray:
+def _towards(centre: np.ndarray, best: np.ndarray, step: float) -> np.ndarray:
     """From the centre, which has as many of the first entries, a part of the way to the best."""
-    prices = STEP * best
-    prices[: len(centre)] += (1 - STEP) * centre
+    prices = step * best
+    prices[: len(centre)] += (1 - step) * centre
     return prices
 
 

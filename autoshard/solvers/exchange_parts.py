@@ -122,12 +122,18 @@ def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.nd
 def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     import networkx  # here: it takes a sixth of a second to load
 
-    joined = {k for k, e in enumerate(problem.edges) if differ[e.a] and differ[e.b] and _coupled(e.table, e.a, e.b, x, y)}
-    for u in problem.usages:
-        if u.edge is not None and u.edge not in joined:
-            a, b = u.ends
-            if differ[a] and differ[b] and _coupled(u.bytes, a, b, x, y):
-                joined.add(u.edge)
+    known: dict[tuple, bool] = {}  # of equal layers, which share their tables
+
+    def coupled(table: np.ndarray, a: int, b: int) -> bool:
+        if not (differ[a] and differ[b]):
+            return False
+        key = (id(table), x[a], x[b], y[a], y[b])
+        if key not in known:
+            known[key] = _coupled(table, a, b, x, y)
+        return known[key]
+
+    joined = {k for k, e in enumerate(problem.edges) if coupled(e.table, e.a, e.b)}
+    joined |= {u.edge for u in problem.usages if u.edge is not None and coupled(u.bytes, *u.ends)}
     first = np.arange(len(differ))  # of each node's part
     graph = networkx.Graph([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)])
     for nodes in networkx.connected_components(graph):
