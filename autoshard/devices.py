@@ -216,7 +216,8 @@ def kernels_of_file(file: Mapping[str, Any], form: type, dtype: str) -> Any:
     """
     kernels = file["kernels"]
     known = (device_file(kernels["as"])["kernels"] if "as" in kernels else kernels)[KINDS[form]]
-    of_dtype = next((name for name in DTYPES[DTYPES.index(dtype) if dtype in DTYPES else -1 :] if name in known), "bfloat16")
+    wider = DTYPES.index(dtype.removesuffix("_block")) if dtype.removesuffix("_block") in DTYPES else -1
+    of_dtype = next((name for name in (dtype, *DTYPES[wider:]) if name in known), "bfloat16")
     return kernel_form(form, file["given"], of_dtype, known[of_dtype])
 
 

@@ -28,7 +28,7 @@ MODELS = {  # published configurations; hybrids with state space layers have no 
     "GPT OSS 120B": ModelSizes(36, 2880, 2880, 64, 8, 201088, 64, experts=128, active=4, expert_ffn=2880),
 }  # fmt: skip
 DEVICES = {"B200 SXM": "b200", "MI355": "mi355x"}  # others: their name in lower case
-PRECISIONS = {"MXFP8": "fp8", "FP8-MX": "fp8", "FP8": "fp8", "FP8-CS": "fp8", "NVFP4": "nvfp4", "BF16": "bf16", "": "bf16"}
+PRECISIONS = {"MXFP8": "mxfp8", "FP8-MX": "mxfp8", "FP8": "fp8", "FP8-CS": "fp8", "NVFP4": "nvfp4", "BF16": "bf16", "": "bf16"}
 PER_NODE = {"gb200": 72, "gb300": 72}  # devices that NVLink joins
 
 
@@ -59,7 +59,7 @@ def described(row: dict[str, str]) -> tuple[Launch, ModelSizes, Site, float]:
     launch = Launch(
         devices=devices, seq=seq, global_batch=batch, microbatch=int(row["micro_batch"] or 1), data=data, shard=data,
         zero=3 if fully else 1, tensor=tensor, context=context, expert=expert, pipeline=pipeline, virtual=stages, split=split,
-        precision=PRECISIONS[row["precision"].upper()],
+        precision=PRECISIONS[row["precision"].upper()], gather8="FP8" in row["precision"].upper(),
         recompute="full" if row["recompute"] == "full" else "none", sequence_parallel=tensor > 1, compiled=True,
         async_expert=expert > 1 and overlaps(row["notes"]), deepep=True,
     )  # fmt: skip

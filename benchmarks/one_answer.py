@@ -23,7 +23,7 @@ from autoshard.launch.block_time import RunConstants
 WITHIN = 0.01
 MODEL = {
     "src": "torchtitan", "L": 32, "h": 4096, "ffn": 14336, "heads": 32, "kv": 8, "vocab": 128256, "head_dim": 128, "tied": 0, "gated": 1,
-    "pos": 0, "prec": "bf16", "rowwise": 0, "mx": 0, "asynctp": 0, "gpu": "h100", "gpn": 8, "link_per_gpu": 40e9, "gpu_mem": 80e9,
+    "pos": 0, "prec": "bf16", "asynctp": 0, "gpu": "h100", "gpn": 8, "link_per_gpu": 40e9, "gpu_mem": 80e9,
     "pp": 1, "vp": 1, "cp": 1, "ep": 1, "ga": 1,
 }  # fmt: skip
 SCHEMES = {  # data, tensor, ZeRO stage, sequence parallel

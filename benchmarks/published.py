@@ -31,7 +31,7 @@ TABLE = {
     "stack": "src", "layers": "L", "width": "h", "ffn": "ffn", "heads": "heads", "kv_heads": "kv", "head_dim": "head_dim", "vocab": "vocab",
     "tied": "tied", "gated": "gated", "positions": "pos", "seq": "seq", "microbatch": "mbs", "accumulated": "ga", "data": "dp",
     "sharing": "shard", "zero": "zero", "tensor": "tp", "sequence_parallel": "sp", "pipeline": "pp", "virtual": "vp", "context": "cp",
-    "recompute": "rc", "precision": "prec", "rowwise": "rowwise", "microscaling": "mx", "compiled": "fused", "async_tensor": "asynctp",
+    "recompute": "rc", "precision": "prec", "compiled": "fused", "async_tensor": "asynctp",
     "device": "gpu", "per_node": "gpn", "network": "link_per_gpu", "memory": "gpu_mem",
 }  # fmt: skip
 WORDS = ("stack", "recompute", "precision", "device")
@@ -93,7 +93,7 @@ def runs_of(rows: Iterable[Mapping[str, Any]]) -> TrainingRuns:
     table = list(rows)
     columns = {name: _column(table, written, name in WORDS) for name, written in TABLE.items()}
     devices = columns["data"] * columns["tensor"] * columns["pipeline"] * columns["context"]
-    columns["compiled_loss"] = np.array([float(row.get("compiled_loss", 0)) for row in table])
+    columns |= {name: np.array([float(row.get(name, 0)) for row in table]) for name in ("compiled_loss", "gather8")}
     return TrainingRuns({**columns, "devices": devices, "global_batch": columns["accumulated"] * columns["microbatch"] * columns["data"]})
 
 
@@ -162,6 +162,10 @@ def _named(row: Mapping[str, str]) -> dict[str, str]:
     """The row with our names of its stack and device. torchtitan shards parameters over data and context parallel ranks, of which the table
     counts only the former."""
     named = {**row, "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])}
+    if row["prec"] == "fp8":
+        named["prec"] = "fp8_rowwise" if row["rowwise"] == "1" else "mxfp8" if row["mx"] == "1" else "fp8"
+    if row["src"] in ("torchtitan", "nemo", "bridge"):  # whose recipes gather float8 parameters; no row-wise ones
+        named["gather8"] = str(int(named["prec"] in ("fp8", "mxfp8")))
     if row["src"] == "torchtitan":
         named["gpu_mem"] = "96e9" if row["gpu"] == "h100tt" else row["gpu_mem"]  # as the source says
         named["compiled_loss"] = str(int("202506" in row.get("source", "")))  # earlier runs compiled blocks alone

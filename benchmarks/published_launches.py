@@ -24,7 +24,7 @@ from autoshard.launch.runs import RECOMPUTE
 from autoshard.launch.torchtitan import FLAVORS
 from autoshard.writing import write_atomically
 
-FLAGS = ("sequence_parallel", "compiled", "compiled_loss", "async_tensor", "rowwise")
+FLAGS = ("sequence_parallel", "compiled", "compiled_loss", "async_tensor", "gather8")
 LEFT_OUT = ("vtrain_single", "vtrain_multi", "thunder", "nanotron_tp", "simumax", "mtnlg", "mcore")
 NAMES = {
     "LLAMA3.1_405B": "Llama 3.1 405B", "LLAMA3_70B": "Llama 3 70B", "Llama3 8B": "Llama 3 8B", "DeepSeekV3": "DeepSeek-V3",

@@ -31,9 +31,10 @@ from autoshard.launch.blocks_of_stages import counts_of, spread
 from autoshard.launch.launch_prices import _priced, by_kind, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
+from autoshard.launch.legality import PRECISIONS as EXPRESSED
 from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.ranking import ranking
-from autoshard.launch.runs import SCHEDULES, TrainingRuns, distinct
+from autoshard.launch.runs import PRECISIONS, SCHEDULES, TrainingRuns, distinct
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
@@ -94,6 +95,12 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     ]  # fmt: skip
     if a.expert > 1:
         ok += [m.experts > 0 and m.experts % a.expert == 0]
+    narrow = {"torchtitan": ["fp8", "fp8_rowwise", "mxfp8"], "megatron": ["fp8", "fp8_blockwise", "mxfp8", "nvfp4"], "accelerate": ["fp8"],
+              "nanotron": ["fp8"], "automodel": ["fp8", "fp8_rowwise"]}  # fmt: skip
+    ok += [a.precision in ["bf16", *narrow.get(launcher, [])] or (a.precision == "fp16" and launcher not in ("torchtitan", "automodel"))]
+    if a.gather8:
+        of = {"torchtitan": ["fp8"], "automodel": ["fp8"], "megatron": ["fp8", "fp8_blockwise", "mxfp8"]}.get(launcher, [])
+        ok += [a.precision in of and a.zero >= (1 if launcher == "megatron" else 2)]
     if launcher in ("torchtitan", "megatron", "automodel"):
         ok += [len(counts) == stages and sum(counts) == m.layers if counts else stages <= m.layers + 2]
     if launcher == "torchtitan":
@@ -156,18 +163,19 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     launcher=st.sampled_from(LAUNCHERS), model=st.sampled_from(sorted(MODELS)), devices=st.sampled_from([1, 6, 8, 64]),
     batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
     max_size=8),
-    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 5),
+    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 6),
+    precision=st.sampled_from(["bf16", *sorted(PRECISIONS.keys() - {"fp32"})]),
     recompute=st.sampled_from(["none", "full"]), group=st.integers(1, 5),
     split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
 )  # fmt: skip
 def test_legality_of_any_launch(
-    launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, split, passes, recompute, group
+    launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, precision, split, passes, recompute, group
 ):
     data, shard, tensor, context, expert, expert_tensor, pipeline, virtual = counts
     launch = Launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
         sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
-        async_expert=flags[3], recompute=recompute, group=group, offload=flags[4],
+        async_expert=flags[3], recompute=recompute, group=group, offload=flags[4], precision=precision, gather8=flags[5],
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
@@ -191,7 +199,9 @@ def test_every_rule_forbids_something():
         "group": [1, 2],
     }  # fmt: skip
     rows = crossed(Launch(48, 50, 27, 3), choices)
-    rows = rows[np.random.default_rng(0).choice(len(rows), 200_000)]
+    rng = np.random.default_rng(0)
+    rows = rows[rng.choice(len(rows), 200_000)]
+    rows = rows.with_columns(precision=rng.choice(sorted(PRECISIONS), len(rows)), gather8=rng.choice([False, True], len(rows)))
     for launcher in LAUNCHERS:
         for sizes in (SMALL, MIXTURE):
             mask, rules = broken_rules(rows, sizes, launcher)
@@ -200,7 +210,7 @@ def test_every_rule_forbids_something():
     assert {every[one] for one in every.keys() - broken} == set()
 
 
-SITES = [("h100", "bf16"), ("b200", "nvfp4"), ("mi300x", "fp8"), ("l40s", "fp16")]
+SITES = [("h100", "bf16"), ("b200", "nvfp4"), ("mi300x", "fp8"), ("l40s", "fp16")]  # or bf16 where the launcher lacks that
 
 
 ON_SITES = [  # of each launcher two in the quick suite
@@ -211,6 +221,7 @@ ON_SITES = [  # of each launcher two in the quick suite
 
 @pytest.mark.parametrize(("launcher", "device", "precision"), ON_SITES)
 def test_the_seconds_and_bytes_of_every_launch_are_sums_of_parts(launcher, device, precision):
+    precision = precision if precision in EXPRESSED[launcher] else "bf16"
     for sizes in (SMALL, MIXTRAL, ModelSizes(7, 1000, 3001, 10, 5, 32003), ModelSizes(12, 768, 3072, 12, 12, 50257, gated=False)):
         fixed = Launch(64, 2048, 64, precision=precision, compiled=device == "b200", async_expert=device == "mi300x")
         rows = launches(structures(fixed, launcher), sizes, launcher)
@@ -297,7 +308,7 @@ FACTS = {  # devices, global batch, (data, shard, zero, tensor, context, expert,
     "automodel/llama3_70b.yaml": (128, 128, (8, 8, 2, 4, 1, 1, 4, 5), 1, "full", "bf16"),
     "automodel/qwen3_moe_30b_former.yaml": (16, 512, (16, 16, 3, 1, 1, 8, 1, 1), 4, "full", "bf16"),
     "automodel/deepseek_v3.yaml": (128, 512, (16, 16, 2, 1, 1, 16, 8, 3), 1, "none", "bf16"),
-    "automodel/fp8_cp.yaml": (32, 64, (16, 8, 2, 1, 2, 1, 1, 1), 1, "selective_op", "fp8"),
+    "automodel/fp8_cp.yaml": (32, 64, (16, 8, 2, 1, 2, 1, 1, 1), 1, "selective_op", "fp8_rowwise"),
     "automodel/ddp.yaml": (8, 32, (8, 1, 0, 1, 1, 1, 1, 1), 2, "none", "bf16"),
     "automodel/pipeline_1f1b.yaml": (32, 256, (4, 4, 2, 2, 1, 1, 4, 1), 2, "none", "bf16"),
 }  # fmt: skip
@@ -315,7 +326,8 @@ def test_a_recipe_of_megatron_bridge_is_read_as_its_fields_say():
     text, known = path.read_text(), Overrides(devices=1024)
     one = read_configuration("megatron", text, path.name, known)
     a, sizes = one.launch, replace(DEEPSEEK, kv_heads=128, mtp=1)
-    assert (a.zero, a.shard, a.recompute, a.precision, a.deepep, a.virtual, a.split.count(",")) == (1, 64, "none", "fp8", True, 4, 31)
+    assert (a.zero, a.shard, a.recompute, a.precision, a.gather8) == (1, 64, "none", "fp8_blockwise", False)
+    assert (a.deepep, a.virtual, a.split.count(",")) == (True, 4, 31)
     assert (a.tensor, a.pipeline, a.expert, a.expert_tensor, a.global_batch, one.sizes) == (2, 8, 64, 1, 8192, sizes)
     assert why_illegal(a, sizes, "megatron") == () and edited_text("megatron", one, text, path.name, known) == text
     grouped = read_configuration("megatron", text.replace("num_query_groups: 128", "num_query_groups: 8"), path.name, known)
@@ -442,10 +454,14 @@ KEPT_BY = {  # fields that a written configuration does not hold, and their valu
 WRITTEN = [*product(LAUNCHERS, ("8B", "70B")), ("torchtitan", "671B"), ("megatron", "671B")]  # the others don't write expert parallelism
 
 
-@pytest.mark.parametrize("launcher, flavor", WRITTEN)
-def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor):
+WRITTEN = [(*case, "bf16") for case in WRITTEN]
+WRITTEN += [(launcher, "8B", precision) for launcher in LAUNCHERS for precision in EXPRESSED[launcher] if precision != "bf16"]
+
+
+@pytest.mark.parametrize("launcher, flavor, precision", WRITTEN)
+def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor, precision):
     sizes = {"8B": LLAMA8, "70B": LLAMA70, "671B": DEEPSEEK}[flavor]
-    for launch in sampled(launcher, sizes):
+    for launch in sampled(launcher, sizes, 25 if precision == "bf16" else 9, precision=precision):
         multiple = 128 * launch.tensor if launcher == "megatron" else launch.tensor
         padded = sizes.with_padded_vocab(multiple) if launcher in ("megatron", "nanotron") else sizes
         text = configuration_text(launcher, LaunchConfig(launch, padded))

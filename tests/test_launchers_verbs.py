@@ -17,6 +17,7 @@ from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
 from autoshard.launch.best_degrees import mesh_of, scheme_of
 from autoshard.launch.configurations import FORMATS
 from autoshard.launch.legality import LAUNCHERS
+from autoshard.launch.ranking import ranking
 from autoshard.launch.runs import PRECISIONS
 from autoshard.launch.torchtitan import FLAVORS
 from autoshard.planning.regret import regret
@@ -31,7 +32,7 @@ TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
 KEYS = (
-    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep seconds "
+    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep gather8 seconds "
     "tokens_per_second_per_device mfu memory_bytes chance_to_fit fits tight tokens_per_second_per_device_interval"
 ).split()
 
@@ -100,10 +101,43 @@ def test_degrees_says_no_where_nothing_fits():
         (("--memory", "80"), "add its unit"),
         (("--out", "best.yaml"), "--out best.yaml is no configuration of torchtitan, which reads .toml"),
         (("--seq", "7"), "no launch of torchtitan on 8 devices is legal for this model; splits of the devices by rule: sequence"),
+        (("--launcher", "deepspeed", "--precision", "fp8"), "deepspeed does not train in fp8; expected bf16, fp16, fp32"),
+        (("--launcher", "nanotron", "--precision", "nvfp4", "--device", "b200"), "nanotron does not train in nvfp4; expected bf16"),
+        (("--precision", "fp16"), "torchtitan does not train in fp16; expected bf16, fp32, fp8"),
+        (("--precision", "fp8", "--device", "a100"), "a100 multiplies no fp8 numbers; expected another precision or device"),
+        (("--precision", "mxfp8"), "h100 multiplies no mxfp8 numbers"),
     ],
 )
 def test_degrees_refuses_in_a_sentence(option, sentence):
-    assert sentence in refusal("degrees", TINY, *chain.from_iterable((SIZES | dict([option])).items()))
+    options = SIZES | dict(zip(option[::2], option[1::2]))
+    assert sentence in refusal("degrees", TINY, *chain.from_iterable(options.items()))
+
+
+def test_check_refuses_what_a_device_does_not_multiply():
+    config = str(DATA / "torchtitan" / "llama3_405b.toml")
+    assert "a100 multiplies no fp8 numbers" in refusal("check", config, "--devices", "128", "--device", "a100")
+
+
+def test_check_says_where_nothing_helps_and_counts_one_as_one():
+    said = " ".join(run("check", str(DATA / "torchtitan" / "llama3_8b.toml"), "--devices", "1")[1].split())
+    assert "8.03e9 parameters on 1 device, bf16" in said and "global batch 1 sequence of 8192 tokens" in said
+    assert said.endswith("no launch of these devices at this global batch fits")
+    config, model = str(DATA / "accelerate" / "fsdp2.yaml"), f"hf:{ROOT}/tests/data/hf/llama"
+    said = run("fits", config, model, "--launcher", "accelerate", "--devices", "3", "--seq", "64", "--microbatch", "1")[1]
+    assert "90.1e3 parameters" in said
+
+
+def test_stages_that_are_alike_are_said_once():
+    config = str(DATA / "recipes" / "deepseek_v3_h100_fp8.yaml")
+    said = " ".join(run("check", config, "--launcher", "megatron", "--devices", "1024")[1].split())
+    assert "layers 1,2x30,0" in said and "layers of stages 1,2x30,0 -> ends" in said and "2,2,2" not in said
+
+
+def test_a_row_stands_for_launches_that_are_expected_to_be_as_fast():
+    """Those that shard states over fewer ranks need more memory, and are no better for being in a row with one that fits."""
+    sizes = ModelSizes(126, 5120, 13824, 40, 20, 128256)
+    ranked = ranking(Launch(60, 8192, 60), sizes, Site(per_node=20), "torchtitan")
+    assert all(row < 100 for row, _ in ranked.grouped(8))
 
 
 def test_check_prints_what_is_wrong_and_what_would_help(tmp_path):
@@ -226,6 +260,7 @@ def test_a_row_of_the_ranking_fits_in_80_columns():
     """Columns are those in which rows differ."""
     widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
     widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True, "deepep": True, "recompute": "full"}
+    widest |= {"gather8": True}
     rates = {"tokens_per_second_per_device": 12340.0, "mfu": 0.4567, "memory_bytes": 79.9e9, "chance_to_fit": 0.97, "tight": True}
     other = widest | {"cp": 1, "ep": 64, "vpp": 4, "split": "", "async_expert": False, "recompute": "none"}
     lines = as_text(shown(launches_table([widest | rates, other | rates], [(1199, 12), (0, 1)])), 80).splitlines()

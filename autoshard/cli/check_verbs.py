@@ -116,5 +116,5 @@ def _check_launch(output: Output, asked: Asked) -> int:
         output.write(asked.out, lambda out: write_atomically(written, out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
     write_page(output, asked.html, record, path)
-    output.answer(record, lambda: report.launchers.launch_table(record, path))
+    output.answer(record, lambda: report.launchers.launch_table(record, path, compared=True))
     return OK if checked.ok else NO

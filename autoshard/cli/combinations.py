@@ -25,8 +25,6 @@ from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
 from autoshard.options import Options, having
 
 Given = frozenset[str]
-# devices of which no matmul runs at a precision faster than in 16 bits
-NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 RESULTS = ("out", "html", "csv", "plot", "trace", "picture", "draw")
 READ = ("model", "target", "solution", "other", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
 REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
@@ -240,8 +238,6 @@ def _launch(verb: str, values: Mapping[str, Any]) -> None:
     ending = LAUNCHERS.get(values["launcher"])
     if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending}:
         raise ValueError(f"--out {out} is no configuration of {values['launcher']}, which reads {ending}; expected another name")
-    if verb in ("degrees", "fits") and values["precision"] in NO_NARROW.get(values["device"], ()):
-        raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
 
 
 def _cluster(devices: int | None, kinds: list[tuple[int, int, str | None]], per_node: int, stages: int) -> None:

@@ -50,7 +50,7 @@ CONFIGURATIONS = {".toml": "torchtitan", ".sh": "megatron"}  # that do; a .json 
 PLAN_OR_CONFIGURATION = "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"
 RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "full")  # by launchers
 LAUNCH_SCHEDULES = ("none", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 
 
@@ -134,7 +134,7 @@ EVIDENCE = opt("A file with what own runs needed, by which answers are corrected
 HTML = opt("Write a page of HTML here.", kinds.OUT)
 SEQ, GLOBAL_BATCH = "Tokens of a sequence.", "Sequences per step."
 OF_LAUNCH = {  # what a launcher's configuration may leave open, and where it runs
-    "launcher": opt("Of a configuration: torchtitan, megatron, accelerate or nanotron. Default: by the file's ending.", LAUNCHER),
+    "launcher": opt(f"Of a configuration: {', '.join(LAUNCHERS)}. Default: by the file's ending.", LAUNCHER),
     "devices": opt("How many, where a configuration doesn't say.", count()),
     "seq": opt(SEQ, count()),
     "microbatch": opt("Sequences of a microbatch, where a configuration doesn't say.", count()),
@@ -290,12 +290,12 @@ OWN: dict[str, dict[str, Typed]] = {
         "seq": opt(f"{SEQ} Default of a model: 8192.", count()),
         "microbatch": opt("Sequences of a microbatch. Default of a model: 1.", count()),
         "global_batch": opt(f"{GLOBAL_BATCH} Default of a model: one microbatch per rank, with --pp two per stage.", count()),
-        "launcher": opt("torchtitan, megatron, accelerate or nanotron. Default: by the file's ending; torchtitan for a model.", LAUNCHER),
+        "launcher": opt(f"{', '.join(LAUNCHERS)}. Default: by the file's ending; torchtitan for a model.", LAUNCHER),
         "tp": opt("Of a model: tensor parallel degree.", count(), default=1),
         "pp": opt("Of a model: pipeline stages.", count(), default=1),
         "cp": opt("Of a model: context parallel degree.", count(), default=1),
         "recompute": opt("Of a model: none, selective_op, selective_layer, attn or full.", one_of(RECOMPUTED), default="none"),
-        "precision": opt("Of a model: of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
+        "precision": opt(f"Of a model: of the blocks' matmuls: {', '.join(PRECISIONS)}.", PRECISION, default="bf16"),
         "compiled": opt("Of a model: blocks and loss are compiled.", SWITCH, "--compile"),
         **shared("settings"),
         "observed": opt(
@@ -308,8 +308,8 @@ OWN: dict[str, dict[str, Typed]] = {
         "devices": opt("How many, in equal nodes.", count(), default=REQUIRED),
         "seq": opt(SEQ, count(), default=8192),
         "global_batch": opt(GLOBAL_BATCH, count(), default=512),
-        "launcher": opt("torchtitan, megatron, accelerate or nanotron.", LAUNCHER, default="torchtitan"),
-        "precision": opt("Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION, default="bf16"),
+        "launcher": opt(f"{', '.join(LAUNCHERS)}.", LAUNCHER, default="torchtitan"),
+        "precision": opt(f"Of the blocks' matmuls: {', '.join(PRECISIONS)}.", PRECISION, default="bf16"),
         "compiled": opt("Blocks are compiled.", SWITCH, "--compile"),
         **shared("settings"), **SITE,
         **LINKS, **ONLY,

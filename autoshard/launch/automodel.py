@@ -25,7 +25,7 @@ SEQUENCE = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.
 PIPELINE, FORMER = "distributed.pipeline.", "autopipeline."  # until 2025
 CHECKPOINTED = ("distributed.activation_checkpointing", "parallelizer.activation_checkpointing")
 RECOMPUTED = {"true": "full", "full": "full", "selective": "selective_op"}
-DEEPEP = "model.backend.dispatcher"
+DEEPEP, GATHERS8 = "model.backend.dispatcher", "enable_fsdp_float8_all_gather"
 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
@@ -49,13 +49,14 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     schedule, virtual, split = _stages(section, sizes.layers, pipeline)
     compiled = section.flag("compile.enabled", "distributed.enable_compile")
     checkpointed = next((value for name in CHECKPOINTED if (value := section.value(name)) is not None), False)
+    precision = ("fp8_rowwise" if "rowwise" in section.text("fp8.recipe_name") else "fp8") if section.flag("fp8.enabled") else "bf16"
     launch = Launch(
         devices=devices, seq=seq or known.need("seq", path, "--seq"), global_batch=batch, microbatch=microbatch, data=data, shard=shard,
         zero=(3 if (pipeline == 1 if again is None else bool(again)) else 2) if shard * context > 1 and "ddp" not in strategy else 0,
         tensor=tensor, sequence_parallel=section.flag("distributed.sequence_parallel") and tensor > 1, context=context, expert=expert,
         expert_tensor=1 if sizes.experts else tensor, pipeline=pipeline, virtual=virtual, schedule=schedule, split=split,
         passes=max(batch // (local * data), 1) if pipeline > 1 else 1, recompute=RECOMPUTED.get(str(checkpointed).lower(), "none"),
-        precision="fp8" if section.flag("fp8.enabled") else "bf16", rowwise="rowwise" in section.text("fp8.recipe_name"),
+        precision=precision, gather8=precision == "fp8" and section.flag(f"fp8.{GATHERS8}"),
         compiled=compiled, compiled_loss=False, async_tensor=section.flag("distributed.enable_async_tensor_parallel"),
         deepep=section.text(DEEPEP) in ("deepep", "hybridep") or section.flag("model.backend.enable_deepep"),
     )  # fmt: skip
@@ -107,7 +108,10 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
                 **({"pipeline": stages} if launch.pipeline > 1 else {}),
             },
             "dataset": {"seq_len": launch.seq},
-            "fp8": {"enabled": launch.precision == "fp8" or None, "recipe_name": "rowwise" if launch.rowwise else None},
+            "fp8": {
+                "enabled": launch.precision != "bf16" or None, "recipe_name": "rowwise" if launch.precision == "fp8_rowwise" else None,
+                GATHERS8: launch.gather8 if launch.precision == "fp8" else None,
+            },
             "compile": {"enabled": launch.compiled or None}, DEEPEP: "deepep" if launch.deepep else None,
         }
     )  # fmt: skip

@@ -29,6 +29,7 @@ from autoshard.cost import (
 )
 from autoshard.devices import LAUNCHES, NORMS, AttentionKernel, ExpertsKernel, MatmulKernel, in_program, slower
 
+from .block_memory import tensor_bytes
 from .captured_block import BlockTask, Sizes, again, end_of, is_launched, kernel_seconds, tasks_of
 from .runs import TrainingRuns, distinct
 
@@ -36,7 +37,7 @@ Names = Sequence[str] | np.ndarray
 Parts = dict[str, np.ndarray]  # seconds by kind
 # columns of runs that a block's seconds depend on
 OF_BLOCK = (
-    "microbatch", "seq", "context", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision", "microscaling",
+    "microbatch", "seq", "context", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision",
     "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "per_node", "network",
 )  # fmt: skip
 RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
@@ -46,6 +47,9 @@ ASYNC_TP = 0.5  # share of a tensor parallel transfer that its pieces leave expo
 SCORE_BYTES = 9.0, 11.0  # per score of unfused attention, forward and backward: softmax with its mask and scale, dropout with its mask
 LOSS_BYTES = 6.0, 4.0  # per logit, forward and backward (TransformerEngine): read twice, the gradient written over it; which is scaled
 FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form and the transposed one are written
+ROWWISE = "fp8_rowwise"  # of which every matmul casts both matrices anew: what is added up are other rows
+# of precisions that have none of their own: the dtype of their kernels, and the most bytes of a cast
+KERNELS = {ROWWISE: ("fp8", np.inf), "fp8_blockwise": ("fp8_block", FUSED_CAST), "mxfp8": ("fp8", FUSED_CAST)}
 
 
 Keeps = Callable[[int, BlockTask], bool]
@@ -94,10 +98,12 @@ class RunConstants:
     def of(devices: Names, stacks: Names, precisions: Names, *, fitted: bool = True) -> RunConstants:
         """By the names of the runs' devices, stacks and precisions; fitted=False: published figures of devices and kernels alone."""
         device, stack = device_constants(devices, fitted=fitted), stack_constants(stacks, fitted=fitted)
-        matmul = kernel_columns(MatmulKernel, devices, precisions)
-        matmul = replace(matmul, cast=np.minimum(matmul.cast, FUSED_CAST), launch=np.minimum(matmul.launch, 3e-6))
+        known, of = np.unique(precisions, return_inverse=True)
+        kinds, most = (np.array(column)[of] for column in zip(*(KERNELS.get(name, (name, FUSED_CAST)) for name in known.tolist())))
+        matmul = kernel_columns(MatmulKernel, devices, kinds)
+        matmul = replace(matmul, cast=np.minimum(matmul.cast, most), launch=np.minimum(matmul.launch, 3e-6), host=0, padding=0)
         kernels = (matmul, *(kernel_columns(form, devices, "bf16") for form in (MatmulKernel, AttentionKernel)))
-        kernels = (*kernels, kernel_columns(ExpertsKernel, devices, precisions))
+        kernels = (*kernels, kernel_columns(ExpertsKernel, devices, kinds))
         return RunConstants(device, stack, memory_constants(stacks, fitted=fitted), *kernels)
 
     def in_program(self, matmul: MatmulKernel) -> MatmulKernel:
@@ -258,7 +264,9 @@ class _OneKind:
             if task.kind == "attention" and not (self.constants.stack.flash > 0).all():
                 seconds = np.where(self.constants.stack.flash > 0, seconds, self._written_attention("backward" in task.target))
             if task.kind == "matmul":
-                seconds = seconds * np.where(self.runs.microscaling > 0, 1 / MICROSCALED, 1.0)
+                right = on.kernels.matmul.cast * tensor_bytes(task.inputs[-1], self.sizes) / 2 / on.kernels.matmul.bandwidth
+                seconds = seconds * np.where(self.runs.precision == "mxfp8", 1 / MICROSCALED, 1.0)
+                seconds = seconds + np.where(self.runs.precision == ROWWISE, right, 0.0)
             seconds = np.maximum(seconds, self.host * is_launched(task, self.how))
             self.known[key] = seconds * self.constants.has(task.kind)
         return self.known[key]

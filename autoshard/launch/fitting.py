@@ -175,6 +175,8 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
                 of_experts = 2 * launch.expert_tensor if launch.expert_tensor == launch.tensor else launch.expert_tensor
                 fields |= {"sequence_parallel": launcher not in ("accelerate", "deepspeed"), "expert_tensor": of_experts}
             yield name, fields, {}
+    if not launch.gather8:
+        yield "8-bit gather", {"gather8": True}, {}
     if launcher in ("megatron", "deepspeed") and not launch.offload:
         yield OFFLOADED, {"offload": True}, {}
     for what, (column, value) in SWITCHES.get(launcher, {}).items():

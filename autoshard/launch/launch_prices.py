@@ -22,7 +22,7 @@ from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
-from .runs import TrainingRuns
+from .runs import PRECISIONS, TrainingRuns
 from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
 
 STACKS = {  # those of torchtitan know torch's FSDP and pipelines
@@ -86,7 +86,7 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     fixed = {name: getattr(sizes, name) for name in OF_MODEL}
     fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn}
     fixed["positions"] = sizes.learned_positions
-    fixed |= {"per_node": site.per_node, "network": site.network, "microscaling": 0}
+    fixed |= {"per_node": site.per_node, "network": site.network}
     columns = {name: np.full(len(launches), float(value)) for name, value in fixed.items()}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1).astype(float)
     return launches.with_columns(**numbers, **columns, sharing=sharing)
@@ -158,6 +158,11 @@ def _priced(
     """Seconds by kind, none if not timed; all columns; memory."""
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
+    peaks = device_constants([site.device])
+    narrow = {name for name in PRECISIONS if not np.all(peaks.peak8 > peaks.peak16) and "8" in name}
+    narrow |= {name for name in ("mxfp8", "nvfp4") if not np.all(peaks.peak4 > peaks.peak8)}  # both came with the same multiprocessors
+    if slow := sorted(narrow & {*launches.precision.tolist()}):
+        raise ValueError(f"{site.device} multiplies no {slow[0]} numbers; expected another precision or device")
     runs = priced_runs(launches, sizes, site)
     precisions = launches.precision if (launches.precision != launches.precision[:1]).any() else launches.precision[:1]
     constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], precisions, fitted=fitted)
@@ -198,7 +203,8 @@ def experts(
     largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
     # a token's copies, sent to the experts and back, in 16 bits; recomputation of whole blocks keeps none
     sent_bytes = np.where(runs.recompute == "full", 0.0, 4 * tokens * sizes.active * sizes.width)
-    kinds = state_bytes(runs.with_columns(sharing=sharded), blocks * local * largest, constants)
+    kept = blocks * local * largest
+    kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
     kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
     if one is None:
         return {}, kinds
@@ -214,7 +220,8 @@ def experts(
     dense = matmul_seconds(runs.tokens, runs.width, (1 + runs.gated) * ffn, of) + matmul_seconds(runs.tokens, ffn, runs.width, of)
     few = 3 * (device.training * routed - dense * sizes.active * sizes.expert_ffn / runs.ffn)
     fsdp = constants.ring(runs, sharded, ranks)
-    gathered = (runs.zero >= 2) * (fsdp.gather(2 * local) * (1 + (runs.zero >= 3)) + fsdp.gather(stack.gradient_bytes * local))
+    gather = fsdp.gather((2 - runs.gather8) * local) * (1 + (runs.zero >= 3))
+    gathered = (runs.zero >= 2) * (gather + fsdp.gather(stack.gradient_bytes * local))
     hidden_by = one.seconds[0] + one.seconds[1]
     owned = blocks * local / sharded
     reduce = constants.ring(runs, alike, ranks)

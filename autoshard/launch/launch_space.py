@@ -55,7 +55,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
         "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
         "deepep": np.full(rows, fixed.deepep and launcher != "megatron"),
     }  # fmt: skip
-    plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1)
+    plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1, gather8=False)
     return TrainingRuns({name: varied[name] if name in varied else np.full(rows, getattr(plain, name)) for name in FIELDS})
 
 
@@ -102,6 +102,8 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
                 of_experts += [one.with_columns(**{switch: np.ones(len(one), bool)}) for one in of_experts]
         mixtures += of_experts
     ways = TrainingRuns.joined(mixtures)
+    in8 = ways.with_columns(gather8=np.ones(len(ways), bool))
+    ways = TrainingRuns.joined([ways, in8[legal(in8, sizes, launcher)]])
     for microbatch, kind in product(sizes_of, RECOMPUTED[launcher]):  # launches with the same blocks are neighbors
         part = ways.with_columns(microbatch=np.full(len(ways), microbatch), recompute=np.full(len(ways), kind))
         parts.append(part[legal(part, sizes, launcher)])

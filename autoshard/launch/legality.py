@@ -27,6 +27,11 @@ class Rule:
     sentence: Callable[[Launch, ModelSizes], str]
 
 
+PRECISIONS = {  # that configurations express
+    "torchtitan": ("bf16", "fp32", "fp8", "fp8_rowwise", "mxfp8"), "accelerate": ("bf16", "fp16", "fp8"),
+    "megatron": ("bf16", "fp16", "fp32", "fp8", "fp8_blockwise", "mxfp8", "nvfp4"), "nanotron": ("bf16", "fp16", "fp32", "fp8"),
+    "deepspeed": ("bf16", "fp16", "fp32"), "automodel": ("bf16", "fp8", "fp8_rowwise"),
+}  # fmt: skip
 TITAN, MEGATRON, ACCELERATE, NANOTRON, DEEPSPEED, AUTOMODEL = ((name,) for name in LAUNCHERS)
 TORCH = (*TITAN, *AUTOMODEL)  # with the schedules of torch
 RULES = (
@@ -35,6 +40,15 @@ RULES = (
          f"{a.data * a.tensor * a.context * a.pipeline} devices, but there are {a.devices}"),
     Rule("shard", LAUNCHERS, lambda c, m: c.data % c.shard != 0,
          lambda a, m: f"{a.data} data parallel ranks can't be shards of {a.shard}"),
+    *(Rule("precision", (name,), lambda c, m, known=known: ~np.isin(c.precision, known),  # type: ignore[misc]
+           lambda a, m, name=name, known=known: f"{name} does not train in {a.precision}; expected {', '.join(known)}")  # type: ignore[misc]
+      for name, known in PRECISIONS.items()),
+    Rule("8-bit gather", TORCH, lambda c, m: c.gather8 & ((c.precision != "fp8") | (c.zero < 2)),
+         lambda a, m: f"parameters are gathered in 8 bits where FSDP shards them and matmuls run in fp8, not {a.precision}"),
+    Rule("8-bit gather", MEGATRON, lambda c, m: c.gather8 & (~np.isin(c.precision, ("fp8", "fp8_blockwise", "mxfp8")) | (c.zero == 0)),
+         lambda a, m: "--fp8-param-gather goes with --fp8-format, and with the distributed optimizer or FSDP"),
+    Rule("8-bit gather", ("accelerate", "nanotron", "deepspeed"), lambda c, m: c.gather8,
+         lambda a, m: "its configuration expresses no gather in 8 bits"),
     Rule("heads", LAUNCHERS, lambda c, m: m.heads % c.tensor != 0,
          lambda a, m: f"{m.heads} attention heads do not divide by tp {a.tensor}"),
     Rule("kv_heads", MEGATRON, lambda c, m: (not m.latent) & (m.kv_heads % c.tensor != 0) & (c.tensor % m.kv_heads != 0),

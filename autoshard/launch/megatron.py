@@ -36,12 +36,16 @@ EXCLUSIVE = (
 )  # fmt: skip
 OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
     "virtual-pipeline-model-parallel-size": VIRTUAL, "gated-linear-unit": "swiglu", "num-moe-experts": "num-experts",
-    "sequence-length": "seq-length",
+    **{f"activations-checkpoint-{key}": f"recompute-{key}" for key in ("granularity", "method", "num-layers")},
+    "sequence-length": "seq-length", "devices": "nproc-per-node", "num-nodes": "nnodes", "fp8": "fp8-format", "fp4": "fp4-format",
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
 MOST_LETTERS = 10_000  # of a layout
 EXPERT_OVERLAP = "overlap-moe-expert-parallel-comm"
 RECOMPUTED = {"full": "full", "selective": "attn"}
+NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
+FP8_RECIPES = {"blockwise": "fp8_blockwise", "mxfp8": "mxfp8"}  # those with one scale per tensor, delayed or not, cost the same here
 
 
 class Arguments(dict[str, list[str]]):
@@ -56,20 +60,44 @@ class Arguments(dict[str, list[str]]):
 
 def _of_data(data: Mapping[str, Any]) -> Arguments:
     """Arguments of nested YAML or JSON; sections only group them. A recipe's `model` has fields of megatron-core's configs, which say some
-    things the other way round, and go before those of the same name in other sections (the tokenizer's)."""
-    model = data["model"] if isinstance(data.get("model"), Mapping) else {}
+    things the other way round, and go before those of the same name in other sections (the tokenizer's), but for its precision, which
+    Megatron-Bridge takes from `mixed_precision`."""
+    model, mixed = data["model"] if isinstance(data.get("model"), Mapping) else {}, data.get("mixed_precision", {})
     arguments, said = Arguments({**_of_sections(data), **_of_sections(model)}), {_name(key): value for key, value in model.items()}
+    named = mixed if isinstance(mixed, str) else arguments.text("precision")
+    arguments.update(_of_sections(mixed) if isinstance(mixed, Mapping) else {})
+    arguments.update(_of_precision(named))
     for field, argument in (("share-embeddings-and-output-weights", "untie-embeddings-and-output-weights"),
-                            ("add-bias-linear", "disable-bias-linear")):  # fmt: skip
+                            ("add-bias-linear", "disable-bias-linear"), ("bias", "disable-bias-linear")):  # fmt: skip
         if said.get(field) is False:
             arguments[argument] = []
+    if isinstance(said.get(LAYOUT), list):
+        stages = [stage if isinstance(stage, list) else [stage] for stage in said[LAYOUT]]
+        arguments[LAYOUT] = ["|".join("".join(LETTERS.get(str(name), "") for name in stage) for stage in stages)]
+    if "encoder-seq-length" in said:  # NeMo of 2023 and 2024
+        arguments.update({"seq-length": arguments.get("encoder-seq-length", []), "tokenizer-type": arguments.get("type", ["?"])})
+        switches = {"swiglu": "swiglu" in str(said.get("activation")), "use-distributed-optimizer": "distributed" in str(said.get("optim"))}
+        arguments.update({name: [] for name, is_on in switches.items() if is_on})
+        if arguments.text("recompute-granularity") != "full":
+            for name in ("recompute-method", "recompute-num-layers"):
+                arguments.pop(name, None)
     if said.get("num-query-groups"):
         arguments["group-query-attention"] = []
     if said.get("should-pad-vocab") is False:
         arguments["make-vocab-size-divisible-by"] = ["1"]
-    if LAYOUT in said:  # which tells as much
+    if said.get(LAYOUT):  # which tells as much
         arguments.pop(VIRTUAL, None)
     return arguments
+
+
+def _of_precision(name: str) -> Arguments:
+    """Of a name: "bf16-mixed", or a recipe of Megatron-Bridge, "bf16_with_mxfp8_mixed"."""
+    words = {"bf16": "bf16" in name, "fp16": "16" in name and "bf16" not in name}
+    arguments = Arguments({word: [] for word, is_in in words.items() if is_in})
+    recipe = next((recipe for part, recipe in NAMED_RECIPES.items() if part in name.replace("-", "_")), "")
+    if recipe:
+        arguments.update({"fp8-format": ["hybrid"], "fp8-recipe": [recipe], **({} if recipe == "blockwise" else {"fp8-param-gather": []})})
+    return Arguments({**arguments, "fp4-format": ["e2m1"]}) if "fp4" in name else arguments
 
 
 def _of_sections(data: Mapping[str, Any]) -> Arguments:
@@ -88,7 +116,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     context, expert = a.number("context-parallel-size", 1, 1), a.number("expert-model-parallel-size", 1, 1)
     devices = known.devices
     if devices is None and ("nproc-per-node" in a or "nnodes" in a or "world-size" in a):
-        devices = a.number("world-size", a.number("nproc-per-node", known.per_node) * a.number("nnodes", 1))
+        devices = a.number("world-size", a.number("nproc-per-node", known.per_node, 1) * a.number("nnodes", 1, 1))
     if devices is None:
         devices = known.need("devices", path, "--devices")
     data = max(devices // (tensor * pipeline * context), 1)
@@ -107,7 +135,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         data=data, shard=data if zero else 1, zero=zero, tensor=tensor, sequence_parallel="sequence-parallel" in a and tensor > 1,
         context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
-        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), split=split,
+        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), gather8="fp8-param-gather" in a,
+        split=split,
         group=a.number(GROUP, 1, 1),
         offload="optimizer-cpu-offload" in a,
         async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
@@ -187,8 +216,9 @@ def _zero(a: Arguments) -> int:
 
 
 def _precision(a: Arguments) -> str:
-    flags = (("fp4-format", "nvfp4"), ("fp8-format", "fp8"), ("fp8", "fp8"), ("bf16", "bf16"), ("fp16", "fp16"))
-    return next((precision for flag, precision in flags if flag in a), "fp32")
+    if "fp8-format" in a:
+        return FP8_RECIPES.get(a.text("fp8-recipe"), "fp8")
+    return next((precision for flag, precision in (("fp4-format", "nvfp4"), ("bf16", "bf16"), ("fp16", "fp16")) if flag in a), "fp32")
 
 
 def _sizes(a: Arguments, path: str) -> ModelSizes:
@@ -255,8 +285,10 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
         "optimizer-cpu-offload": launch.offload,
         "recompute-granularity": next((name for name, kind in RECOMPUTED.items() if kind == launch.recompute), None),
-        "bf16": launch.precision in ("bf16", "fp8", "nvfp4"), "fp16": launch.precision == "fp16",
-        "fp8-format": "hybrid" if launch.precision == "fp8" else None, "fp4-format": "e2m1" if launch.precision == "nvfp4" else None,
+        "bf16": launch.precision not in ("fp32", "fp16"), "fp16": launch.precision == "fp16",
+        "fp8-format": "hybrid" if "fp8" in launch.precision else None, "fp4-format": "e2m1" if launch.precision == "nvfp4" else None,
+        "fp8-recipe": next((name for name, precision in FP8_RECIPES.items() if precision == launch.precision), None),
+        "fp8-param-gather": launch.gather8,
     }  # fmt: skip
     if launch.recompute == "full":
         options |= {"recompute-method": "uniform", "recompute-num-layers": 1}

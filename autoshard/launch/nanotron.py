@@ -34,7 +34,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         global_batch=known.global_batch or dp * microbatch * accumulated, microbatch=microbatch,
         data=dp, shard=dp if zero else 1, zero=zero, tensor=tp,
         sequence_parallel=section.text("parallelism.tp_mode", default="ALL_REDUCE").upper() == "REDUCE_SCATTER" and tp > 1,
-        context=context, expert=expert, pipeline=pp, schedule=ENGINES[engine],
+        context=context, expert=expert, expert_tensor=1 if sizes.experts else tp, pipeline=pp, schedule=ENGINES[engine],
         recompute="full" if section.flag("parallelism.recompute_layer") else "none",
         precision=PRECISIONS.get(section.text("model.dtype", default="bfloat16"), "bf16"),
     )  # fmt: skip

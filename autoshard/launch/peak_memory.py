@@ -143,8 +143,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         activations = held * blocks * kept
         # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
         buffers = shard * np.where(one, 0.0, held + np.where(runs.zero >= 2, runs.microbatches, 2.0))
-        states = state_bytes(runs, parameters, constants)
-        states["parameters"] = states["parameters"] + np.where(runs.itemsize() < 2, constants.memory.copies8, 0.0) * of_blocks
+        states = state_bytes(runs, parameters, of_blocks, constants)
         for moment in MOMENTS:
             kinds = dict(states)
             if moment == "loss":
@@ -172,15 +171,17 @@ def in_flight(runs: TrainingRuns, stage: np.ndarray | int) -> np.ndarray:
     return np.minimum(m, np.where(schedule == "GPipe", m, held))
 
 
-def state_bytes(runs: TrainingRuns, parameters: np.ndarray, constants: RunConstants) -> Kinds:
-    """Of `parameters` of one device: 16 bits with a float32 copy, and Adam's two moments; FSDP has float32 shards. With a pipeline its
-    gradients are reduced after the last microbatch, and whole until then."""
+def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarray, constants: RunConstants) -> Kinds:
+    """Of `parameters` of one device, `of_blocks` of them of blocks: 16 bits with a float32 copy, and Adam's two moments; FSDP has float32
+    shards. With a pipeline its gradients are reduced after the last microbatch, and whole until then. Where blocks multiply in 8 or 4 bits
+    Transformer Engine keeps their weights so, too, and transposed; or in place of those in 16 bits, which then are not gathered either."""
     fully, sharing, pure = runs.zero >= 3, runs.sharing, constants.memory.pure > 0
     reduced = (runs.zero >= 2) & (runs.pipeline == 1)
     unsharded = np.where(fully, 4.0, constants.memory.gradients)
     on_device = 1 - 1.0 * runs.offload
+    narrow = np.where((runs.itemsize() < 2) & (runs.gather8 == 0) & ~fully, constants.memory.copies8 * runs.itemsize(), 0.0)
     return {
-        "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)),
+        "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)) + narrow * of_blocks,
         "gradients": parameters * np.where(pure, 2.0, unsharded) / np.where(reduced, sharing, 1.0),
         "optimizer": parameters * on_device * np.where(pure, 4.0, np.where(fully, 8.0, 12.0)) / np.where(runs.zero >= 1, sharing, 1.0),
     }
@@ -230,7 +231,7 @@ def _of_one_kind(
     forward, stack = tasks["forward block"], constants.stack
     regathers = np.where(constants.memory.gathered > 0, runs.pipeline > 1, np.maximum(stack.regathers, stack.fused_accumulation))
     scores = 0.0 if recompute == "attn" else SCORES * runs.tokens * runs.seq * runs.heads / runs.tensor
-    in8 = np.where((runs.itemsize() < 2) & (stack.fused_accumulation > 0), 0.5, 1.0)  # Transformer Engine keeps what it has cast
+    in8 = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize() / 2, 1.0), 1.0)  # Transformer Engine keeps what it has cast
     everything = kept_bytes(forward, sizes, how, regathers, in8) + np.where(stack.flash > 0, 0.0, scores)
     backward = largest_live(tasks["backward block"], sizes, how)
     if recompute not in KEEPS:

@@ -12,6 +12,7 @@ import numpy as np
 
 from .launch_prices import LaunchPrices, Site, by_kind, interval, likely_to_fit, prices_of
 from .launch_space import illegal_by_rule, launches, structures
+from .legality import why_illegal
 from .model_sizes import ModelSizes
 from .runs import Launch, TrainingRuns, distinct
 
@@ -67,9 +68,9 @@ class Ranking:
         data or context parallel ranks share it and over how many of them states are sharded, are one row, that with the fewest context
         parallel ranks. The first row is `simplest`, the others are in order."""
         few, simplest = np.arange(min(len(self), GROUPED)), self.simplest
-        c, rates = self.columns[few], self.prices.tokens_per_second[few].tolist()
-        same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.expert, c.expert_tensor, c.zero, c.recompute, c.async_expert, c.deepep,
-                c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
+        c, rates = self.columns[few], self.prices.expected[few].tolist()
+        same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.expert, c.expert_tensor, c.zero, c.gather8, c.recompute, c.async_expert,
+                c.deepep, c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
         groups: dict[int, list[list[int]]] = {}
         for row, kind in enumerate(distinct(same)[1].tolist()):
             known = groups.setdefault(kind, [])
@@ -125,7 +126,8 @@ def ranking(
     if not len(columns):
         count = ", ".join(f"{rule} {n}" for rule, n in illegal_by_rule(splits, sizes, launcher).items())
         raise ValueError(
-            f"no launch of {launcher} on {fixed.devices} devices is legal for this model; splits of the devices by rule: {count}"
+            f"no launch of {launcher} on {fixed.devices} devices is legal for this model; splits of the devices by rule: {count}; "
+            f"the first one: {why_illegal(splits.launch(0), sizes, launcher)[0]}"
         )
     if only:
         known = columns.degrees()

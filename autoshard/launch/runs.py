@@ -23,7 +23,10 @@ SINGLE, LOOPED, V_SHAPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "
 SCHEDULES = SINGLE + LOOPED + V_SHAPED  # torch.distributed.pipelining's names; Megatron and nanotron have the first three of them
 ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)  # backward passes are of inputs and of weights, apart
 RECOMPUTE = ("none", "selective_op", "selective_layer", "attn", "full")
-PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "nvfp4": 0.5}  # bytes per element of the blocks' matmuls' inputs
+# bytes per element of the blocks' matmuls' inputs, with their scales: one per tensor (fp8), row, block of 128 or 128 x 128, of 32, of 16
+PRECISIONS = {
+    "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_rowwise": 1.0, "fp8_blockwise": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16,
+}  # fmt: skip
 MOST_DEVICES = 2**18  # as meshes
 MOST_VALUES = 2**20  # of a column of whole numbers, to be counted rather than sorted
 
@@ -54,7 +57,7 @@ class Launch:
     async_tensor: bool = False
     async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
     deepep: bool = False  # a token goes to a node once, however many of its experts are there (DeepEP, HybridEP)
-    rowwise: bool = False  # float8 scales per row
+    gather8: bool = False  # parameters of blocks are gathered in 8 bits: they are cast where they are owned
     split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
     group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
     passes: int = 1  # of a step: the pipeline runs empty after each
@@ -92,7 +95,7 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule", "offload")}
+DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule", "offload", "gather8")}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
 DEFAULTS["loss_chunks"] = 1  # of the tokens, one after the other, for which logits exist
@@ -132,8 +135,7 @@ class TrainingRuns:
         of a decoder-only transformer    layers, width, ffn (of the MLP, with three matrices where `gated`), heads and kv_heads of width
                                          head_dim, vocab, tied (1: one table of tokens and head)
         of the site                      per_node (devices), network (bytes/s of one device to other nodes)
-        of the run                       sharing (devices with one copy of what `zero` shards), microscaling (1: float8 scales per block
-                                         of 32)
+        of the run                       sharing (devices with one copy of what `zero` shards)
     """
 
     values: Mapping[str, np.ndarray]
@@ -172,7 +174,7 @@ class TrainingRuns:
             "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "ep": self.expert,
             "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
             "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor, "vpp": self.virtual, "split": self.split,
-            "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep,
+            "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep, "gather8": self.gather8,
         }  # fmt: skip
 
     def degrees_of(self, i: int) -> dict[str, Any]:

@@ -80,8 +80,7 @@ def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> tuple
     ring, stack = constants.ring(runs, runs.sharing, runs.tensor), constants.stack
     sharded = (runs.zero >= 2) * constants.has("fsdp")
     parameters, table = runs.block_parameters / runs.tensor, runs.table_parameters / runs.tensor
-    narrow = (stack.gathers8 > 0) & (runs.itemsize() <= 1) & (runs.rowwise == 0)
-    gather = sharded * ring.gather(np.where(narrow, 1, 2) * parameters)
+    gather = sharded * ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters)
     scatter = sharded * ring.gather(stack.gradient_bytes * parameters)
     forward, backward = one.seconds
     backward = backward + accumulation_seconds(parameters, runs, constants)
@@ -145,6 +144,7 @@ def update_seconds(
     can_hide = (1 - end) * (stack.hides > 0)
     late = beside(last_backward, can_hide * reduced) - last_backward
     exposed = ((1 - can_hide) * reduced + late) * has("gradients")
-    gathered = (runs.zero == 1) * ring.gather(2 * parameters) * has("parameter gather")
+    of_blocks = runs.layers * runs.block_parameters / runs.tensor / runs.pipeline
+    gathered = (runs.zero == 1) * ring.gather(2 * parameters - np.where(runs.gather8 > 0, of_blocks, 0.0)) * has("parameter gather")
     gathered = gathered * np.where(stack.hides_gather > 0, end, 1.0)
     return exposed + gathered, optimizer * has("optimizer")

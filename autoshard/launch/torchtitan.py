@@ -61,7 +61,10 @@ RESEMBLING = frozenset(
     }
 )  # fmt: skip
 EXPERT_TENSOR = "expert_tensor_parallel_degree"
+FLOAT8, GATHERS8 = ("quantize.linear.float8", "float8", "quantize.dense.float8"), "enable_fsdp_float8_all_gather"
+CONVERTERS = {"fp8": FLOAT8[:1], "fp8_rowwise": FLOAT8[:1], "mxfp8": ("quantize.linear.mx",)}
 FORMER = {
+    **{f"{FLOAT8[0]}.{key}": [f"{part}.{key}" for part in FLOAT8[1:]] for key in (GATHERS8, "recipe_name")},
     "training.local_batch_size": ["training.batch_size"], "compile.enable": ["training.compile"], "model.converters": ["model_converters"],
 }  # fmt: skip
 SPLITS = ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage", "pipeline_parallel_split_points")
@@ -91,7 +94,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     microbatch = degree("pipeline_parallel_microbatch_size") if pipeline > 1 else local
     reshard = section.text("parallelism.fsdp_reshard_after_forward", default="default")
     gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
-    precision, rowwise = _precision(section)
+    precision = _precision(section)
     compiled, parts = section.flag("compile.enable", "training.compile"), str(section.value("compile.components") or ["model", "loss"])
     global_batch = local * data_parallel if global_batch < 1 else global_batch
     if pipeline > 1 and (local % microbatch or global_batch % (local * data_parallel)):
@@ -107,7 +110,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") or not sizes.experts else 1),
         pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers, pipeline),
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
-        recompute=_recompute(section), precision=precision, rowwise=rowwise,
+        recompute=_recompute(section), precision=precision,
+        gather8=precision == "fp8" and section.flag(*(f"{part}.{GATHERS8}" for part in FLOAT8)),
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
         and section.value("parallelism.pipeline_parallel_expert_parallel_overlap") is not False,
@@ -159,13 +163,13 @@ def _recompute(section: Nested) -> str:
     return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="op") == "op" else "selective_layer"
 
 
-def _precision(section: Nested) -> tuple[str, bool]:
-    """The precision of matmuls, and whether float8 scales are per row."""
+def _precision(section: Nested) -> str:
+    """Of matmuls."""
     converters = str(section.value("model.converters") or section.value("model_converters") or "")
-    recipe = section.text("float8.recipe_name", "quantize.linear.float8.recipe_name", "quantize.dense.float8.recipe_name")
-    if "float8" in converters or "mx" in converters:
-        return "fp8", "rowwise" in recipe
-    return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
+    if "float8" in converters:
+        return "fp8_rowwise" if "rowwise" in section.text(*(f"{part}.recipe_name" for part in FLOAT8)) else "fp8"
+    plain = {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16")
+    return "mxfp8" if "mx" in converters else plain
 
 
 def model(sizes: ModelSizes) -> dict[str, str]:
@@ -208,12 +212,15 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     selective = {"mode": "selective", "selective_ac_option": "op" if launch.recompute == "selective_op" else "2"}
     return flat(
         {
-            "model": {"converters": ["float8"] if launch.precision == "fp8" else []},
-            "training": {"local_batch_size": launch.local_batch, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
+            "model": {"converters": list(CONVERTERS.get(launch.precision, ()))},
+            "training": {
+                "local_batch_size": launch.local_batch, "global_batch_size": launch.global_batch, "seq_len": launch.seq,
+                "mixed_precision_param": "float32" if launch.precision == "fp32" else None,
+            },
             "parallelism": parallelism,
             "activation_checkpoint": {"mode": launch.recompute} if launch.recompute in ("none", "full") else selective,
             "compile": {"enable": bool(compiled), "components": compiled or ["model", "loss"]},
-            "float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]} if launch.rowwise else {},
+            FLOAT8[0]: {"fp8": {GATHERS8: launch.gather8}, "fp8_rowwise": {"recipe_name": "rowwise"}}.get(launch.precision, {}),
         }
     )
 

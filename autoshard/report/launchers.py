@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # columns of a table of launches, with what goes without saying. Those in which no rows differ are said once
 COLUMNS = {
     "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-",
-    "lay\ners": "even", "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "shard": "all",
+    "lay\ners": "even", "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "8bit\ngather": "no", "shard": "all",
 }  # fmt: skip
 ALWAYS = ("dp", "tp", "pp", "mbs")
 SHORT = {"Interleaved1F1B": "VPP", "ZBVZeroBubble": "ZBV", "selective_op": "op", "selective_layer": "layer", "none": "-"}
@@ -44,8 +45,8 @@ def ranked_launches(answer: Any, top: int) -> tuple[list[str], ReportTable, list
     best, grouped = ranked.launch(0), ranked.grouped(top)
     rows = ranked.rows_at([row for row, _ in grouped])
     head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} likely to fit in {size(site.memory)}"
-    batch = f"{best.global_batch} sequences of {best.seq} tokens per step"
-    model = f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {batch}, {best.precision}"
+    batch = f"{_count(best.global_batch, 'sequence')} of {best.seq} tokens per step"
+    model = f"{_parameters(ranked.sizes.parameters)}, {batch}, {best.precision}"
     low, high = (rate / rows[0]["tokens_per_second_per_device"] - 1 for rate in rows[0]["tokens_per_second_per_device_interval"])
     rates = f"tokens/s are of one GPU: four of five measured runs were {-low:.0%} slower to {high:.0%} faster"
     first = "" if ranked.simplest == 0 else "The first row is the simplest launch within 2 % of the fastest, which is number 1. "
@@ -91,8 +92,9 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     schedule, stages = SHORT.get(row["schedule"], row["schedule"]), row["vpp"]
     cells = (
         row["dp"], row["tp"], row["cp"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"], "yes" if row["async_expert"] else "no",
-        "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule, row["split"] or "even",
-        row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]), row["zero"],
+        "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule,
+        _in_short(row["split"]) or "even", row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]), row["zero"],
+        "yes" if row["gather8"] else "no",
         "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
     )  # fmt: skip
     return dict(zip(COLUMNS, map(str, cells)))
@@ -123,8 +125,9 @@ def launches_table(launches: Sequence[Mapping[str, Any]], numbered: Sequence[tup
     return ReportTable("", numbers("", *names, "tok/s\nGPU", "MFU", "memory", "fit\n%", "same"), rows, "tight")
 
 
-def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable) -> RenderableType:
-    """One configuration: what it is, why it can't run, its rates, more tables, and the changes that gain most."""
+def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable, compared: bool = False) -> RenderableType:
+    """One configuration: what it is, why it can't run, its rates, more tables, and the changes that gain most. compared: with all launches
+    of its devices."""
     lines = _launch_lines(record, path)
     if record["legal"]:
         is_tight = record["memory_bytes"] > record["usable_bytes"]
@@ -135,8 +138,10 @@ def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable) -> Re
         lines += [f"what a step waits for: {limits_text(record['limits'])}", published_text(record["published"])]
         lines += [kinds_table("Where the seconds and the bytes go", record), "", *(part for table in more for part in (table, ""))]
     lines += ["at the same global batch:"] * bool(record["changes"])
+    if compared and not record["changes"]:
+        lines.append(f"no launch of these devices at this global batch {'is faster and ' if record['fits'] else ''}fits")
     for change in record["changes"]:
-        lines.append(f"{gain_text(change)}: {change['change']}")
+        lines.append(f"{gain_text(change)}: {_in_short(change['change'])}")
         memory = f"{size(change['memory_bytes'])}, chance to fit {change['chance_to_fit']:.0%}"
         lines.append(f"    {seconds(change['seconds'])} per step, {_rate(change)}, {memory}")
         lines += [f"    {why_text(change[key], say)}" for key, say in WHY if change[key]]
@@ -145,10 +150,25 @@ def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable) -> Re
 
 def _launch_lines(record: Mapping[str, Any], path: str) -> list[Any]:
     """What is launched, and why it can't be."""
-    model = f"{record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}, {record['launcher']}"
-    batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens"
+    model = f"{_parameters(record['parameters'])} on {_count(record['devices'], 'device')}, {record['precision']}, {record['launcher']}"
+    batch = f"global batch {_count(record['global_batch'], 'sequence')} of {record['seq']} tokens"
     reasons = [f"illegal: {reason}" for reason in record["reasons"]]
     return [f"{path}: {model}", f"{degrees_text(record['configuration'])}; {batch}", *reasons]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _parameters(number: float) -> str:
+    """`70.6e9 parameters`."""
+    power = 3 * max(int(math.log10(number)) // 3, 1)
+    return f"{number / 10**power:.3g}e{power} parameters"
+
+
+def _in_short(layers: str) -> str:
+    """1,2,2,2,0 as 1,2x3,0: layers of stages, alone or in a sentence."""
+    return re.sub(r"\b(\d+)(?:,\1\b){2,}", lambda same: f"{same[1]}x{same[0].count(',') + 1}", layers)
 
 
 def gain_text(change: Mapping[str, Any]) -> str:
@@ -191,11 +211,12 @@ def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
             lines.append(f"own runs needed {record['bias'] - 1:+.1%}; that is counted in")
         lines += ["", bytes_table(record["stages"]), ""]
         largest = record["largest_microbatch"]
-        surely = f"the largest microbatch that surely fits: {largest} sequence{'s' * (largest != 1)}"
+        surely = f"the largest microbatch that surely fits: {_count(largest, 'sequence')}"
         lines.append("no microbatch surely fits" if largest is None else surely)
     for change in record["changes"]:
         to = f"{size(change['device_bytes'])}, chance {change['chance_to_fit']:.0%}"
-        lines.append(f"fits with {change['change']} ({to}), {_price(change['price_seconds'])} per step of {seconds(record['seconds'])}")
+        what = _in_short(change["change"])
+        lines.append(f"fits with {what} ({to}), {_price(change['price_seconds'])} per step of {seconds(record['seconds'])}")
         lines.append(f"    {why_text(change['why_bytes'], size)}")
     if (seen := record.get("observed")) is not None:
         off = seen["measured_bytes"] / seen["predicted_bytes"] - 1

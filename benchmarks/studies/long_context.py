@@ -34,7 +34,7 @@ LAUNCHES = {
 }
 COMMON = {
     "src": "torchtitan", "kv": 8, "head_dim": 128, "vocab": 128256, "tied": 0, "gated": 1, "pos": 0, "mbs": 1, "zero": 3, "vp": 1,
-    "rc": "full", "prec": "fp8", "rowwise": 0, "mx": 0, "fused": 1, "gpu": "h100_500w", "gpn": 8, "link_per_gpu": 50e9, "gpu_mem": 96e9,
+    "rc": "full", "prec": "fp8", "gather8": 1, "fused": 1, "gpu": "h100_500w", "gpn": 8, "link_per_gpu": 50e9, "gpu_mem": 96e9,
 }  # fmt: skip
 NOT_MODELLED = """\
   gather, ring: bfloat16 matmuls (published: float8), one context parallel group by itself (published: parameters gathered from the data

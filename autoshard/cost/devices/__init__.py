@@ -46,7 +46,6 @@ class StackConstants:
     sdpa: Numbers  # 1: attention is what torch 2.9 or newer chooses, cuDNN's kernel on Hopper and B200
     gradient_bytes: Numbers  # per parameter, as they are reduced
     balanced: Numbers  # 1: stages are balanced by cost, 0: even
-    gathers8: Numbers  # 1: FSDP gathers parameters in float8 where matmuls run in it
     hides: Numbers  # 1: gradients are reduced during the last backward
     hides_gather: Numbers  # 1: ZeRO-1 gathers parameters during the next forward
     libraries: Numbers  # of kernels, uncompiled: 2: norms, rotary positions and activations are one each; 1: but activations; 0: none is

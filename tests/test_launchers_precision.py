@@ -1,0 +1,149 @@
+"""Precisions of launches: how configurations say them, what is stored, gathered and kept in 8 or 4 bits, and what that takes."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoshard.api import check_launch
+from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, Site, edited_text, read_configuration, why_illegal
+from autoshard.launch.launch_prices import by_kind, prices_of
+from autoshard.launch.runs import PRECISIONS, TrainingRuns
+from autoshard.launch.torchtitan import FLAVORS
+
+LLAMA8 = FLAVORS["llama3", "8B"]
+NARROW = [name for name, bytes in PRECISIONS.items() if bytes < 2]
+RECIPES = Path(__file__).parent / "data" / "launchers" / "recipes"
+
+
+def of(launch, sizes=LLAMA8, site=None, launcher="megatron"):
+    return by_kind(TrainingRuns.of([launch]), sizes, site or Site("b200"), launcher)
+
+
+TITAN = '[model]\nname = "llama3"\nflavor = "8B"\nconverters = [{}]\n\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+FLOAT8, MX = TITAN.format('"quantize.linear.float8"'), TITAN.format('"quantize.linear.mx"')
+BRIDGE = "model: {{num_layers: 8, hidden_size: 64, num_attention_heads: 8, vocab_size: 128, tensor_model_parallel_size: 1, {}}}\n"
+SAID = [  # launcher, text, precision, whether parameters are gathered in 8 bits
+    ("torchtitan", TITAN.format(""), "bf16", False), ("torchtitan", FLOAT8, "fp8", False), ("torchtitan", MX, "mxfp8", False),
+    ("torchtitan", FLOAT8 + "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n", "fp8", True),
+    ("torchtitan", FLOAT8 + '[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "fp8_rowwise", False),
+    ("torchtitan", TITAN.format('"float8"') + "[float8]\nenable_fsdp_float8_all_gather = true\n", "fp8", True),
+    ("automodel", "fp8: {enabled: true}\n", "fp8", False),
+    ("automodel", "fp8: {enabled: true, recipe_name: tensorwise, enable_fsdp_float8_all_gather: true}\n", "fp8", True),
+    ("automodel", "fp8: {enabled: true, recipe_name: rowwise_with_gw_hp}\n", "fp8_rowwise", False),
+    ("megatron", BRIDGE.format("bf16: true") + "mixed_precision: {bf16: true, fp8: null, fp4: e2m1}\n", "nvfp4", False),
+    ("megatron", BRIDGE.format("fp8_recipe: delayed") + "mixed_precision: {fp8: e4m3, fp8_recipe: mxfp8, fp8_param_gather: true}\n",
+     "mxfp8", True),
+    ("megatron", BRIDGE.format("bf16: true") + "mixed_precision: bf16_with_fp8_subchannel_scaling_mixed\n", "fp8_blockwise", False),
+    ("megatron", BRIDGE.format("bf16: true") + "mixed_precision: bf16-with-fp8-current-scaling-mixed\n", "fp8", True),
+    ("megatron", BRIDGE.format("bf16: true") + "mixed_precision: bf16_with_mxfp8_mixed\n", "mxfp8", True),
+    ("megatron", BRIDGE.format("bf16: true") + "mixed_precision: bf16_with_nvfp4_mixed\n", "nvfp4", False),
+    ("megatron", BRIDGE.format("fp8: false") + "trainer: {precision: 16-mixed}\n", "fp16", False),
+    ("megatron", BRIDGE.format("fp8: true, fp8_hybrid: true") + "trainer: {precision: bf16}\n", "fp8", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("launcher", "text", "precision", "gather8"), SAID)
+def test_a_configuration_says_its_precision(launcher, text, precision, gather8):
+    known = Overrides(devices=8, **({"sizes": LLAMA8, "seq": 8192} if launcher == "automodel" else {}))
+    path = "a.toml" if launcher == "torchtitan" else "a.yaml"
+    text = text.replace("tensor_model", "seq_length: 2048, max_position_embeddings: 2048, tensor_model")
+    one = read_configuration(launcher, text, path, known)
+    assert (one.launch.precision, one.launch.gather8) == (precision, gather8)
+    assert edited_text(launcher, one, text, path, known) == text
+    if launcher != "megatron" and precision == "fp8":  # and is changed where it stands
+        to = LaunchConfig(replace(one.launch, gather8=not gather8), one.sizes)
+        other = edited_text(launcher, to, text, path, known)
+        assert read_configuration(launcher, other, path, known).launch.gather8 != gather8
+        assert other.count("enable_fsdp_float8_all_gather") == 1
+
+
+@pytest.mark.parametrize(("precision", "gather8", "zero"), [*product(NARROW, (False, True), (1, 3))])
+def test_what_transformer_engine_stores(precision, gather8, zero):
+    """16-bit parameters, and those of blocks in their own dtype twice (one transposed), unless they are these alone; FSDP's are shards."""
+    launch = Launch(8, 4096, 64, data=8, shard=8, zero=zero, precision=precision, gather8=gather8)
+    tables = 2 * LLAMA8.vocab * LLAMA8.width
+    blocks = LLAMA8.parameters - tables
+    copies = 0 if gather8 or zero == 3 else 2 * PRECISIONS[precision] * blocks
+    shard = 4 / 8 if zero == 3 else 2
+    assert of(launch)[1]["parameters"] == pytest.approx(shard * (blocks + tables) + copies, rel=1e-12)
+
+
+def test_what_is_kept_for_the_backward_is_kept_in_its_precision():
+    """The inputs of matmuls alone: of Llama a norm's result twice and the product of swiglu; the rest stays in 16 bits."""
+    kept = {name: of(Launch(8, 4096, 64, data=8, shard=8, zero=1, precision=name))[1]["activations"] for name in ("bf16", *NARROW)}
+    tokens, inputs = 4096, 2 * LLAMA8.width + LLAMA8.ffn
+    for name in NARROW:
+        assert kept["bf16"] - kept[name] == pytest.approx(LLAMA8.layers * tokens * inputs * (2 - PRECISIONS[name]), rel=1e-9)
+    titan = [of(Launch(8, 4096, 8, data=8, shard=8, zero=3, precision=name), launcher="torchtitan")[1] for name in ("bf16", "fp8", "mxfp8")]
+    assert titan[0] == titan[1] == titan[2]  # torchao casts again
+
+
+@pytest.mark.parametrize(("launcher", "zero"), [("megatron", 1), ("torchtitan", 3), ("torchtitan", 2), ("automodel", 3)])
+def test_a_gather_in_8_bits_moves_half_and_is_a_choice(launcher, zero):
+    site = Site("h100", network=1e9)  # nothing hides it
+    launch = Launch(64, 4096, 64, data=64, shard=64, zero=zero, precision="fp8", compiled=True)
+    wide, narrow = (of(replace(launch, gather8=is_on), site=site, launcher=launcher)[0] for is_on in (False, True))
+    assert narrow["data parallel"] < 0.9 * wide["data parallel"]
+    assert {kind for kind in wide if abs(wide[kind] - narrow[kind]) > 1e-9 * wide[kind]} == {"data parallel"}
+    changes = check_launch(LaunchConfig(launch, LLAMA8), launcher, site).changes
+    assert any(change.to.gather8 for change in changes) and all(not why_illegal(change.to, LLAMA8, launcher) for change in changes)
+
+
+# torchao/float8/README.md of pytorch/ao (torchao 0.10, torchtitan 0.0.2), over bfloat16: 8 H100, FSDP2, compile, recomputation of ops,
+# one sequence of 8192 tokens
+PUBLISHED = {("fp8", True): 7689.5 / 6150, ("fp8_rowwise", False): 6768 / 6150}
+
+
+@pytest.mark.parametrize(("precision", "gather8"), PUBLISHED)
+def test_float8_gains_what_was_published(precision, gather8):
+    launch = Launch(8, 8192, 8, data=8, shard=8, zero=3, recompute="selective_op", compiled=True, compiled_loss=True)
+    plain, float8 = (
+        prices_of(TrainingRuns.of([one]), LLAMA8, Site("h100_500w"), "torchtitan_2025").tokens_per_second[0]
+        for one in (launch, replace(launch, precision=precision, gather8=gather8))
+    )
+    assert float8 / plain == pytest.approx(PUBLISHED[precision, gather8], abs=0.03)
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "h20", "l40s", "b200", "mi300x", "mi355x"])
+def test_what_a_device_multiplies(device):
+    """fp8 since Hopper, Ada and CDNA 3; microscaled formats since Blackwell and CDNA 4."""
+    least = {"a100": 2.0, "b200": 0.0, "mi355x": 0.0}.get(device, 1.0)
+    for precision, bytes in PRECISIONS.items():
+        launches = TrainingRuns.of([Launch(8, 4096, 8, data=8, precision=precision)])
+        scaled = precision in ("mxfp8", "nvfp4") and least > 0
+        if precision == "fp32" or scaled or bytes < least:
+            with pytest.raises(ValueError, match="have no prices" if precision == "fp32" else f"{device} multiplies no {precision} "):
+                prices_of(launches, LLAMA8, Site(device), "megatron")
+        else:
+            assert np.isfinite(prices_of(launches, LLAMA8, Site(device), "megatron").seconds).all()
+
+
+def test_a_layout_that_is_listed_is_that_of_its_letters():
+    path, known = RECIPES / "deepseek_v3_b200_nvfp4.yaml", Overrides(devices=256)
+    text = path.read_text()
+    one = read_configuration("megatron", text, path.name, known)
+    assert (one.launch.split, one.launch.virtual, one.launch.precision, one.sizes.mtp) == ("ends", 1, "nvfp4", 1)
+    start, end = text.index("  pipeline_model_parallel_layout:"), text.index("  pipeline_model_parallel_size:")
+    letters = text[:start] + "  pipeline_model_parallel_layout: Et*4|(t*4|)*14tmL\n" + text[end:]
+    assert read_configuration("megatron", letters, path.name, known) == one
+    assert edited_text("megatron", one, text, path.name, known) == text
+
+
+def test_recipes_of_nemo_are_read():
+    sizes, text = ModelSizes(32, 4096, 14336, 32, 32, 128256), (RECIPES / "nemo_llama3_8b.yaml").read_text()
+    a = read_configuration("megatron", text, "a.yaml", Overrides(sizes=sizes)).launch
+    assert (a.devices, a.seq, a.global_batch, a.data, a.zero, a.recompute, a.precision) == (128, 8192, 2048, 128, 1, "none", "bf16")
+    full = text.replace("granularity: null", "granularity: full").replace("num_layers: 0", "num_layers: 1")
+    assert read_configuration("megatron", full, "a.yaml", Overrides(sizes=sizes)).launch.recompute == "full"
+    with pytest.raises(ValueError, match="leaves the size of the vocabulary to the tokenizer meta-llama/Llama-3-8b-hf"):
+        read_configuration("megatron", text, "a.yaml")
+    with_vocab = text.replace("  mcore_gpt: true", "  vocab_size: 128256")
+    assert read_configuration("megatron", with_vocab, "a.yaml").sizes == sizes
+    qwen = read_configuration("megatron", (RECIPES / "qwen3_235b_b200_nvfp4.yaml").read_text(), "a.yaml", Overrides(devices=64))
+    assert qwen.sizes == replace(FLAVORS["qwen3", "235B-A22B"]) and (qwen.launch.split, qwen.launch.precision) == ("ends", "nvfp4")
+    virtual = (RECIPES / "qwen3_235b_b200_nvfp4.yaml").read_text().replace("virtual_pipeline_model_parallel_size: null",
+                                                                         "virtual_pipeline_model_parallel_size: 4")  # fmt: skip
+    assert read_configuration("megatron", virtual, "a.yaml", Overrides(devices=64)).launch.virtual == 4
