@@ -34,7 +34,7 @@ from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.legality import PRECISIONS as EXPRESSED
 from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.ranking import ranking
-from autoshard.launch.runs import PRECISIONS, SCHEDULES, TrainingRuns, distinct
+from autoshard.launch.runs import PRECISIONS, RECOMPUTE, SCHEDULES, TrainingRuns, distinct
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
@@ -97,6 +97,9 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [m.experts > 0 and m.experts % a.expert == 0]
     narrow = {"torchtitan": ["fp8", "fp8_rowwise", "mxfp8"], "megatron": ["fp8", "fp8_blockwise", "mxfp8", "nvfp4"], "accelerate": ["fp8"],
               "nanotron": ["fp8"], "automodel": ["fp8", "fp8_rowwise"]}  # fmt: skip
+    kinds = {"torchtitan": ["selective_op", "selective_layer"], "automodel": ["selective_op"],
+             "megatron": ["attn", "mlp", "layernorm", "moe_act"] + latent * ["mla_up_proj"]}.get(launcher, [])  # fmt: skip
+    ok += [a.recompute in ("none", "full") or {*a.recompute.split("+")} <= {*kinds}]
     ok += [a.precision in ["bf16", *narrow.get(launcher, [])] or (a.precision == "fp16" and launcher not in ("torchtitan", "automodel"))]
     if a.gather8:
         of = {"torchtitan": ["fp8"], "automodel": ["fp8"], "megatron": ["fp8", "fp8_blockwise", "mxfp8"]}.get(launcher, [])
@@ -165,7 +168,7 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     max_size=8),
     zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 6),
     precision=st.sampled_from(["bf16", *sorted(PRECISIONS.keys() - {"fp32"})]),
-    recompute=st.sampled_from(["none", "full"]), group=st.integers(1, 5),
+    recompute=st.sampled_from(["none", "full", "selective_op", "attn", "mla_up_proj+moe_act"]), group=st.integers(1, 5),
     split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
 )  # fmt: skip
 def test_legality_of_any_launch(
@@ -195,13 +198,14 @@ def test_every_rule_forbids_something():
         "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 2, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
-        "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True], "recompute": ["none", "full"],
+        "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True],
         "group": [1, 2],
     }  # fmt: skip
     rows = crossed(Launch(48, 50, 27, 3), choices)
     rng = np.random.default_rng(0)
     rows = rows[rng.choice(len(rows), 200_000)]
     rows = rows.with_columns(precision=rng.choice(sorted(PRECISIONS), len(rows)), gather8=rng.choice([False, True], len(rows)))
+    rows = rows.with_columns(recompute=rng.choice(RECOMPUTE, len(rows)))
     for launcher in LAUNCHERS:
         for sizes in (SMALL, MIXTURE):
             mask, rules = broken_rules(rows, sizes, launcher)
@@ -326,7 +330,7 @@ def test_a_recipe_of_megatron_bridge_is_read_as_its_fields_say():
     text, known = path.read_text(), Overrides(devices=1024)
     one = read_configuration("megatron", text, path.name, known)
     a, sizes = one.launch, replace(DEEPSEEK, kv_heads=128, mtp=1)
-    assert (a.zero, a.shard, a.recompute, a.precision, a.gather8) == (1, 64, "none", "fp8_blockwise", False)
+    assert (a.zero, a.shard, a.recompute, a.precision, a.gather8) == (1, 64, "mla_up_proj", "fp8_blockwise", False)
     assert (a.deepep, a.virtual, a.split.count(",")) == (True, 4, 31)
     assert (a.tensor, a.pipeline, a.expert, a.expert_tensor, a.global_batch, one.sizes) == (2, 8, 64, 1, 8192, sizes)
     assert why_illegal(a, sizes, "megatron") == () and edited_text("megatron", one, text, path.name, known) == text

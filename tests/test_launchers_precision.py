@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from autoshard.api import check_launch
-from autoshard.launch import Launch, LaunchConfig, ModelSizes, Overrides, Site, edited_text, read_configuration, why_illegal
+from autoshard.launch import (
+    Launch,
+    LaunchConfig,
+    ModelSizes,
+    Overrides,
+    Site,
+    configuration_text,
+    edited_text,
+    read_configuration,
+    why_illegal,
+)  # fmt: skip
 from autoshard.launch.launch_prices import by_kind, prices_of
 from autoshard.launch.runs import PRECISIONS, TrainingRuns
 from autoshard.launch.torchtitan import FLAVORS
@@ -147,3 +157,52 @@ def test_recipes_of_nemo_are_read():
     virtual = (RECIPES / "qwen3_235b_b200_nvfp4.yaml").read_text().replace("virtual_pipeline_model_parallel_size: null",
                                                                          "virtual_pipeline_model_parallel_size: 4")  # fmt: skip
     assert read_configuration("megatron", virtual, "a.yaml", Overrides(devices=64)).launch.virtual == 4
+
+
+# --- recomputation of modules
+
+SHELL = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu --vocab-size 128256 --bf16 \\\n"
+SHELL += "--group-query-attention --num-query-groups 8 --micro-batch-size 1 --global-batch-size 8 --seq-length 8192"
+MODULES = [  # what a script says, and what of it counts
+    ("--recompute-granularity selective", "attn"), ("--recompute-granularity selective --recompute-modules core_attn", "attn"),
+    ("--recompute-granularity selective --recompute-modules layernorm mlp", "layernorm+mlp"),
+    ("--recompute-granularity selective --recompute-modules mla_up_proj", "none"),  # without latent attention
+    ("--recompute-granularity selective --recompute-modules core_attn moe_act layernorm --num-experts 8 --disable-bias-linear",
+     "attn+layernorm+moe_act"),
+    ("--recompute-granularity selective --recompute-modules moe shared_experts --num-experts 8 --disable-bias-linear", "moe_act"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "recompute"), MODULES)
+def test_modules_that_are_recomputed_are_read_and_written(said, recompute):
+    text, known = f"{SHELL} \\\n{said}\n", Overrides(devices=8)
+    one = read_configuration("megatron", text, "a.sh", known)
+    assert one.launch.recompute == recompute and why_illegal(one.launch, one.sizes, "megatron") == ()
+    for other in ("none", "full", "attn", "layernorm"):
+        to = LaunchConfig(replace(one.launch, recompute=other), one.sizes)
+        for written, name in ((edited_text("megatron", to, text, "a.sh", known), "a.sh"), (configuration_text("megatron", to), "b.sh")):
+            assert read_configuration("megatron", written, name, known).launch.recompute == other, written
+
+
+def test_a_module_that_is_recomputed_keeps_nothing_and_takes_its_kernels_again():
+    """Per token and block: of an MLP the results of two matmuls and their product, of norms two results, of projections queries, keys and
+    values; what kernels write between is fused."""
+    launch = Launch(8, 4096, 64, data=8, shard=8, zero=1)
+    m, latent = LLAMA8, replace(LLAMA8, latent=(1536, 512, 64, 128, 128))
+    bytes = {"moe_act": 2 * m.ffn, "mlp": 6 * m.ffn, "layernorm": 4 * m.width, "mla_up_proj": 2 * m.head_dim * (m.heads + 2 * m.kv_heads)}
+    bytes["layernorm+moe_act"] = bytes["layernorm"] + bytes["moe_act"]
+    seconds, kept = of(launch, m)
+    for name, saved in bytes.items():
+        more, less = of(replace(launch, recompute=name), latent if "mla" in name else m)
+        assert kept["activations"] - less["activations"] == pytest.approx(m.layers * 4096 * saved, rel=1e-9), name
+        assert (more["matmul"] > 1.03 * seconds["matmul"]) == (name in ("mlp", "mla_up_proj"))
+        assert sum(more.values()) > sum(seconds.values())
+
+
+def test_published_recipes_fit_with_what_they_recompute():
+    """DeepSeek-V3 in nvfp4 on 256 B200 was published as running; without recomputation it does not fit."""
+    text = (RECIPES / "deepseek_v3_b200_nvfp4.yaml").read_text()
+    for modules, fits in (("selective", True), ("null", False)):
+        other = text.replace("recompute_granularity: selective", f"recompute_granularity: {modules}")
+        one = read_configuration("megatron", other, "a.yaml", Overrides(devices=256))
+        assert check_launch(one, "megatron", Site("b200", memory=180e9), changes=False).fits is fits

@@ -17,6 +17,7 @@ from autoshard.cli.launchers import checked_launch, load_launchers, write_page
 from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_plan, model_of, models_for
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
+from autoshard.cli.table import LAUNCHERS
 from autoshard.cli.verbs import Asked
 from autoshard.reading import content_of, parsed
 from autoshard.writing import write_atomically
@@ -112,6 +113,8 @@ def _check_launch(output: Output, asked: Asked) -> int:
         try:
             written = room.edited_text(launcher, better, text, path, overrides)
         except ValueError:
+            if not asked.out.endswith(LAUNCHERS[launcher]):  # as new files do
+                raise
             written, rest = room.configuration_text(launcher, better), f"it holds what a launch decides, so take the rest from {path}"
         output.write(asked.out, lambda out: write_atomically(written, out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()

@@ -236,7 +236,8 @@ def _launch(verb: str, values: Mapping[str, Any]) -> None:
     if devices % min(per_node, devices):
         raise ValueError(f"{devices} devices are no whole number of nodes of {per_node}; give --per-node a divisor")
     ending = LAUNCHERS.get(values["launcher"])
-    if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending}:
+    given = Path(str(values.get("solution"))).suffix  # Megatron's may be YAML
+    if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending, given}:
         raise ValueError(f"--out {out} is no configuration of {values['launcher']}, which reads {ending}; expected another name")
 
 

@@ -96,7 +96,7 @@ def degrees(asked: Asked, output: Output) -> int:
     """
     room, launcher = load_launchers(), asked.launcher
     compiled = {"compiled": asked.compiled, "compiled_loss": asked.compiled}
-    launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, **compiled)
+    launch = room.Launch(asked.devices, asked.seq, asked.global_batch, precision=asked.precision, gather8=True, **compiled)
     output.progress("reading the model's sizes", 0.0)
     sizes = sizes_of(asked.model, asked.settings)
     output.progress("pricing launches", 0.1)

@@ -48,7 +48,7 @@ LAUNCHERS = {  # and how its configurations end
 SEVERAL = (".yaml", ".yml")  # endings of configurations that don't tell their launcher
 CONFIGURATIONS = {".toml": "torchtitan", ".sh": "megatron"}  # that do; a .json is a plan, unless a launcher is named
 PLAN_OR_CONFIGURATION = "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"
-RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "full")  # by launchers
+RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "mla_up_proj", "full")  # by launchers
 LAUNCH_SCHEDULES = ("none", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
@@ -294,7 +294,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "tp": opt("Of a model: tensor parallel degree.", count(), default=1),
         "pp": opt("Of a model: pipeline stages.", count(), default=1),
         "cp": opt("Of a model: context parallel degree.", count(), default=1),
-        "recompute": opt("Of a model: none, selective_op, selective_layer, attn or full.", one_of(RECOMPUTED), default="none"),
+        "recompute": opt(f"Of a model: {', '.join(RECOMPUTED)}.", one_of(RECOMPUTED), default="none"),
         "precision": opt(f"Of a model: of the blocks' matmuls: {', '.join(PRECISIONS)}.", PRECISION, default="bf16"),
         "compiled": opt("Of a model: blocks and loss are compiled.", SWITCH, "--compile"),
         **shared("settings"),

@@ -75,10 +75,22 @@ RECOMPUTED = ("none", "attn", *KEEPS)
 
 
 def recomputed(tasks: tuple[BlockTask, ...], recompute: str) -> tuple[BlockTask, ...]:
-    """What of a block's forward is computed again: by Korthikanti et al. ("attn") attention alone."""
-    if recompute == "attn":
-        return tuple(replace(task, after=()) for task in tasks if task.kind == "attention")
-    return again(tasks, KEEPS[recompute](tasks)) if recompute in KEEPS else ()
+    """What of a block's forward is computed again."""
+    modules = of_modules(tasks, recompute)
+    return again(tasks, KEEPS[recompute](tasks) if recompute in KEEPS else lambda i, task: i not in modules)
+
+
+def of_modules(tasks: tuple[BlockTask, ...], recompute: str) -> set[int]:
+    """The tasks of a block's forward that are computed again with the modules that are named (runs.MODULES)."""
+    core = next(i for i, task in enumerate(tasks) if task.kind == "attention")
+    read = {j for task in tasks if task.kind == "matmul" or task.collective == "all_gather" for j in task.after}
+    names, chosen = recompute.split("+"), set()
+    for i, task in enumerate(tasks):
+        d, f, h = (any(letter in dim[1] for tensor in filter(None, task.outputs) for dim in tensor[0]) for letter in "dfh")
+        plain = task.kind == "elementwise"
+        of = {"attn": i == core, "layernorm": h and plain and i in read, "mla_up_proj": d and i < core, "mlp": f, "moe_act": f and plain}
+        chosen |= {i for name in names if of.get(name)}
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -245,7 +257,8 @@ class _OneKind:
         end, by_kind = end_of(tasks, partial(self._seconds, on=on))
         context = sum((self._context("backward" in task.target, self._core(task, on)) for task in tasks if task.kind == "attention"), 0.0)
         kernels = {kind: seconds for kind, seconds in by_kind.items() if kind != "collective"}
-        exposed = np.maximum(end - sum(kernels.values()), 0.0)  # less only by rounding
+        exposed = end - sum(kernels.values())
+        exposed = np.where(exposed > 1e-12 * end, exposed, 0.0)  # less, or as little, only by rounding
         return {**kernels, "attention": kernels["attention"] - context, "tensor parallel": exposed, "context parallel": np.asarray(context)}
 
     def _seconds(self, task: BlockTask, on: SimpleNamespace) -> np.ndarray:

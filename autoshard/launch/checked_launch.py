@@ -103,6 +103,10 @@ def check_launch(
     reasons = why_illegal(launch, sizes, launcher)
     prices = None if reasons else prices_of(TrainingRuns.of([launch]), sizes, site, launcher)
     if ranked is None and changes:
-        ranked = ranking(launch, sizes, site, launcher, executor, fitting=True)
+        try:
+            ranked = ranking(launch, sizes, site, launcher, executor, fitting=True)
+        except ValueError:  # none is legal
+            if not reasons:
+                raise
     best = best_changes(launch, prices, ranked) if ranked is not None and changes else ()
     return CheckedLaunch(described, launcher, site, reasons, prices, tuple(best), ranked)

@@ -71,8 +71,7 @@ def _precision(section: Nested) -> str:
 
 def place(text: str, path: str, name: str) -> str:
     section = Nested(parsed(text, path), path, RESEMBLING)
-    former = FORMER.get(name, name)
-    return former if section.value(name) is None and section.value(former) is not None else name
+    return next((other for other in (name, FORMER.get(name, name)) if section.value(other) is not None), name)
 
 
 def settings(config: LaunchConfig) -> dict[str, Any]:

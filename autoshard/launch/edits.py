@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-from .texts import PlainLoader, toml_key, toml_value
+from .texts import PlainLoader, argument_words, toml_key, toml_value
 
 STATEMENT = 500  # lines of a value in TOML at most
 
@@ -107,14 +106,14 @@ def _yaml(text: str, names: list[str], value: Any) -> str:
         key, node = next((pair for pair in node.value if pair[0].value == name), (parent, None))
         if node is None:
             return text if value is None else _inserted(text, parent, names[depth:], value)
-    begin, end = node.start_mark.index, node.end_mark.index
+    begin, end = node.start_mark.index, len(text[: node.end_mark.index].rstrip())  # a block ends where the next key begins
     if parent.flow_style:
         return f"{text[:begin]}{json.dumps(value)}{text[end:]}"
     if value is None:
         return text[: text.rfind("\n", 0, key.start_mark.index) + 1] + text[_end_of_line(text, end) :]
-    if begin == end or not isinstance(node, yaml.ScalarNode):  # nothing, or a block, which ends where the next key begins
+    if begin >= end or not isinstance(node, yaml.ScalarNode):  # nothing, or a block
         begin = key.end_mark.index + 1
-        return f"{text[:begin]} {_plain(value)}{text[begin + len(text[begin:end].rstrip()):]}"
+        return f"{text[:begin]} {_plain(value)}{text[max(begin, end):]}"
     return f"{text[:begin]}{_plain(value)}{text[end:]}"
 
 
@@ -155,7 +154,7 @@ def _argument(text: str, name: str, value: Any) -> str:
     words = r"(?:[ \t=]+(?![-#])(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')]+))*"
     lines = text.splitlines(keepends=True)
     rows = [i for i, line in enumerate(lines) if not line.lstrip().startswith("#") and re.search(option, line)]
-    written = "" if value in (None, False) else f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}")
+    written = "" if value in (None, False) else f"--{name}{argument_words(value)}"
     for i in rows:
         lines[i] = re.sub(option + words, lambda _: written, lines[i])
         if not written and not lines[i].strip(" \t\\\n\"'"):

@@ -18,8 +18,7 @@ import numpy as np
 
 from .best_changes import in_words
 from .launch_prices import LaunchPrices, Site, by_kind, differences, launch_memory, prices_of
-from .launch_space import RECOMPUTED
-from .legality import legal, why_illegal
+from .legality import RECOMPUTED, legal, why_illegal
 from .peak_memory import Memory
 from .runs import Launch, LaunchConfig, TrainingRuns
 

@@ -159,9 +159,8 @@ def _priced(
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     peaks = device_constants([site.device])
-    narrow = {name for name in PRECISIONS if not np.all(peaks.peak8 > peaks.peak16) and "8" in name}
-    narrow |= {name for name in ("mxfp8", "nvfp4") if not np.all(peaks.peak4 > peaks.peak8)}  # both came with the same multiprocessors
-    if slow := sorted(narrow & {*launches.precision.tolist()}):
+    faster = {"fp": np.any(peaks.peak8 > peaks.peak16), "mx": np.any(peaks.peak4 > peaks.peak8), "nv": np.any(peaks.peak4 > peaks.peak8)}
+    if slow := [name for name in {*launches.precision.tolist()} if PRECISIONS[name] < 2 and not faster[name[:2]]]:
         raise ValueError(f"{site.device} multiplies no {slow[0]} numbers; expected another precision or device")
     runs = priced_runs(launches, sizes, site)
     precisions = launches.precision if (launches.precision != launches.precision[:1]).any() else launches.precision[:1]
@@ -201,8 +200,9 @@ def experts(
     alike = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), alike), 1.0)
     largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
-    # a token's copies, sent to the experts and back, in 16 bits; recomputation of whole blocks keeps none
-    sent_bytes = np.where(runs.recompute == "full", 0.0, 4 * tokens * sizes.active * sizes.width)
+    # a token's copies, by Megatron those that came to the experts, as their matmuls read them; recomputation of whole blocks keeps none
+    each = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize(), 2.0), 4.0)
+    sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
     kept = blocks * local * largest
     kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
     kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes

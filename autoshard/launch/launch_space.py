@@ -21,14 +21,10 @@ from itertools import product
 import numpy as np
 
 from .blocks_of_stages import ENDS
-from .legality import broken_rules, legal
+from .legality import RECOMPUTED, broken_rules, legal
 from .model_sizes import ModelSizes
 from .runs import FIELDS, Launch, TrainingRuns
 
-RECOMPUTED = {
-    "torchtitan": ("none", "selective_op", "selective_layer", "full"), "megatron": ("none", "attn", "full"), "accelerate": ("none", "full"),
-    "nanotron": ("none", "full"), "deepspeed": ("none", "full"), "automodel": ("none", "selective_op", "full"),
-}  # fmt: skip
 STAGES = {  # schedule, stages per device, split; of pipelines
     "torchtitan": [*((name, n, ENDS) for name, n in (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4), ("ZBVZeroBubble", 2)))],
     "megatron": [*(("1F1B" if n == 1 else "Interleaved1F1B", n, split) for n in (1, 2, 4) for split in ("", ENDS)),
@@ -81,15 +77,17 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
 
 
-def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> TrainingRuns:
-    """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal."""
+def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False) -> TrainingRuns:
+    """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal. only8: without gathers in
+    16 bits where those in 8 are legal."""
     kept = structures[legal(structures, sizes, launcher)]
     most = int(kept.global_batch.max(initial=1))
     sizes_of = [2**k for k in range(int(np.log2(min(LARGEST_MICROBATCH, most))) + 1)]
     experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if sizes.experts else [1]
     if launcher in ("accelerate", "nanotron", "deepspeed"):
         experts = [1]
-    if len(kept) * len(experts) * len(sizes_of) * len(RECOMPUTED[launcher]) > MOST:
+    kinds = [*dict.fromkeys([*RECOMPUTED[launcher], *kept.recompute[:1].tolist()])]
+    if len(kept) * len(experts) * len(sizes_of) * len(kinds) > MOST:
         kept = kept[(kept.shard == 1) | (kept.shard == kept.data)]
     mixtures, parts = [], []
     for expert in experts:
@@ -103,8 +101,9 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> Trai
         mixtures += of_experts
     ways = TrainingRuns.joined(mixtures)
     in8 = ways.with_columns(gather8=np.ones(len(ways), bool))
-    ways = TrainingRuns.joined([ways, in8[legal(in8, sizes, launcher)]])
-    for microbatch, kind in product(sizes_of, RECOMPUTED[launcher]):  # launches with the same blocks are neighbors
+    allowed = legal(in8, sizes, launcher)
+    ways = TrainingRuns.joined([ways[~allowed] if only8 else ways, in8[allowed]])
+    for microbatch, kind in product(sizes_of, kinds):  # launches with the same blocks are neighbors
         part = ways.with_columns(microbatch=np.full(len(ways), microbatch), recompute=np.full(len(ways), kind))
         parts.append(part[legal(part, sizes, launcher)])
     return TrainingRuns.joined(parts)

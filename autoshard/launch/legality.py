@@ -14,7 +14,7 @@ import numpy as np
 
 from .blocks_of_stages import ENDS, listed
 from .model_sizes import ModelSizes
-from .runs import LOOPED, SINGLE, V_SHAPED, Launch, TrainingRuns
+from .runs import LOOPED, MODULAR, SINGLE, V_SHAPED, Launch, TrainingRuns
 
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron", "deepspeed", "automodel")
 
@@ -32,6 +32,11 @@ PRECISIONS = {  # that configurations express
     "megatron": ("bf16", "fp16", "fp32", "fp8", "fp8_blockwise", "mxfp8", "nvfp4"), "nanotron": ("bf16", "fp16", "fp32", "fp8"),
     "deepspeed": ("bf16", "fp16", "fp32"), "automodel": ("bf16", "fp8", "fp8_rowwise"),
 }  # fmt: skip
+RECOMPUTED = {  # ... and which `degrees` tries
+    "torchtitan": ("none", "selective_op", "selective_layer", "full"), "megatron": ("none", "attn", "mla_up_proj", "full"),
+    "automodel": ("none", "selective_op", "full"), **dict.fromkeys(("accelerate", "nanotron", "deepspeed"), ("none", "full")),
+}  # fmt: skip
+EXPRESSED = {"precision": PRECISIONS, "recompute": {**RECOMPUTED, "megatron": (*RECOMPUTED["megatron"], *MODULAR)}}
 TITAN, MEGATRON, ACCELERATE, NANOTRON, DEEPSPEED, AUTOMODEL = ((name,) for name in LAUNCHERS)
 TORCH = (*TITAN, *AUTOMODEL)  # with the schedules of torch
 RULES = (
@@ -40,9 +45,12 @@ RULES = (
          f"{a.data * a.tensor * a.context * a.pipeline} devices, but there are {a.devices}"),
     Rule("shard", LAUNCHERS, lambda c, m: c.data % c.shard != 0,
          lambda a, m: f"{a.data} data parallel ranks can't be shards of {a.shard}"),
-    *(Rule("precision", (name,), lambda c, m, known=known: ~np.isin(c.precision, known),  # type: ignore[misc]
-           lambda a, m, name=name, known=known: f"{name} does not train in {a.precision}; expected {', '.join(known)}")  # type: ignore[misc]
-      for name, known in PRECISIONS.items()),
+    *(Rule(name, (launcher,), lambda c, m, name=name, known=known: ~np.isin(getattr(c, name), known),  # type: ignore[misc]
+           lambda a, m, name=name, known=known, launcher=launcher:  # type: ignore[misc]
+           f"{launcher} has no {name} {getattr(a, name)}; expected {', '.join(known[:8])}")
+      for name, table in EXPRESSED.items() for launcher, known in table.items()),
+    Rule("recompute", MEGATRON, lambda c, m: np.isin(c.recompute, [name for name in MODULAR if "mla" in name]) & (not m.latent),
+         lambda a, m: "the model has no latent attention, so no mla_up_proj to recompute"),
     Rule("8-bit gather", TORCH, lambda c, m: c.gather8 & ((c.precision != "fp8") | (c.zero < 2)),
          lambda a, m: f"parameters are gathered in 8 bits where FSDP shards them and matmuls run in fp8, not {a.precision}"),
     Rule("8-bit gather", MEGATRON, lambda c, m: c.gather8 & (~np.isin(c.precision, ("fp8", "fp8_blockwise", "mxfp8")) | (c.zero == 0)),

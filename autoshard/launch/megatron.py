@@ -13,7 +13,7 @@ from typing import Any
 
 from .blocks_of_stages import counts_of, split_of
 from .model_sizes import ModelSizes
-from .runs import Launch, LaunchConfig, Overrides
+from .runs import MODULES, Launch, LaunchConfig, Overrides
 from .texts import arguments_of, flat, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
@@ -42,7 +42,6 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
 }  # fmt: skip
 MOST_LETTERS = 10_000  # of a layout
 EXPERT_OVERLAP = "overlap-moe-expert-parallel-comm"
-RECOMPUTED = {"full": "full", "selective": "attn"}
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
 FP8_RECIPES = {"blockwise": "fp8_blockwise", "mxfp8": "mxfp8"}  # those with one scale per tensor, delayed or not, cost the same here
@@ -78,9 +77,8 @@ def _of_data(data: Mapping[str, Any]) -> Arguments:
         arguments.update({"seq-length": arguments.get("encoder-seq-length", []), "tokenizer-type": arguments.get("type", ["?"])})
         switches = {"swiglu": "swiglu" in str(said.get("activation")), "use-distributed-optimizer": "distributed" in str(said.get("optim"))}
         arguments.update({name: [] for name, is_on in switches.items() if is_on})
-        if arguments.text("recompute-granularity") != "full":
-            for name in ("recompute-method", "recompute-num-layers"):
-                arguments.pop(name, None)
+        for name in ("recompute-method", "recompute-num-layers") if arguments.text("recompute-granularity") != "full" else ():
+            arguments.pop(name, None)
     if said.get("num-query-groups"):
         arguments["group-query-attention"] = []
     if said.get("should-pad-vocab") is False:
@@ -92,12 +90,10 @@ def _of_data(data: Mapping[str, Any]) -> Arguments:
 
 def _of_precision(name: str) -> Arguments:
     """Of a name: "bf16-mixed", or a recipe of Megatron-Bridge, "bf16_with_mxfp8_mixed"."""
-    words = {"bf16": "bf16" in name, "fp16": "16" in name and "bf16" not in name}
-    arguments = Arguments({word: [] for word, is_in in words.items() if is_in})
+    words: dict[str, list[str]] = {"bf16": []} if "bf16" in name else {"fp16": []} if "16" in name else {}
     recipe = next((recipe for part, recipe in NAMED_RECIPES.items() if part in name.replace("-", "_")), "")
-    if recipe:
-        arguments.update({"fp8-format": ["hybrid"], "fp8-recipe": [recipe], **({} if recipe == "blockwise" else {"fp8-param-gather": []})})
-    return Arguments({**arguments, "fp4-format": ["e2m1"]}) if "fp4" in name else arguments
+    words |= {"fp8-format": ["hybrid"], "fp8-recipe": [recipe]} if recipe else {"fp4-format": ["e2m1"]} if "fp4" in name else {}
+    return Arguments(words | ({"fp8-param-gather": []} if recipe not in ("", "blockwise") else {}))
 
 
 def _of_sections(data: Mapping[str, Any]) -> Arguments:
@@ -117,8 +113,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     devices = known.devices
     if devices is None and ("nproc-per-node" in a or "nnodes" in a or "world-size" in a):
         devices = a.number("world-size", a.number("nproc-per-node", known.per_node, 1) * a.number("nnodes", 1, 1))
-    if devices is None:
-        devices = known.need("devices", path, "--devices")
+    devices = devices or known.need("devices", path, "--devices")
     data = max(devices // (tensor * pipeline * context), 1)
     microbatch = a.number("micro-batch-size", known.microbatch or 1)
     sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED) * tensor)
@@ -127,21 +122,26 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     virtual, split = _stages(a, sizes, pipeline)
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
-    if "core_attn" not in " ".join(a.get("recompute-modules", ["core_attn"])) and granularity == "selective":
-        granularity = "none"  # some small modules alone
+    recompute = _modules(a, sizes) if granularity == "selective" else granularity if granularity == "full" else "none"
     launch = Launch(
         devices=devices, seq=known.seq or a.number("seq-length", 2048),
         global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch,
         data=data, shard=data if zero else 1, zero=zero, tensor=tensor, sequence_parallel="sequence-parallel" in a and tensor > 1,
         context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
-        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), gather8="fp8-param-gather" in a,
-        split=split,
-        group=a.number(GROUP, 1, 1),
-        offload="optimizer-cpu-offload" in a,
+        recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a,
+        split=split, group=a.number(GROUP, 1, 1), offload="optimizer-cpu-offload" in a,
         async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
+
+
+def _modules(a: Arguments, sizes: ModelSizes) -> str:
+    """Those of --recompute-modules that count: dense MLPs beside experts and shared experts are small, moe counts as moe_act."""
+    named = {*re.findall(r"\w+", " ".join(a.get("recompute-modules", [])) or "core_attn")}
+    named |= {name for name, other in (("attn", "core_attn"), ("moe_act", "moe")) if other in named}
+    named -= {name for name, has in (("mla_up_proj", sizes.latent), ("mlp", not sizes.experts), ("moe_act", sizes.experts)) if not has}
+    return "+".join(name for name in MODULES if name in named) or "none"
 
 
 def _check_conflicts(a: Arguments, path: str) -> None:
@@ -284,7 +284,9 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
         "optimizer-cpu-offload": launch.offload,
-        "recompute-granularity": next((name for name, kind in RECOMPUTED.items() if kind == launch.recompute), None),
+        "recompute-granularity": {"none": None, "full": "full"}.get(launch.recompute, "selective"),
+        "recompute-modules": [{"attn": "core_attn"}.get(name, name) for name in launch.recompute.split("+")]
+        if launch.recompute not in ("none", "full") else None,
         "bf16": launch.precision not in ("fp32", "fp16"), "fp16": launch.precision == "fp16",
         "fp8-format": "hybrid" if "fp8" in launch.precision else None, "fp4-format": "e2m1" if launch.precision == "nvfp4" else None,
         "fp8-recipe": next((name for name, precision in FP8_RECIPES.items() if precision == launch.precision), None),

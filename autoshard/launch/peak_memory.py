@@ -26,7 +26,7 @@ from autoshard.cost import StackConstants, memory_errors
 
 from .allocations import excess
 from .block_memory import input_bytes, kept_bytes, largest_live, result_bytes
-from .block_time import KEEPS, PART, Names, RunConstants, of_each_kind, rows_of_kinds
+from .block_time import KEEPS, PART, Names, RunConstants, of_each_kind, of_modules, rows_of_kinds
 from .blocks_of_stages import Stages, stages
 from .captured_block import Sizes, tasks_of
 from .runs import V_SHAPED, TrainingRuns
@@ -230,12 +230,14 @@ def _of_one_kind(
     tasks, sizes = tasks_of(family, scheme), Sizes(runs)
     forward, stack = tasks["forward block"], constants.stack
     regathers = np.where(constants.memory.gathered > 0, runs.pipeline > 1, np.maximum(stack.regathers, stack.fused_accumulation))
-    scores = 0.0 if recompute == "attn" else SCORES * runs.tokens * runs.seq * runs.heads / runs.tensor
+    scores = 0.0 if "attn" in recompute else SCORES * runs.tokens * runs.seq * runs.heads / runs.tensor
     in8 = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize() / 2, 1.0), 1.0)  # Transformer Engine keeps what it has cast
-    everything = kept_bytes(forward, sizes, how, regathers, in8) + np.where(stack.flash > 0, 0.0, scores)
+    modules = of_modules(forward, recompute)
+    less = [replace(task, kept=task.kept and (i not in modules or task.kind == "attention")) for i, task in enumerate(forward)]
+    everything, some = (kept_bytes(tasks, sizes, how, regathers, in8) + np.where(stack.flash > 0, 0.0, scores) for tasks in (forward, less))
     backward = largest_live(tasks["backward block"], sizes, how)
     if recompute not in KEEPS:
-        return everything, backward
+        return some, everything - some + backward
     keeps, part = KEEPS[recompute](forward), PART.get(recompute, 1.0)
     some = input_bytes(forward, sizes)
     for i, task in enumerate(forward):

@@ -70,7 +70,7 @@ class Ranking:
         few, simplest = np.arange(min(len(self), GROUPED)), self.simplest
         c, rates = self.columns[few], self.prices.expected[few].tolist()
         same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.expert, c.expert_tensor, c.zero, c.gather8, c.recompute, c.async_expert,
-                c.deepep, c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
+                c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
         groups: dict[int, list[list[int]]] = {}
         for row, kind in enumerate(distinct(same)[1].tolist()):
             known = groups.setdefault(kind, [])
@@ -78,10 +78,10 @@ class Ranking:
                 known[-1].append(row)
             else:
                 known.append([row])
-        context, split, shard = c.context.tolist(), c.split.tolist(), c.shard.tolist()
+        context, split, shard, deepep = (column.tolist() for column in (c.context, c.split, c.shard, c.deepep))
         rows = []
         for group in sorted(group for known in groups.values() for group in known):
-            rows.append((min(group, key=lambda row: (context[row], split[row], -shard[row])), len(group), simplest in group))
+            rows.append((min(group, key=lambda row: (context[row], deepep[row], split[row], -shard[row])), len(group), simplest in group))
         first = next(((simplest, n) for _, n, has in rows if has), (simplest, 1))
         return [first, *((row, n) for row, n, has in rows if not has)][:count]
 
@@ -122,7 +122,7 @@ def ranking(
     doesn't depend on it. ValueError where no launch is legal.
     """
     splits = structures(fixed, launcher)
-    columns = launches(splits, sizes, launcher)
+    columns = launches(splits, sizes, launcher, fixed.gather8)
     if not len(columns):
         count = ", ".join(f"{rule} {n}" for rule, n in illegal_by_rule(splits, sizes, launcher).items())
         raise ValueError(

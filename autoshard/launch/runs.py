@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from .model_sizes import ModelSizes
 SINGLE, LOOPED, V_SHAPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"), ("ZBVZeroBubble", "DualPipeV")
 SCHEDULES = SINGLE + LOOPED + V_SHAPED  # torch.distributed.pipelining's names; Megatron and nanotron have the first three of them
 ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)  # backward passes are of inputs and of weights, apart
-RECOMPUTE = ("none", "selective_op", "selective_layer", "attn", "full")
+MODULES = ("attn", "layernorm", "mla_up_proj", "mlp", "moe_act")  # that Megatron recomputes alone, or several of them
+MODULAR = tuple("+".join(some) for n in range(len(MODULES)) for some in combinations(MODULES, n + 1))
+RECOMPUTE = ("none", "selective_op", "selective_layer", "full", *MODULAR)
 # bytes per element of the blocks' matmuls' inputs, with their scales: one per tensor (fp8), row, block of 128 or 128 x 128, of 32, of 16
 PRECISIONS = {
     "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_rowwise": 1.0, "fp8_blockwise": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16,

@@ -279,10 +279,15 @@ def json_text(data: Mapping[str, Any]) -> str:
     return _as_written(json.dumps(data, indent=2) + "\n", data, json.loads)
 
 
+def argument_words(value: Any) -> str:
+    """Behind an option's name."""
+    return "" if value is True else "".join(f" {shlex.quote(str(word))}" for word in (value if isinstance(value, list) else [value]))
+
+
 def arguments_text(options: Mapping[str, Any]) -> str:
     """Options as lines of a command: True is a flag, False and None are left out."""
     rows = [
-        f"--{name}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        f"--{name}{argument_words(value)}"
         for name, value in options.items()
         if value not in (None, False)
     ]

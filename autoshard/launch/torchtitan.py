@@ -185,7 +185,7 @@ def place(text: str, path: str, name: str) -> str:
     section = Nested(parsed(text, path), path, RESEMBLING | {"local_batch_size", "enable"})
     key = name.rpartition(".")[2]
     names = FORMER.get(name, [f"{part}.{key}" for part in SECTIONS if name.startswith("parallelism.")])
-    return next((other for other in names if section.value(other) is not None), name) if section.value(name) is None else name
+    return next((other for other in (name, *names) if section.value(other) is not None), name)
 
 
 def settings(config: LaunchConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # columns of a table of launches, with what goes without saying. Those in which no rows differ are said once
 COLUMNS = {
     "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-",
-    "lay\ners": "even", "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "8bit\ngather": "no", "shard": "all",
+    "lay\ners": "even", "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "gath\ner8": "no", "shard": "all",
 }  # fmt: skip
 ALWAYS = ("dp", "tp", "pp", "mbs")
 SHORT = {"Interleaved1F1B": "VPP", "ZBVZeroBubble": "ZBV", "selective_op": "op", "selective_layer": "layer", "none": "-"}
