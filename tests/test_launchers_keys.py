@@ -185,7 +185,6 @@ def test_check_refuses_a_misspelled_key(tmp_path):
     [
         ("check", "nanotron/qwen.yaml", "may be of several launchers; add --launcher accelerate, nanotron, deepspeed, automodel,"),
         ("show", "nanotron/qwen.yaml", "may be of several launchers; add --launcher accelerate"),
-        ("simulate", "megatron/gpt3_175b.sh", "looks like a launcher's configuration, not like a plan; `autoshard check`, `fits`, `show`"),
         ("export", "torchtitan/llama3_8b.toml", "looks like a launcher's configuration, not like a plan; `autoshard check`, `fits`"),
     ],
 )

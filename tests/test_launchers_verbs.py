@@ -127,6 +127,14 @@ def test_check_says_where_nothing_helps_and_counts_one_as_one():
     assert "90.1e3 parameters" in said
 
 
+def test_simulate_of_a_configuration_shows_it():
+    config = str(DATA / "torchtitan" / "llama3_70b.toml")
+    simulated, shown_ = (run(verb, config, "--devices", "64") for verb in ("simulate", "show"))
+    assert simulated[:2] == shown_[:2] and "`simulate CONFIGURATION` is now `show CONFIGURATION`" in simulated[2]
+    known = str(DATA / "nanotron" / "llama3b.yaml")
+    assert run("simulate", known, "--launcher", "nanotron")[:2] == run("show", known, "--launcher", "nanotron")[:2]
+
+
 def test_stages_that_are_alike_are_said_once():
     config = str(DATA / "recipes" / "deepseek_v3_h100_fp8.yaml")
     said = " ".join(run("check", config, "--launcher", "megatron", "--devices", "1024")[1].split())

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from autoshard.cli.combinations import is_launch
 from autoshard.cli.output import Output, VisibleLines, complain, say
 from autoshard.cli.verbs import Verbs
 from autoshard.version import VERSION
@@ -40,6 +41,7 @@ OLD_VERBS: dict[str, tuple[str, str, Callable[[Words], Words]]] = {
     "report": ("report PLAN MODEL --out PAGE.html", "show PLAN --html PAGE.html --model MODEL", _page),
     "show-prices": ("show-prices", "calibrate show", lambda words: ["calibrate", "show", *words]),
     "diff": ("diff A B", "show A B", lambda words: ["show", *words]),
+    "simulate": ("simulate CONFIGURATION", "show CONFIGURATION", lambda words: ["show", *words]),  # of a launcher
 }
 
 
@@ -48,6 +50,8 @@ def rewritten(argv: Sequence[str]) -> Words:
     words = list(argv)
     place = next((k for k, word in enumerate(words) if word[:1] != "-" and words[k - 1 : k] != ["--log-level"]), None)
     if place is None or words[place] not in OLD_VERBS:
+        return words
+    if words[place] == "simulate" and not is_launch((words[place + 1 :] or [""])[0], "" if "--launcher" in words else None):
         return words
     before, now, rewrite = OLD_VERBS[words[place]]
     complain(f"autoshard: `{before}` is now `{now}`")
