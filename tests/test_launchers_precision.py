@@ -159,10 +159,26 @@ def test_recipes_of_nemo_are_read():
     assert read_configuration("megatron", virtual, "a.yaml", Overrides(devices=64)).launch.virtual == 4
 
 
-# --- recomputation of modules
-
 SHELL = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu --vocab-size 128256 --bf16 \\\n"
 SHELL += "--group-query-attention --num-query-groups 8 --micro-batch-size 1 --global-batch-size 8 --seq-length 8192"
+
+
+def test_shards_of_the_distributed_optimizer_and_of_fsdp_are_changed_where_they_are_said():
+    text, known = f"{SHELL} --use-distributed-optimizer --num-distributed-optimizer-instances 2\n", Overrides(devices=8)
+    one = read_configuration("megatron", text, "a.sh", known)
+    assert (one.launch.shard, one.launch.zero, one.launch.data) == (4, 1, 8)
+    for name in ("train_llama3_8b_fsdp_h100_fp8.sh", "moe__deepseek_proxy_fsdp_ep2_fsdp2.yaml"):
+        path = RECIPES.parent / "more" / f"megatron__{name}"
+        one = read_configuration("megatron", path.read_text(), name, known)
+        assert one.launch.zero == 3
+        for zero, shard in ((0, 1), (1, one.launch.data), (3, one.launch.data)):
+            to = replace(one.launch, zero=zero, shard=shard, gather8=one.launch.gather8 and zero > 0)
+            written = edited_text("megatron", LaunchConfig(to, one.sizes), path.read_text(), name, known)
+            assert read_configuration("megatron", written, name, known).launch == to
+
+
+# --- recomputation of modules
+
 MODULES = [  # what a script says, and what of it counts
     ("--recompute-granularity selective", "attn"), ("--recompute-granularity selective --recompute-modules core_attn", "attn"),
     ("--recompute-granularity selective --recompute-modules layernorm mlp", "layernorm+mlp"),

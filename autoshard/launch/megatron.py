@@ -32,6 +32,7 @@ CONFLICTS = (
 )  # fmt: skip
 EXCLUSIVE = (
     frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF}),
+    frozenset({"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy", "use-distributed-optimizer"}),
     frozenset({"recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method"}),
 )  # fmt: skip
 OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
@@ -40,8 +41,7 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
     "sequence-length": "seq-length", "devices": "nproc-per-node", "num-nodes": "nnodes", "fp8": "fp8-format", "fp4": "fp4-format",
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
-MOST_LETTERS = 10_000  # of a layout
-EXPERT_OVERLAP = "overlap-moe-expert-parallel-comm"
+EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
 FP8_RECIPES = {"blockwise": "fp8_blockwise", "mxfp8": "mxfp8"}  # those with one scale per tensor, delayed or not, cost the same here
@@ -125,9 +125,9 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     recompute = _modules(a, sizes) if granularity == "selective" else granularity if granularity == "full" else "none"
     launch = Launch(
         devices=devices, seq=known.seq or a.number("seq-length", 2048),
-        global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch,
-        data=data, shard=data if zero else 1, zero=zero, tensor=tensor, sequence_parallel="sequence-parallel" in a and tensor > 1,
-        context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
+        global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch, data=data,
+        shard=data // a.number(INSTANCES, 1, 1) if zero else 1, zero=zero, tensor=tensor, context=context, expert=expert,
+        sequence_parallel="sequence-parallel" in a and tensor > 1, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a,
         split=split, group=a.number(GROUP, 1, 1), offload="optimizer-cpu-offload" in a,
@@ -191,8 +191,8 @@ def layout_stages(layout: str) -> list[str]:
     text = layout.replace(",", "").strip("\"' ")
 
     def repeated(part: re.Match) -> str:
-        if len(part[1]) * integer(part[2], f"a factor of {layout[:40]}", 0) > MOST_LETTERS:
-            raise ValueError(f"--pipeline-model-parallel-layout {layout[:40]} has over {MOST_LETTERS} modules; expected those of the model")
+        if len(part[1]) * integer(part[2], f"a factor of {layout[:40]}", 0) > 10_000:
+            raise ValueError(f"--pipeline-model-parallel-layout {layout[:40]} has over 10000 modules; expected those of the model")
         return part[1] * int(part[2])
 
     for group in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -283,7 +283,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "pipeline-model-parallel-layout": layout_text(counts_of(launch, m.layers, m.mtp), m.mtp) if launch.split else None,
         GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
-        "optimizer-cpu-offload": launch.offload,
+        "optimizer-cpu-offload": launch.offload, INSTANCES: launch.replicate if launch.zero and launch.replicate > 1 else None,
         "recompute-granularity": {"none": None, "full": "full"}.get(launch.recompute, "selective"),
         "recompute-modules": [{"attn": "core_attn"}.get(name, name) for name in launch.recompute.split("+")]
         if launch.recompute not in ("none", "full") else None,
