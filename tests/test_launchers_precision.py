@@ -215,10 +215,28 @@ def test_a_module_that_is_recomputed_keeps_nothing_and_takes_its_kernels_again()
         assert sum(more.values()) > sum(seconds.values())
 
 
-def test_published_recipes_fit_with_what_they_recompute():
-    """DeepSeek-V3 in nvfp4 on 256 B200 was published as running; without recomputation it does not fit."""
-    text = (RECIPES / "deepseek_v3_b200_nvfp4.yaml").read_text()
-    for modules, fits in (("selective", True), ("null", False)):
-        other = text.replace("recompute_granularity: selective", f"recompute_granularity: {modules}")
-        one = read_configuration("megatron", other, "a.yaml", Overrides(devices=256))
-        assert check_launch(one, "megatron", Site("b200", memory=180e9), changes=False).fits is fits
+SITES = {"deepseek_v3_b200_nvfp4": (256, Site("b200", memory=180e9)), "deepseek_v3_h100_fp8": (1024, Site())}
+
+
+@pytest.mark.parametrize("recipe", SITES)
+def test_published_recipes_fit_with_what_they_recompute(recipe):
+    """Both were published as running; without recomputation they do not fit, nor on H100 with gradients in 32 bits."""
+    text, (devices, site) = (RECIPES / f"{recipe}.yaml").read_text(), SITES[recipe]
+    for old, new, fits in (("", "", True), ("granularity: selective", "granularity: null", False), ("fp32: false", "fp32: true", None)):
+        one = read_configuration("megatron", text.replace(old, new), "a.yaml", Overrides(devices=devices))
+        assert one.launch.grads16 == ("grad_reduce_in_fp32: false" in text.replace(old, new))
+        assert check_launch(one, "megatron", site, changes=False).fits is ("b200" in recipe if fits is None else fits)
+
+
+def test_gradients_in_16_bits_take_half():
+    launch = Launch(64, 4096, 64, data=64, shard=64, zero=1)
+    wide, narrow = (of(replace(launch, grads16=is_on), site=Site("h100", network=1e9)) for is_on in (False, True))
+    assert narrow[1]["gradients"] == pytest.approx(wide[1]["gradients"] / 2)
+    assert narrow[0]["data parallel"] < 0.8 * wide[0]["data parallel"]
+    both = TrainingRuns.of([launch, replace(launch, grads16=True)])
+    prices = prices_of(both, LLAMA8, Site(), "megatron")
+    alone = [prices_of(both[np.array([i])], LLAMA8, Site(), "megatron") for i in (0, 1)]
+    assert prices.seconds.tolist() == [one.seconds[0] for one in alone] and prices.bytes.tolist() == [one.bytes[0] for one in alone]
+    titan = TITAN.format("") + 'mixed_precision_reduce = "bfloat16"\n'
+    one = read_configuration("torchtitan", titan, "a.toml", Overrides(devices=64))
+    assert one.launch.grads16 and edited_text("torchtitan", one, titan, "a.toml", Overrides(devices=64)) == titan

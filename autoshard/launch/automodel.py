@@ -108,10 +108,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
                 **({"pipeline": stages} if launch.pipeline > 1 else {}),
             },
             "dataset": {"seq_len": launch.seq},
-            "fp8": {
-                "enabled": launch.precision != "bf16" or None, "recipe_name": "rowwise" if launch.precision == "fp8_rowwise" else None,
-                GATHERS8: launch.gather8 if launch.precision == "fp8" else None,
-            },
+            "fp8": {"enabled": launch.precision != "bf16" or None, GATHERS8: launch.gather8 if launch.precision == "fp8" else None,
+                    "recipe_name": "rowwise" if launch.precision == "fp8_rowwise" else None},
             "compile": {"enabled": launch.compiled or None}, DEEPEP: "deepep" if launch.deepep else None,
         }
     )  # fmt: skip

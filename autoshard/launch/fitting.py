@@ -26,9 +26,8 @@ SURE = 0.9
 MOST_SEQUENCES = 512  # of a microbatch that is looked at
 CHUNKS = 8  # torchtitan's ChunkedCELoss, Liger's fused linear cross entropy
 CHUNKED, OFFLOADED = f"the loss in {CHUNKS} chunks", "the optimizer's state in the host's memory"
-SWITCHES = {  # what launchers can switch on that is no field of a launch: columns of TrainingRuns
-    "torchtitan": {CHUNKED: ("loss_chunks", CHUNKS)}, "accelerate": {CHUNKED: ("loss_chunks", CHUNKS)},
-}  # fmt: skip
+# what launchers can switch on that is no field of a launch: columns of TrainingRuns
+SWITCHES = dict.fromkeys(("torchtitan", "accelerate"), {CHUNKED: ("loss_chunks", CHUNKS)})
 TOGETHER = 3  # changes at once, where one is not enough
 Move = tuple[str, Mapping[str, Any], Mapping[str, int]]  # what, fields of a launch, columns
 

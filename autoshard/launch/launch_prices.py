@@ -25,10 +25,7 @@ from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory
 from .runs import PRECISIONS, TrainingRuns
 from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
 
-STACKS = {  # those of torchtitan know torch's FSDP and pipelines
-    "torchtitan": "torchtitan", "megatron": "megatron_core", "accelerate": "accelerate", "nanotron": "nanotron", "deepspeed": "accelerate",
-    "automodel": "torchtitan",
-}  # fmt: skip
+STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate", "automodel": "torchtitan"}  # others have their own
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
 LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds
@@ -116,7 +113,7 @@ def launch_memory(launches: TrainingRuns, sizes: ModelSizes, site: Site, launche
 
 def interval(launcher: str) -> tuple[float, float]:
     """Factors of a predicted rate between which SHARE of measured runs are expected: from errors on runs that no constant was fitted to."""
-    low, high = (float(np.ravel(bound)[0]) for bound in spread_of([STACKS[launcher]], SHARE))
+    low, high = (float(np.ravel(bound)[0]) for bound in spread_of([STACKS.get(launcher, launcher)], SHARE))
     return float(np.exp(-high)), float(np.exp(-low))
 
 
@@ -165,6 +162,9 @@ def _priced(
     runs = priced_runs(launches, sizes, site)
     precisions = launches.precision if (launches.precision != launches.precision[:1]).any() else launches.precision[:1]
     constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], precisions, fitted=fitted)
+    if launches.grads16.any():
+        of = np.full(1, 2.0) if launches.grads16.all() else np.where(launches.grads16, 2.0, constants.stack.gradient_bytes)
+        constants = replace(constants, stack=replace(constants.stack, gradient_bytes=of), memory=replace(constants.memory, gradients=of))
     if site.inside is not None:
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))

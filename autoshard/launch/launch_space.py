@@ -86,7 +86,7 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: 
     experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if sizes.experts else [1]
     if launcher in ("accelerate", "nanotron", "deepspeed"):
         experts = [1]
-    kinds = [*dict.fromkeys([*RECOMPUTED[launcher], *kept.recompute[:1].tolist()])]
+    kinds = [*dict.fromkeys([*(kind for kind in RECOMPUTED[launcher] if sizes.latent or "mla" not in kind), *kept.recompute[:1].tolist()])]
     if len(kept) * len(experts) * len(sizes_of) * len(kinds) > MOST:
         kept = kept[(kept.shard == 1) | (kept.shard == kept.data)]
     mixtures, parts = [], []

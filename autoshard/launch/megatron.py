@@ -64,7 +64,8 @@ def _of_data(data: Mapping[str, Any]) -> Arguments:
     model, mixed = data["model"] if isinstance(data.get("model"), Mapping) else {}, data.get("mixed_precision", {})
     arguments, said = Arguments({**_of_sections(data), **_of_sections(model)}), {_name(key): value for key, value in model.items()}
     named = mixed if isinstance(mixed, str) else arguments.text("precision")
-    arguments.update(_of_sections(mixed) if isinstance(mixed, Mapping) else {})
+    if isinstance(mixed, Mapping):
+        arguments.update(_of_sections(mixed) | ({"grad-reduce-in-bf16": []} if mixed.get("grad_reduce_in_fp32") is False else {}))
     arguments.update(_of_precision(named))
     for field, argument in (("share-embeddings-and-output-weights", "untie-embeddings-and-output-weights"),
                             ("add-bias-linear", "disable-bias-linear"), ("bias", "disable-bias-linear")):  # fmt: skip
@@ -129,7 +130,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         shard=data // a.number(INSTANCES, 1, 1) if zero else 1, zero=zero, tensor=tensor, context=context, expert=expert,
         sequence_parallel="sequence-parallel" in a and tensor > 1, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
-        recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a,
+        recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a, grads16="grad-reduce-in-bf16" in a,
         split=split, group=a.number(GROUP, 1, 1), offload="optimizer-cpu-offload" in a,
         async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
     )  # fmt: skip
@@ -290,7 +291,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "bf16": launch.precision not in ("fp32", "fp16"), "fp16": launch.precision == "fp16",
         "fp8-format": "hybrid" if "fp8" in launch.precision else None, "fp4-format": "e2m1" if launch.precision == "nvfp4" else None,
         "fp8-recipe": next((name for name, precision in FP8_RECIPES.items() if precision == launch.precision), None),
-        "fp8-param-gather": launch.gather8,
+        "fp8-param-gather": launch.gather8, "grad-reduce-in-bf16": launch.grads16,
     }  # fmt: skip
     if launch.recompute == "full":
         options |= {"recompute-method": "uniform", "recompute-num-layers": 1}

@@ -61,6 +61,7 @@ class Launch:
     async_expert: bool = False  # tokens travel to experts and back beside the compute of another microbatch
     deepep: bool = False  # a token goes to a node once, however many of its experts are there (DeepEP, HybridEP)
     gather8: bool = False  # parameters of blocks are gathered in 8 bits: they are cast where they are owned
+    grads16: bool = False  # gradients are reduced in 16 bits
     split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
     group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
     passes: int = 1  # of a step: the pipeline runs empty after each
@@ -98,7 +99,7 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in ("split", "passes", "schedule", "offload", "gather8")}
+DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in "split passes schedule offload gather8 grads16".split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
 DEFAULTS["loss_chunks"] = 1  # of the tokens, one after the other, for which logits exist

@@ -112,6 +112,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
         recompute=_recompute(section), precision=precision,
         gather8=precision == "fp8" and section.flag(*(f"{part}.{GATHERS8}" for part in FLOAT8)),
+        grads16=section.text("training.mixed_precision_reduce") == "bfloat16",
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
         and section.value("parallelism.pipeline_parallel_expert_parallel_overlap") is not False,
@@ -200,10 +201,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
     }  # fmt: skip
     if sizes.experts:
-        parallelism |= {
-            "expert_parallel_degree": launch.expert, EXPERT_TENSOR: launch.expert_tensor,
-            "expert_parallel_comm_backend": "deepep" if launch.deepep else "standard",
-        }  # fmt: skip
+        parallelism |= {"expert_parallel_degree": launch.expert, EXPERT_TENSOR: launch.expert_tensor,
+                        "expert_parallel_comm_backend": "deepep" if launch.deepep else "standard"}  # fmt: skip
     if launch.pipeline > 1:
         parallelism |= {
             "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,
@@ -216,6 +215,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
             "training": {
                 "local_batch_size": launch.local_batch, "global_batch_size": launch.global_batch, "seq_len": launch.seq,
                 "mixed_precision_param": "float32" if launch.precision == "fp32" else None,
+                "mixed_precision_reduce": "bfloat16" if launch.grads16 else None,
             },
             "parallelism": parallelism,
             "activation_checkpoint": {"mode": launch.recompute} if launch.recompute in ("none", "full") else selective,

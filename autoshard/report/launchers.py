@@ -93,7 +93,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     cells = (
         row["dp"], row["tp"], row["cp"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"], "yes" if row["async_expert"] else "no",
         "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule,
-        _in_short(row["split"]) or "even", row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]), row["zero"],
+        in_short(row["split"]) or "even", row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]), row["zero"],
         "yes" if row["gather8"] else "no",
         "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
     )  # fmt: skip
@@ -141,7 +141,7 @@ def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable, compa
     if compared and not record["changes"]:
         lines.append(f"no launch of these devices at this global batch {'is faster and ' if record['fits'] else ''}fits")
     for change in record["changes"]:
-        lines.append(f"{gain_text(change)}: {_in_short(change['change'])}")
+        lines.append(f"{gain_text(change)}: {in_short(change['change'])}")
         memory = f"{size(change['memory_bytes'])}, chance to fit {change['chance_to_fit']:.0%}"
         lines.append(f"    {seconds(change['seconds'])} per step, {_rate(change)}, {memory}")
         lines += [f"    {why_text(change[key], say)}" for key, say in WHY if change[key]]
@@ -166,7 +166,7 @@ def _parameters(number: float) -> str:
     return f"{number / 10**power:.3g}e{power} parameters"
 
 
-def _in_short(layers: str) -> str:
+def in_short(layers: str) -> str:
     """1,2,2,2,0 as 1,2x3,0: layers of stages, alone or in a sentence."""
     return re.sub(r"\b(\d+)(?:,\1\b){2,}", lambda same: f"{same[1]}x{same[0].count(',') + 1}", layers)
 
@@ -215,7 +215,7 @@ def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
         lines.append("no microbatch surely fits" if largest is None else surely)
     for change in record["changes"]:
         to = f"{size(change['device_bytes'])}, chance {change['chance_to_fit']:.0%}"
-        what = _in_short(change["change"])
+        what = in_short(change["change"])
         lines.append(f"fits with {what} ({to}), {_price(change['price_seconds'])} per step of {seconds(record['seconds'])}")
         lines.append(f"    {why_text(change['why_bytes'], size)}")
     if (seen := record.get("observed")) is not None:

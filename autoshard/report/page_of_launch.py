@@ -79,12 +79,12 @@ def _change(change: Mapping[str, Any]) -> TableRow:
     rate = f"{change['tokens_per_second_per_device']:.0f} ({low:.0f} to {high:.0f})"
     cells = (launchers.gain_text(change), seconds(change["seconds"]), rate, size(change["memory_bytes"]), f"{change['chance_to_fit']:.0%}")
     why = [launchers.why_text(change[key], say) for key, say in launchers.WHY if change[key]]
-    return TableRow((change["change"], *cells), note="; ".join(why))
+    return TableRow((launchers.in_short(change["change"]), *cells), note="; ".join(why))
 
 
 def _remedy(change: Mapping[str, Any], before: float) -> TableRow:
     cells = (seconds(before + change["price_seconds"]), size(change["device_bytes"]), f"{change['chance_to_fit']:.0%}")
-    return TableRow((change["change"], *cells), note=launchers.why_text(change["why_bytes"], size))
+    return TableRow((launchers.in_short(change["change"]), *cells), note=launchers.why_text(change["why_bytes"], size))
 
 
 def _points(launches: Sequence[Mapping[str, Any]]) -> ReportTable:
