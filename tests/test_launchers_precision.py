@@ -1,5 +1,6 @@
 """Precisions of launches: how configurations say them, what is stored, gathered and kept in 8 or 4 bits, and what that takes."""
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -40,6 +41,7 @@ SAID = [  # launcher, text, precision, whether parameters are gathered in 8 bits
     ("torchtitan", FLOAT8 + "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\n", "fp8", True),
     ("torchtitan", FLOAT8 + '[quantize.linear.float8]\nrecipe_name = "rowwise"\n', "fp8_rowwise", False),
     ("torchtitan", TITAN.format('"float8"') + "[float8]\nenable_fsdp_float8_all_gather = true\n", "fp8", True),
+    ("torchtitan", TITAN.format("") + "[float8]\nenable_float8_linear = true\n", "fp8", False),  # 0.0
     ("automodel", "fp8: {enabled: true}\n", "fp8", False),
     ("automodel", "fp8: {enabled: true, recipe_name: tensorwise, enable_fsdp_float8_all_gather: true}\n", "fp8", True),
     ("automodel", "fp8: {enabled: true, recipe_name: rowwise_with_gw_hp}\n", "fp8_rowwise", False),
@@ -129,6 +131,15 @@ def test_what_a_device_multiplies(device):
                 prices_of(launches, LLAMA8, Site(device), "megatron")
         else:
             assert np.isfinite(prices_of(launches, LLAMA8, Site(device), "megatron").seconds).all()
+
+
+@pytest.mark.parametrize(("recipe", "precision"), [("tensorwise", ("fp8", True)), ("rowwise", ("fp8_rowwise", False))])
+def test_a_saved_registry_has_its_converters_settings_in_their_list(recipe, precision):
+    converter = {"recipe_name": recipe, "enable_fsdp_float8_all_gather": True, "filter_fqns": ["output"], "emulate": False}
+    data = {"model_spec": {"name": "llama3", "flavor": "8B"}, "training": {"seq_len": 8192, "local_batch_size": 1},
+            "model_converters": {"print_after_conversion": False, "converters": [converter]}}  # fmt: skip
+    launch = read_configuration("torchtitan", json.dumps(data), "a.json", Overrides(devices=8)).launch
+    assert (launch.precision, launch.gather8) == precision
 
 
 def test_a_layout_that_is_listed_is_that_of_its_letters():

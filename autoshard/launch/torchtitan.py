@@ -94,7 +94,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     microbatch = degree("pipeline_parallel_microbatch_size") if pipeline > 1 else local
     reshard = section.text("parallelism.fsdp_reshard_after_forward", default="default")
     gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
-    precision = _precision(section)
+    precision, gather8 = _precision(section)
     compiled, parts = section.flag("compile.enable", "training.compile"), str(section.value("compile.components") or ["model", "loss"])
     global_batch = local * data_parallel if global_batch < 1 else global_batch
     if pipeline > 1 and (local % microbatch or global_batch % (local * data_parallel)):
@@ -110,8 +110,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") or not sizes.experts else 1),
         pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers, pipeline),
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
-        recompute=_recompute(section), precision=precision,
-        gather8=precision == "fp8" and section.flag(*(f"{part}.{GATHERS8}" for part in FLOAT8)),
+        recompute=_recompute(section), precision=precision, gather8=gather8,
         grads16=section.text("training.mixed_precision_reduce") == "bfloat16",
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
@@ -164,13 +163,15 @@ def _recompute(section: Nested) -> str:
     return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="op") == "op" else "selective_layer"
 
 
-def _precision(section: Nested) -> str:
-    """Of matmuls."""
+def _precision(section: Nested) -> tuple[str, bool]:
+    """Of matmuls, and whether parameters are gathered in 8 bits. Saved registries have the settings of converters in their list."""
     converters = str(section.value("model.converters") or section.value("model_converters") or "")
-    if "float8" in converters:
-        return "fp8_rowwise" if "rowwise" in section.text(*(f"{part}.recipe_name" for part in FLOAT8)) else "fp8"
+    if "float8" in converters or section.flag("float8.enable_float8_linear"):
+        rowwise = "rowwise" in converters + section.text(*(f"{part}.recipe_name" for part in FLOAT8))
+        gathers8 = section.flag(*(f"{part}.{GATHERS8}" for part in FLOAT8)) or f"'{GATHERS8}': True" in converters
+        return ("fp8_rowwise", False) if rowwise else ("fp8", gathers8)
     plain = {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16")
-    return "mxfp8" if "mx" in converters else plain
+    return "mxfp8" if "mx" in converters else plain, False
 
 
 def model(sizes: ModelSizes) -> dict[str, str]:

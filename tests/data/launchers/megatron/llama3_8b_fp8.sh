@@ -22,6 +22,7 @@ ARGS=(
     --global-batch-size ${GLOBAL_BATCH_SIZE:-128}
     --bf16
     "--fp8-format hybrid"
+    "--fp8-param-gather"
     --tensor-model-parallel-size $TP_SIZE
     # --pipeline-model-parallel-size $PP_SIZE
     --sequence-parallel  # switched off with one tensor parallel rank
