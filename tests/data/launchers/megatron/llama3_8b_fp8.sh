@@ -23,6 +23,7 @@ ARGS=(
     --bf16
     "--fp8-format hybrid"
     "--fp8-param-gather"
+    --grad-reduce-in-bf16
     --tensor-model-parallel-size $TP_SIZE
     # --pipeline-model-parallel-size $PP_SIZE
     --sequence-parallel  # switched off with one tensor parallel rank
