@@ -17,7 +17,7 @@ An op that some choice gives no kernel (a view) waits for its inputs only. In a 
 one microbatch, so many times, then the reductions of the sums, which begin when the last microbatch has ended.
 
 Kernels of a seconds beside collectives of b take max(a, b) + s min(a, b), on several links that of each (simulate.engine), so what is
-beside a chain lengthens it by s. L: links whose seconds beside it are counted, all or the one with most, and their number without m:
+beside a chain lengthens it by s. L: links whose seconds beside it are counted, none, one or all, and |L - m| their number without m:
 
     weight of     a kernel    a collective of link m    a wait within an op
     in the chain  1           1 - s |L - m|             1 - s |L|
@@ -75,7 +75,7 @@ def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain
 def _weights(formulation: Formulation, streams: StreamSeconds) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each L: by stream the weights of what is beside a chain, and by how much more that in it counts."""
     s, links = _slowed(formulation), list(range(1, streams.num - 2))
-    for counted in [[link] for link in links] + [links] * (len(links) != 1):
+    for counted in [[], *([link] for link in links), *[links] * (len(links) > 1)]:
         beside, more = np.zeros(streams.num), np.full(streams.num, 1.0 - s * len(counted))
         beside[[0, EARLY, *counted]], more[[0, EARLY]] = s, 1.0 - s
         yield beside, more
