@@ -267,6 +267,22 @@ def test_what_no_kernel_waits_for_soon_has_a_second_group_and_begins_where_the_f
     assert {node.args[-1] for node in starts(plain)} == {group}  # an axis with nothing else needs none
 
 
+def test_what_no_kernel_waits_for_soon_lets_others_go_first_where_a_later_gap_has_room(pace):
+    group = pace.groups.names[0]
+
+    def step(x, w):
+        x = reduced(x.relu(), group)
+        for _ in range(40):
+            x = x @ x
+        x = reduced(reduced(x, group).relu(), group)
+        return x.relu().relu() @ gathered(w, group)
+
+    module = traced(step, BIG, (256, 512))
+    (rows,) = scheduled([module], pace, 1e9, lambda axis: f"second {axis}")
+    gather, (first, second, _) = next(r for r in rows if r.collective == "all_gather"), [r for r in rows if r.collective == "all_reduce"]
+    assert first.end <= gather.start < gather.end <= second.start  # it would have delayed the first
+
+
 def live(module: fx.GraphModule) -> list[int]:
     *nodes, output = module.graph.nodes
     return [now for node, now in zip(nodes, live_bytes(nodes, output)) if node.op != "placeholder"]
