@@ -284,7 +284,7 @@ def test_a_limit_is_obeyed_and_costs_time():
 
 
 def test_what_fits_nowhere_says_the_smallest_limit_that_would():
-    mesh, asked = Mesh.from_bandwidths((2,)), {"training": True, "baselines": False}
+    mesh, asked = Mesh.from_bandwidths((2,)), {"training": True, "baselines": False, "objective": "serial"}
     with pytest.raises(Infeasible) as caught:
         plan(*mlp.tiny(**SMALL), mesh, **asked, memory_limit=1000)
     low, high = caught.value.smallest_limit
@@ -313,7 +313,7 @@ def test_swapping_the_bandwidths_swaps_the_axis_that_carries_tensor_parallelism(
     found = {}
     for first, (inside, between) in {"inside": (fast, slow), "between": (slow / 4, fast * 4)}.items():
         mesh = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=inside, inter_node_bandwidth=between, devices_per_node=2)
-        solution = plan(*model(), mesh, training=True, baselines=False)
+        solution = plan(*model(), mesh, training=True, baselines=False, objective="serial")
         found[first] = tensor_parallel_axes(solution, ["h.0.mlp.c_fc.weight"])
     assert found == {"inside": {1}, "between": {0}}
 
@@ -350,9 +350,10 @@ def test_five_random_layouts_compute_the_same_on_every_mesh(name, training, size
 
 
 def test_a_plan_is_verified_at_a_smaller_batch():
-    solution = plan(*gpt2.tiny(batch=32), fast_mesh((2, 2)), training=True, baselines=False)
-    assert verify(*gpt2.tiny(batch=8), solution)["ok"]
-    assert_refused("^the solution does not fit this model: ", verify, *gpt2.tiny(batch=1, seq=15), solution)
+    sizes = {"layers": 1}
+    solution = plan(*gpt2.tiny(batch=32, **sizes), fast_mesh((2, 2)), training=True, baselines=False, objective="serial")
+    assert verify(*gpt2.tiny(batch=8, **sizes), solution)["ok"]
+    assert_refused("^the solution does not fit this model: ", verify, *gpt2.tiny(batch=1, seq=15, **sizes), solution)
 
 
 def test_the_plan_of_another_model_is_refused():

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import autoshard
 from tests.helpers_refusals import assert_refused
 
@@ -57,14 +55,10 @@ def test_the_pages_say_nothing_of_the_machine():
         assert not found, f"docs/{name} holds {found[0]}"
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_the_pages_are_the_same_under_any_hash_seed(seed):
-    code = "import sys; sys.path.insert(0, 'docs'); import api, hashlib; print(hashlib.sha256(repr(api.pages()).encode()).hexdigest())"
-    said = [
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": s}, cwd=ROOT, stdout=subprocess.PIPE).stdout
-        for s in ("0", seed)
-    ]
-    assert said[0] == said[1] != b""
+def test_the_pages_are_the_same_under_any_hash_seed():
+    code = "import sys; sys.path.insert(0, 'docs'); import api; print(repr(api.pages()))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}  # that of this process is another
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, cwd=ROOT, text=True) == f"{MADE()!r}\n"
 
 
 # -- which names ---------------------------------------------------------------------------------------------------------------------

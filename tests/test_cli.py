@@ -231,7 +231,8 @@ def test_bad_words_are_refused_in_one_sentence(capsys, argv, sentence):
 def test_log_level_is_one_that_logging_knows(capsys):
     code, _, said = run(capsys, "--log-level", "loud", "doctor")
     assert code == 2 and said == "autoshard: --log-level is loud; expected debug, info, warning, error\n"
-    script = "import logging; from autoshard.cli import main; main(['--log-level', 'info', 'doctor']); logging.getLogger('a').info('heard')"
+    script = "import logging; from autoshard.cli import main; main(['--log-level', 'info', 'calibrate', 'show']); "
+    script += "logging.getLogger('a').info('heard')"
     assert "INFO a: heard" in subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
 
 
@@ -388,7 +389,7 @@ def test_an_impossible_pin_is_refused(capsys, pin, sentence):
 
 def test_a_memory_limit_that_nothing_fits_is_the_answer_no(capsys, tmp_path):
     out_file = tmp_path / "plan.json"
-    words = ("--mesh", "2x2", "--train", "--set", "layers=1", "--memory", "1kB", "--no-baselines", "--quiet")
+    words = ("--mesh", "2", "--train", "--set", "layers=1", "--memory", "1kB", "--no-baselines", "--quiet")
     argv = ("plan", TINY, *words, "--out", str(out_file))
     code, out, err = run(capsys, *argv)
     assert (code, out) == (1, "") and err.startswith("autoshard: ") and "smallest" in err and err.count("\n") == 1

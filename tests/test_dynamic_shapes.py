@@ -80,7 +80,7 @@ LIBRARIES = [
 @pytest.mark.parametrize(("library", "training"), LIBRARIES)
 def test_sizes_follow_from_the_ends(library, training):
     def captured(at):
-        return capture(*library.tiny(batch=at["batch"], seq=at["seq"], loss=training), training=training)
+        return capture(*library.tiny(batch=at["batch"], seq=at["seq"], loss=training, layers=1), training=training)
 
     sized = SizedGraph.of({"batch": Range(1, 16), "seq": Range(8, 64)}, captured)
     for batch, seq in ((3, 24), (8, 17)):
@@ -138,9 +138,8 @@ def test_the_plan_is_the_best_of_all_layouts_by_its_criterion(criterion):
 # -- what is covered -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("criterion", ["average", "median"])
-def test_covers_is_true_where_every_layout_divides(criterion):
-    plan, divided = planned(criterion=criterion), 0
+def test_covers_is_true_where_every_layout_divides():
+    plan, divided = planned(criterion="median"), 0
     sized = SizedGraph.of(RANGES, lambda at: capture(tagger(), batch_of(at["batch"], at["seq"])[:1], training=False))
 
     def divides(at) -> bool:
@@ -277,12 +276,16 @@ FORMS = {
 }
 
 
+@cache
+def planned_as_a_module(mesh: autoshard.Mesh):
+    return autoshard.plan(Reshaping(), (torch.zeros(8, 16, 64),), mesh, dynamic_shapes=(ENDS,), baselines=False)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_pass_plans_ranges_of_every_form_of_graph(form):
-    module, inputs = Reshaping(), (torch.zeros(8, 16, 64),)
-    given, examples = FORMS[form](module, inputs)
+    given, examples = FORMS[form](Reshaping(), (torch.zeros(8, 16, 64),))
     graph, info = autoshard.autosharding_pass(given, example_inputs=examples, dynamic_shapes={"input_0": ENDS}, **LINKS)
-    plan = autoshard.plan(module, inputs, info["solution"].mesh, dynamic_shapes=(ENDS,), baselines=False)
+    plan = planned_as_a_module(info["solution"].mesh)
     found, expected = info["solution"].dynamic_shapes, plan.dynamic_shapes
     assert found is not None and expected is not None and found.inputs == {"input_0": ("batch", "seq", None)}
     assert found.ratio == pytest.approx(expected.ratio) and info["cost_seconds"] == pytest.approx(plan.cost)

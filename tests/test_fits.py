@@ -61,7 +61,7 @@ def test_what_a_block_keeps_is_what_autograd_saves():
     assert by_how["compiled"] == ["input", "mm", "mm", "mm", "attention", "add", "mm", "mm"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(("torchtitan", "megatron", "accelerate", "nanotron")), st.integers(0, 3), st.integers(0, 2), st.integers(0, 3),
     st.sampled_from(("none", "selective_op", "full")), st.sampled_from(SCHEDULES), st.booleans(),

@@ -112,7 +112,7 @@ def lm(batch=4):
 
 
 def a_plan(given, model, **options):
-    return autoshard.plan(model, given, fast_mesh((2,)), training=True, baselines=False, **options)
+    return autoshard.plan(model, given, fast_mesh((2,)), training=True, baselines=False, objective="serial", **options)
 
 
 MODES = {

@@ -207,7 +207,7 @@ def test_of_several_meshes_the_file_always_has_the_best_plan_so_far(tmp_path, mo
     assert written[:-1] == sorted(written[:-1], reverse=True) and written[-1] == min(written) and len(written) > 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_sigterm_is_as_good_as_ctrl_c(number):
     script = (
         "import os, signal, sys\n"

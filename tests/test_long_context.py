@@ -281,14 +281,15 @@ def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
     """Few heads and a batch of one: nothing but the sequence can be sharded over all devices."""
     model, inputs = llama.build(layers=1, heads=2, kv_heads=1, width=64, hidden=128, vocab=64, batch=1, seq=512, loss=True, dtype="float32")
     mesh = Mesh.from_bandwidths((4,))
-    solution = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"})
+    solution = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"}, objective="serial")
     assert solution.sequence_order is not None and solution.sequence_order.head_tail == 4
     assert api.verify(model, inputs, solution)["ok"]
     assert set(CONTEXT_PARALLEL) <= set(solution.baselines)
     assert options_of(solution).pins == {"attention": "S(2)"}
     exported = api.export(solution, "tp_plan")
     assert any("attention over a sharded sequence in head-tail order (queries S(2)" in sentence for sentence in exported.said)
-    natural = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"}, sequence_order="natural", baselines=False)
+    options = {"training": True, "baselines": False, "objective": "serial"}
+    natural = api.plan(model, inputs, mesh, pins={"attention": "S(2)"}, sequence_order="natural", **options)
     assert natural.sequence_order is None
 
 

@@ -90,9 +90,10 @@ def test_a_forgotten_part_is_seen():
 def test_a_plan_under_a_limit_takes_no_more():
     module, inputs = TINY["mlp"]()
     mesh = Mesh.from_bandwidths((2, 2))
-    free = plan(module, inputs, mesh, training=True, baselines=False)
+    asked = {"training": True, "baselines": False, "objective": "serial"}
+    free = plan(module, inputs, mesh, **asked)
     limit = 0.8 * free.peak_bytes
-    tight = plan(module, inputs, mesh, training=True, baselines=False, memory_limit=limit)
+    tight = plan(module, inputs, mesh, **asked, memory_limit=limit, gap=0.1)
     assert measured_peak(tiny_graph("mlp", True), tight) <= limit < measured_peak(tiny_graph("mlp", True), free)
 
 

@@ -241,5 +241,5 @@ def test_a_plan_lays_the_inputs_of_a_batch_out_alike_where_that_is_as_good_as_wa
     assert first == second and near.gap <= 1e-3
     assert exact.layouts["input_0"] != exact.layouts["input_1"] and exact.gap <= 1e-9  # alike costs more, so the proof comes first
     pins = {"input_1": "S(1),S(0)"}
-    pinned = autoshard.plan(module, inputs, fast_mesh((2, 2)), training=True, baselines=False, gap=1e-3, pins=pins)
+    pinned = autoshard.plan(module, inputs, fast_mesh((2, 2)), **asked, gap=1e-3, pins=pins)
     assert pinned.layouts["input_1"].outputs == ("S(1),S(0)",)

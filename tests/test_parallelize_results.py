@@ -95,7 +95,8 @@ def returned(rank, plans, x):
 def test_results_come_back_as_what_the_model_returns():
     x = torch.randn(16, 8)
     cases = [*((form, False) for form in FORMS), *((form, True) for form in ("frozen and nested", "slots", "constants and objects"))]
-    plans = {(form, t): autoshard.plan(returning(form), (x,), fast_mesh((2,)), training=t, baselines=False) for form, t in cases}
+    asked = {"baselines": False, "objective": "serial"}
+    plans = {(form, t): autoshard.plan(returning(form), (x,), fast_mesh((2,)), training=t, **asked) for form, t in cases}
     found = autoshard.verify(returning("constants and objects"), (x,), plans["constants and objects", True])
     assert found["ok"], found
     for made in results(2, returned, plans, x):

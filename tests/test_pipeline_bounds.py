@@ -121,7 +121,10 @@ def test_a_grid_has_a_layer_for_every_stage_and_one_kind_of_nodes():
 
 
 SLOW_LINKS = {"intra_node_bandwidth": 2e9, "inter_node_bandwidth": 1e9}
-CLUSTERS = [(devices, share, links) for devices in (4, 8) for share in (None, 1.8, 0.9, 0.6) for links in ({}, SLOW_LINKS)]
+CLUSTERS = [
+    pytest.param(devices, share, links, marks=[pytest.mark.slow] * (devices == 8 and share is not None))
+    for devices in (4, 8) for share in (None, 1.8, 0.9, 0.6) for links in ({}, SLOW_LINKS)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("devices", "share", "links"), CLUSTERS)

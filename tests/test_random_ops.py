@@ -153,7 +153,6 @@ def other_on_two_replicas(self, rank):
 @pytest.mark.parametrize("fault", [same_on_two_shards, other_on_two_replicas])
 def test_a_shard_that_draws_for_another_is_found(fault, monkeypatch):
     monkeypatch.setattr(random_ops, "IN_FULL", 0)
-    assert all(found.ok for found in verified(NAMES, (2, 2), range(2)))
     monkeypatch.setattr(random.Region, "first", fault)
     for found in verified(NAMES, (2, 2), range(2)):
         assert any("does not draw what belongs to its shard" in mismatch.actual for mismatch in found.placement_mismatches), found

@@ -11,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import autoshard
 
 PACKAGE = Path(__file__).parent.parent / "autoshard"
 
@@ -448,8 +451,9 @@ def test_what_the_house_rules_allow_passes(tmp_path, place_name, source):
 
 
 def test_public_functions_hide_rooms_of_their_name():
-    code = "import autoshard, autoshard.api; from autoshard.pipeline import layers; import sys; sys.exit(not callable(autoshard.pipeline))"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    autoshard.pipeline = import_module("autoshard.pipeline")  # as the import of a room does
+    with pytest.warns(FutureWarning):
+        assert callable(autoshard.pipeline) and autoshard.pipeline is not sys.modules["autoshard.pipeline"]
 
 
 LINK_FIELDS = {"latency", "device_bandwidth", "shared_by"}
@@ -459,8 +463,9 @@ def reads_of_links(package: Path) -> list[str]:
     """Where a link's figures are read outside of the rooms that turn them into seconds."""
     rows = []
     for path in files(package):
-        if not is_in(place(path, package), "mesh", "cost", "calibrate"):
-            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute) and node.attr in LINK_FIELDS]
+        text = path.read_text()
+        if not is_in(place(path, package), "mesh", "cost", "calibrate") and any(name in text for name in LINK_FIELDS):
+            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute) and node.attr in LINK_FIELDS]
             rows += [f"{place(path, package)}:{node.lineno} .{node.attr}" for node in nodes]
     return rows
 

@@ -15,7 +15,7 @@ from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.search import KINDS, search
 from autoshard.planning.variants import Answered, Variant
 from autoshard.solvers import Answer, Status
-from models import gpt2
+from models import mlp
 from tests.helpers import Ticking, fast_mesh, tiny_graph
 
 PACKAGE = Path(__file__).parent.parent / "autoshard"
@@ -141,7 +141,7 @@ def calls_until_the_solver(module: nn.Module, inputs: tuple, mesh: Mesh) -> list
 
 def test_the_model_and_the_mesh_can_be_followed_by_hand_to_the_solver():
     """docs/how.md has the walk; a property of the mesh or the question is no call one goes into."""
-    calls = calls_until_the_solver(*gpt2.tiny(layers=4), fast_mesh((2, 2)))
+    calls = calls_until_the_solver(*mlp.tiny(layers=4), fast_mesh((2, 2)))
     calls = [(room, name) for room, name in calls if room != "mesh"]
     assert len(calls) <= 80 and len({room for room, _ in calls}) <= 8, calls
     assert [name for room, name in calls if room != "planning"][0] == "capture_deep"

@@ -271,8 +271,8 @@ def test_solvers_import_neither_torch_nor_cvxpy():
 
 def test_the_answer_does_not_depend_on_the_hash_seed():
     code = "import sys; answer = solve(read_contest(sys.argv[1])); print(answer.choice, answer.bound)"
-    one, two = (in_a_process(code, SMALLER, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2"))
-    assert one == two != ""
+    answer = solve(read_contest(SMALLER))  # here with another seed
+    assert in_a_process(code, SMALLER, env={"PYTHONHASHSEED": "1"}) == f"{answer.choice} {answer.bound}\n"
 
 
 def test_status_gives_advice():

@@ -1,6 +1,7 @@
 """Two threads of a process: verbs that trace wait for each other, and give what one thread gives."""
 
 import threading
+from functools import partial
 
 import torch
 
@@ -34,14 +35,15 @@ def test_a_second_plan_begins_when_the_first_has_ended():
 
 
 def test_plans_and_captures_of_two_threads_are_those_of_one():
-    made, expected = {}, {make.__module__: planned(make) for make in (mlp.tiny, gpt2.tiny)}
+    models = {"mlp": partial(mlp.tiny, layers=1), "gpt2": partial(gpt2.tiny, layers=1)}
+    made, expected = {}, {name: planned(make) for name, make in models.items()}
 
-    def work(make) -> None:
+    def work(name) -> None:
         for _ in range(2):
-            capture(*make(), training=False)
-        made[make.__module__] = planned(make)
+            capture(*models[name](), training=False)
+        made[name] = planned(models[name])
 
-    threads = [threading.Thread(target=work, args=(make,)) for make in (mlp.tiny, gpt2.tiny)]
+    threads = [threading.Thread(target=work, args=(name,)) for name in models]
     for thread in threads:
         thread.start()
     for thread in threads:
