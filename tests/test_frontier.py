@@ -139,7 +139,7 @@ def test_the_plot_draws_points_bound_and_the_devices_memory(tiny, tmp_path, memo
     assert (memory is not None) == ("beyond the right" in drawn)
 
 
-ON_2 = ["models/mlp.py:tiny", "--mesh", "2", "--train"]
+ON_2 = ["models/mlp.py:tiny", "--set", "layers=1", "--mesh", "2", "--train"]
 MODEL = [*ON_2, "--points", "2"]
 
 

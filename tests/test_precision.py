@@ -175,7 +175,7 @@ def test_without_the_rule_gradients_would_be_reduced_in_fewer_bytes_before_their
 @cache
 def planned(name: str, precision: str | None, shape: tuple[int, ...] = (2, 2), **options):
     module, inputs = TINY[name]()
-    return autoshard.plan(module, inputs, fast_mesh(shape), training=True, precision=precision, **options)
+    return autoshard.plan(module, inputs, fast_mesh(shape), training=True, precision=precision, **{"objective": "serial", **options})
 
 
 def test_a_slow_network_makes_bfloat16_cheaper_by_half():

@@ -96,6 +96,7 @@ def private_uses(source: str) -> list[str]:
     tree, uses = ast.parse(source), []
     of_torch = names_of_torch(tree)
     own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") in ("self", "cls")}
+    known = {*ATTRIBUTES, *NOT_TORCHS, *own, *OWN}
     for node in ast.walk(tree):
         text = ""
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -108,7 +109,7 @@ def private_uses(source: str) -> list[str]:
             whole = ast.unparse(node)
             is_module = re.fullmatch(r"[\w.]+", whole) and whole.split(".")[0] in of_torch
             is_operator = whole.startswith(("aten.", "torch.ops.aten."))
-            if not is_operator and (is_module or node.attr not in {*ATTRIBUTES, *NOT_TORCHS, *own, *OWN}):
+            if not is_operator and (is_module or node.attr not in known):
                 text = whole
         if text:
             uses.append(f"{node.lineno}: {text}")

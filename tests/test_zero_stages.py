@@ -112,9 +112,9 @@ def test_bytes_sent_and_held_are_those_of_the_literature(name, sizes, scheme, m)
 
 
 def test_the_control_no_scheme_has_the_bytes_of_another():
-    graph = tiny_graph("llama", True)
+    graph = tiny_graph("mlp", True)
     for scheme in SCHEMES:
-        _, formulated, choice = planned("llama", (2, 2), scheme, 4)
+        _, formulated, choice = planned("mlp", (2, 2), scheme, 4)
         for other in set(SCHEMES) - {scheme}:
             moved, bytes_held = (pytest.approx(one, rel=1e-3) for one in formulas(other, (2, 2), 4, graph))
             assert (sent(formulated, choice), held(formulated, choice)) != (moved, bytes_held)
