@@ -37,6 +37,8 @@ def test_every_name_is_there_and_stays_the_same_object(name):
 def test_a_name_that_is_not_there_is_an_error():
     with pytest.raises(AttributeError, match="'autoshard.api' has no attribute 'plam'"):
         api.plam  # noqa: B018
+    with pytest.raises(AttributeError, match="'autoshard' has no attribute 'plam'"):
+        autoshard.plam  # noqa: B018
 
 
 def test_a_tiny_plan_loads_neither_what_runs_plans_nor_what_only_large_ones_need():

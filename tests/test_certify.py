@@ -201,6 +201,7 @@ def test_the_verb_writes_numbers_and_checks_them(capsys, tmp_path):
     assert main(["certify", files[0], model, "--out", files[1], "--problem", files[2], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] and told["cost_seconds"] == pytest.approx(plan.cost) and told["plan_bound_seconds"] == plan.bound
+    assert told["gap"] == pytest.approx(1 - told["bound_seconds"] / told["cost_seconds"])
     assert main(["certify", files[1]]) == 0 and optimum_by_highs(files[2]) == pytest.approx(plan.cost, rel=1e-6)
     record = json.loads(Path(files[1]).read_text())
     Path(files[1]).write_text(json.dumps({**record, "claims": {**record["claims"], "bound": record["claims"]["bound"] * (1 + 1e-6)}}))

@@ -1,12 +1,15 @@
 """`show` of two plans, and `doctor`."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from autoshard import torch_private
 from autoshard.cli import doctor_verb, main
+from autoshard.report.changes import comparison_tables
+from autoshard.report.terminal import as_text
 from autoshard.solution import Placed, changes
 from autoshard.solvers import selftest
 from tests.helpers_solutions import linear_solution
@@ -39,6 +42,9 @@ def test_show_lists_what_two_plans_differ_in_and_nothing_else(plans, capsys):
     assert record["parameters"] == {name: [a.parameters[name]["layout"], "R,R"]} and record["ops"] == {} and record["results"] == {}
     assert record["assumptions"]["optimizer"] == [a.assumptions.get("optimizer"), "sgd"]
     assert record["seconds"]["all_reduce axis0"][1] == a.cost
+    for pair, shown in (((a, b), [a.parameters[name]["layout"], "R,R"]), ((replace(a, parameters={}), b), ["-", "R,R"]),
+                        ((b, replace(a, parameters={})), ["R,R", "-"])):  # fmt: skip
+        assert [name, *shown] in [re.findall(r"[^\s│]+", line) for line in as_text(comparison_tables(changes(*pair))).splitlines()]
 
 
 def test_a_plan_is_the_same_as_itself(plans, capsys):

@@ -19,6 +19,7 @@ from autoshard.layout import parse
 from autoshard.mesh import Mesh
 from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
+from autoshard.report.timeline import simulation_report
 from autoshard.solution import Solution, load
 from autoshard.strategies.attention import FORWARD
 from autoshard.strategies.candidates import Candidate
@@ -206,3 +207,5 @@ def test_a_simulated_step_has_the_interval_of_published_steps(device, overlap):
     assert (steps is None) == (device == "cpu")
     assert record["interval_seconds"] == (steps and [record["seconds"] * steps.low, record["seconds"] * steps.high])
     assert record["tested"] == (steps and {"devices": steps.devices, "runs": steps.runs, "error": steps.error})
+    said = as_text(simulation_report(record))
+    assert ("of published training steps were" in said) == ("prices: " in said) == (steps is not None)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard import Program
 from autoshard.lower.unsharded import materialized
+from autoshard.runtime.programs import RunningProgram
 from models import llama, mlp
 from tests.helpers import fast_mesh
 from tests.helpers_models import full
@@ -211,6 +213,18 @@ def test_a_length_is_padded_to_the_next_planned_one():
     for apart, captures, notes in found:
         assert apart < 1e-5 and set(captures.values()) == {1}
         assert len(notes) == 1 and "padded" in notes[0] and "38%" in notes[0]
+
+
+def test_the_note_of_a_call_that_was_not_planned_says_what_padding_takes_and_comes_once():
+    shapes, program = {"x": (8, 16), "y": (8,)}, SimpleNamespace(noted={}, plan={"16": SimpleNamespace(cost=2.0)})
+    for actual, padded in (({"x": (8, 12), "y": (8,)}, True), ({"x": (8, 20), "y": (8,)}, False)):
+        with pytest.warns(UserWarning):
+            RunningProgram._note(program, "16", shapes, actual, padded)
+        RunningProgram._note(program, "16", shapes, actual, padded)
+    assert list(program.noted.values()) == [
+        "x of (8, 12) is padded to the shape of 16: 24% of its elements, about 0.471 s of a call",  # 32 of 136
+        "x of (8, 20) was not planned and runs in the layouts of 16, the nearest shape; plan it too, as one of shapes",
+    ]
 
 
 def without_a_value(rank, plan):

@@ -17,6 +17,7 @@ from autoshard.mesh import Mesh
 from autoshard.tables import Option, Table, dp_proposals, plan_tables
 from autoshard.tables.arrays import Devices, instance_of
 from autoshard.tables.bound import Bound, dual_feasible
+from autoshard.tables.exact import search_all
 from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
 from models import dlrm
 from tests.helpers_refusals import refusals
@@ -55,6 +56,9 @@ def against_enumeration(seed, number, most_tables):
         assert plan.status == "optimal"
         assert plan.slowest_device_seconds == pytest.approx(best, rel=1e-12)
         check(tables, plan, devices, per_node, hbm, host)
+        limits = np.full(devices, hbm), np.full(devices // per_node, host)
+        instance = instance_of([table.options for table in tables], Devices(per_node, np.arange(devices) // per_node, *limits))
+        assert search_all(instance, Bound(instance), math.inf, None)[::2] == (pytest.approx(best, rel=1e-12), True)
     assert 0 < infeasible < number
 
 

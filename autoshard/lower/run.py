@@ -34,7 +34,7 @@ def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
     return tuple(Rank(mesh, tuple(torch.tensor(c, device=device) for c in coordinate), coordinate) for coordinate in mesh.coordinates())
 
 
-def call(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
+def call(record: RunOp, inputs: Sequence[Tensor], rank: int) -> tuple[Any, ...]:
     """The op on the local tensors of a rank (its number on the mesh): one entry per output."""
     return _with_planned(record, as_outputs(function_of(record.target)(**arguments(record, inputs, rank))), rank)
 
@@ -55,7 +55,7 @@ def _with_planned(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[A
     return tuple(planned)
 
 
-def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
+def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int) -> dict[str, Any]:
     return {name: replace_refs(literal, tuple(inputs)) for name, literal in record.arguments_on(rank).items()}
 
 
