@@ -197,6 +197,7 @@ def test_of_a_name_that_is_not_there_near_ones_are_said(solution, name, near):
 def test_a_layout_that_cannot_be_says_why(solution, name, layout, reason):
     one = explain(*model(), solution, name, why_not=layout, most=0).why_not
     assert reason in one.reason and reason in one.local_reason and math.isinf(one.cost) and math.isinf(one.extra)
+    assert (one.dearer, one.dearer_seconds, one.cheaper, one.cheaper_seconds) == ((), 0, (), 0)
 
 
 @pytest.mark.parametrize("name", ["layers.0", "input_0"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.capture import capture
+from autoshard.mesh import Mesh
 from autoshard.pipeline.choices import grid_of, speed_ups
 from autoshard.pipeline.configurations import Configuration, equal_parts
 from autoshard.pipeline.layers import _thin_positions, layers_of
@@ -16,10 +17,12 @@ from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_bounds import StepWork
 from autoshard.pipeline.stage_division import step_seconds
 from autoshard.pipeline.stage_planner import StagePlanner
-from autoshard.pipeline.stage_plans import JobRunner
+from autoshard.pipeline.stage_plans import Job, JobRunner, SharedOnMesh, StageProblem
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster, Kind
+from autoshard.problem import evaluate
+from autoshard.solvers import solve
 from models import mlp
 
 SIZES = (1, 2, 4, 8)
@@ -118,6 +121,17 @@ def test_a_grid_has_a_layer_for_every_stage_and_one_kind_of_nodes():
 
     assert sorted(grid(Cluster.of(4))) == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1)]
     assert grid(Cluster((Kind(1, 2, "h100"), Kind(1, 2, "a100")))) == []
+
+
+def test_a_price_of_bytes_is_paid_for_what_stays_and_for_what_every_microbatch_in_flight_saves():
+    graph, mesh = capture(*mlp.tiny(), training=True), Mesh.from_bandwidths((2,))
+    stage = StageProblem(Job(graph, "", mesh, 4, 3, "adamw", ()), SharedOnMesh(mesh))
+    for price in (0.0, 1e-10, 1e-6):
+        choice = solve(stage._with_bytes(price)).choice
+        free, priced = (evaluate(stage._with_bytes(price), choice).cost for price in (0.0, 1e-9))
+        option = stage.option(choice)
+        assert option.static_bytes > option.saved_bytes > 0
+        assert priced - free == pytest.approx(1e-9 * (option.static_bytes + 3 * option.saved_bytes), rel=1e-6)
 
 
 SLOW_LINKS = {"intra_node_bandwidth": 2e9, "inter_node_bandwidth": 1e9}
