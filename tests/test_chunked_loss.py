@@ -46,6 +46,8 @@ def test_a_graph_with_a_chunked_loss_computes_what_it_did(name):
     assert [op.target for op in chunked.ops if op.target in (FORWARD, BACKWARD)] == [FORWARD, BACKWARD]
     assert not any("softmax" in op.target or "nll_loss" in op.target for op in chunked.ops)
     assert len(chunked.ops) < len(graph.ops) - 10
+    read = {i for i, _ in (*chunked.users, *chunked.returned)}
+    assert read | {i for i, op in enumerate(chunked.ops) if op.is_placeholder} == set(range(len(chunked.ops)))  # nothing is left over
     values = values_of(graph, words=64)
     expected, computed = run_global(graph, values), run_global(chunked, values)
     tolerance = 2e-2 if name == "bfloat16" else 1e-5

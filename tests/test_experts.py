@@ -9,11 +9,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import api
+from autoshard.baselines import baseline
 from autoshard.capture import capture_deep
 from autoshard.capture.huggingface import load_huggingface
 from autoshard.cost import op_flops, priced
 from autoshard.formulate import formulate
-from autoshard.layout import R, S
+from autoshard.layout import R, S, text
 from autoshard.lower.collectives import Groups
 from autoshard.lower.kernels import expert_exchange, expert_parallel
 from autoshard.lower.run import ranks, run_together
@@ -141,6 +142,20 @@ def test_rows_that_go_missing_are_an_error(monkeypatch):
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "projection", "experts"),
+    [
+        ((2, 2), "megatron_experts", "R,S(0)", "R,S(0)"), ((2, 2), "megatron_expert_parallel", "R,S(0)", "S(0),S(0)"),
+        ((4, 1), "megatron_experts", "S(0),R", "S(0),R"), ((4, 1), "megatron_expert_parallel", "R,R", "S(0),R"),
+    ],
+)  # fmt: skip
+def test_experts_lie_over_the_last_axis_that_is_used_or_over_all_and_the_rest_as_megatron_has_it(shape, name, projection, experts):
+    graph, mesh = captured()[2], mesh_of(*shape)
+    pins = baseline(graph, mesh, candidates(graph, mesh), name).pins
+    found = [text(pins[f"model.layers.0.{one}"].outputs[0]) for one in ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj")]
+    assert found == [projection, experts]
 
 
 def test_expert_parallelism_is_verified():

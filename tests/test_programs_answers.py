@@ -12,6 +12,8 @@ import autoshard
 from autoshard import Mesh, Program
 from autoshard.api import html_report
 from autoshard.cli import main
+from autoshard.explain.programs_staleness import _mesh_of
+from autoshard.planning import sub_mesh
 from autoshard.report.programs import SECTIONS
 from models import mlp
 from tests.helpers_refusals import assert_refused
@@ -48,6 +50,13 @@ def test_a_plan_is_good_for_what_it_was_made_for(devices, solve):
     checked = check_all(models(), plan, solve=solve, within=0.002)
     assert checked.ok, checked.reasons
     assert checked.cost == pytest.approx(plan.cost, rel=1e-9) and checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-12)
+
+
+def test_programs_are_judged_at_todays_prices_on_the_devices_that_they_were_planned_for():
+    plan, today = planned((0, 1)), Mesh.from_bandwidths((4,), device="a100")
+    assert _mesh_of("train", plan, today) == today and _mesh_of("use", plan, today) == sub_mesh(today, (0, 1))
+    apart = replace(plan, programs={**plan.programs, "use": sharded("use")})  # on a mesh of its own
+    assert _mesh_of("use", apart, today) == sharded("use").mesh
 
 
 @cache

@@ -188,6 +188,8 @@ test_bad_input_is_one_sentence = refusals(
     (lambda: plan_tables([TABLE], 2, hbm=[1.0]), "hbm has 1 numbers; expected one, or 2"),
     (lambda: plan_tables([TABLE], 2, reserve=1.0), "reserve is 1.0"),
     (lambda: plan_tables([TABLE], 0), "mesh is 0; expected an autoshard.Mesh"),
+    *((lambda name=name, value=value: plan_tables([TABLE], 2, **{name: value}), f"{name} is {value!r}; expected a number above 0")
+      for name, value in (("batch", 0), ("batch", True), ("host_bandwidth", math.inf), ("effort", -1.0), ("effort", "1"))),
     (lambda: plan_tables([TABLE], 6, devices_per_node=4), "devices_per_node is 4; expected a whole number that divides the 6"),
     (lambda: Option("x", (-1.0,), (1.0,)), "seconds of option 'x' is -1.0"),
     (lambda: Option("x", (1.0,), (math.nan,)), "hbm_bytes of option 'x' is nan"),
