@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from autoshard.calibrate import fit, summary
+from autoshard.calibrate import device_rates, fit, summary
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.rates import OpSample, fit_roofline
@@ -25,7 +27,7 @@ from tests.helpers_command import record_of, refusal, run
 from tests.helpers_refusals import assert_refused, refusals
 
 DATA = Path(__file__).parent / "data" / "collectives"
-ROOT = Path(__file__).parent.parent
+ROOT, CPU = Path(__file__).parent.parent, torch.device("cpu")
 INTRA_2 = str(DATA / "intra_2.json")
 PLAN = ["plan", "models/mlp.py:tiny", "--set", "layers=1", "--mesh", "2x2", "--no-baselines"]
 SIZES = [2.0**k for k in range(10, 25)]
@@ -196,7 +198,8 @@ def test_fit_draws_and_says_errors_in_percent(tmp_path):
     picture = tmp_path / "curves.png"
     code, said, _ = run("calibrate", "fit", INTRA_2, "--plot", str(picture), "--table")
     assert code == 0 and picture.read_bytes()[:4] == b"\x89PNG"
-    assert "held out" in said and "reduce_scatter" in said and "By collective" in said
+    assert "held out" in said and "reduce_scatter" in said and "By collective" in said and "│ all            │ 4 " in said
+    assert "│ all  " not in run("calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"))[1]  # of one collective
 
 
 REFUSED = [
@@ -227,6 +230,31 @@ def test_plan_takes_the_prices_that_come_with_autoshard():
     inner = record["mesh"]["axes"][1]
     assert record["mesh"]["device"]["name"] == "a100" and {curve["collective"] for curve in inner["curves"]} >= {"all_gather", "all_reduce"}
     assert 0 < record["prices"]["links"]["axis1"]["all_gather"] < 0.1 and record["prices"]["links"]["axis0"] == {}
+
+
+class Told:
+    """A clock that goes on with the calls of an op only."""
+
+    now, calls = 0.0, 0
+
+    def __call__(self):
+        return self.now
+
+    def op(self, seconds):
+        self.now, self.calls = self.now + seconds, self.calls + 1
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(2**-16, 2 + 5 * 1000), (2**-10, 2 + 5 * 20), (2**-3, 2 + 5), (0.25, 2 + 2)])
+def test_an_op_is_called_for_five_rounds_of_a_fiftieth_of_a_second_or_less_often_where_it_is_slow(seconds, calls):
+    clock = Told()
+    assert device_rates.median_seconds(partial(clock.op, seconds), CPU, clock) == seconds and clock.calls == calls
+
+
+@pytest.mark.parametrize(("share", "sizes"), [(9.0, 1), (9.2, 2), (19.0, 2), (19.2, 3), (39.0, 3), (39.2, 4)])
+def test_larger_sizes_are_measured_while_the_next_one_may_fit_into_the_share(share, sizes):
+    clock = Told()  # four calls of each; after them 1 + 8 + 0.1 s, 3 + 16 + 0.1 s, 7 + 32 + 0.1 s
+    ops = (("mm", "float32", k, 0.0, 0.0, partial(clock.op, one)) for k, one in enumerate((0.25, 0.5, 1.0, 2.0)))
+    assert [size for size, _ in device_rates._while_it_fits(ops, CPU, clock, share, float)] == list(range(sizes))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Curves: what a fit promises on any data, how far it is from measurements that it has not seen, and other device counts."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,15 +73,6 @@ def test_every_method_returns_an_alpha_beta_link(method):
     if method != "pchip":
         np.testing.assert_allclose(curve.seconds(x * 1.4), 1e-5 + x * 1.4 / 2e11, rtol=1e-9)
     assert curve.seconds(2.0**40) == pytest.approx(1e-5 + 2.0**40 / 2e11, rel=1e-9)
-
-
-def test_a_million_sizes_take_less_than_a_fifth_of_a_second():
-    sizes = np.random.default_rng(0).uniform(1, 1e9, 10**6)
-    for method in (*OURS, "sigmoid"):
-        curve = fit(x, (1e-5**2 + (x / 2e11) ** 2) ** 0.5, method)
-        began = time.process_time()
-        curve.seconds(sizes)
-        assert time.process_time() - began < 0.2, method
 
 
 def test_increasing_is_the_nearest_in_absolute_differences():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,14 @@ from autoshard.cost import op_flops, priced
 from autoshard.formulate import formulate
 from autoshard.layout import R, S, text
 from autoshard.lower.collectives import Groups
+from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import expert_exchange, expert_parallel
+from autoshard.lower.program import lower
 from autoshard.lower.run import ranks, run_together
 from autoshard.lower.sharding import groups
 from autoshard.mesh import Mesh
 from autoshard.strategies import candidates, internal_collectives, is_experts
+from autoshard.strategies.experts import distinct
 from tests.helpers_lower import mesh_of
 from tests.helpers_models import losses_of, scheme_plan
 from tests.helpers_ranks import results
@@ -59,6 +63,17 @@ def test_the_experts_of_a_mixtral_are_one_op():
 def test_other_grouped_matmuls_stay_as_they_are():
     graph, _ = capture_deep(grouped_experts(), (torch.randn(16, 8),), training=True)
     assert not any(map(is_experts, graph.ops)) and any("_grouped_mm" in op.target for op in graph.ops)
+
+
+@pytest.mark.parametrize(("n", "experts", "k"), [(1, 4, 2), (2, 4, 1), (2, 4, 2), (4, 8, 2), (4, 8, 3), (8, 8, 2)])
+def test_a_token_is_sent_to_as_many_groups_of_experts_as_all_choices_have_on_average(n, experts, k):
+    groups = [len({expert // (experts // n) for expert in chosen}) for chosen in combinations(range(experts), k)]
+    assert distinct(n, experts, k) == pytest.approx(sum(groups) / len(groups))
+
+
+def test_an_expert_parallel_program_is_run_dry():
+    (_, _, graph), plan = captured(), expert_parallel_plan()
+    assert dry_run(lower(graph, plan.layouts, plan.results, plan.mesh, device="cuda"), graph) == ()
 
 
 def test_flops_are_those_of_the_matmuls():

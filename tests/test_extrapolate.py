@@ -124,14 +124,6 @@ def test_what_can_not_be_extrapolated_is_one_sentence():
         few.extrapolate(*mlp.tiny(layers=5), memory_limit=10_000.0)
 
 
-@pytest.mark.slow
-def test_deep_models_are_planned_from_their_shallow_graph():
-    deep = gpt2.tiny(layers=24)
-    found = plan(*deep, MESH, training=True, baselines=False, objective="serial")
-    alone = formulated("gpt2", 24)
-    assert found.status == "optimal" and found.cost == pytest.approx(solve(alone.problem).cost, rel=1e-9)
-
-
 # -- ties --------------------------------------------------------------------------------------------------------------------------
 
 

