@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.calibrate import device_rates, fit, summary
+from autoshard.calibrate import device_rates, fit, rates, summary
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.rates import OpSample, fit_roofline
@@ -230,6 +230,11 @@ def test_plan_takes_the_prices_that_come_with_autoshard():
     inner = record["mesh"]["axes"][1]
     assert record["mesh"]["device"]["name"] == "a100" and {curve["collective"] for curve in inner["curves"]} >= {"all_gather", "all_reduce"}
     assert 0 < record["prices"]["links"]["axis1"]["all_gather"] < 0.1 and record["prices"]["links"]["axis0"] == {}
+
+
+@pytest.mark.parametrize(("launch", "first", "second"), [(0.0, 2.0, 4.0), (0.5, 1.5, 3.5), (1.5, 1.0, 2.5), (9.0, 1.0, 2.0)])
+def test_a_rate_is_that_of_the_largest_two_without_the_launch_which_is_at_most_half(launch, first, second):
+    assert rates._rate([(1000.0, 4.0), (10.0, 1.0), (100.0, 2.0)], launch) == pytest.approx((100 / first + 1000 / second) / 2)
 
 
 class Told:

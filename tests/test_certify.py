@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import autoshard
 from autoshard.certify import certify
 from autoshard.cli import main
-from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, contest_record, evaluate, read_contest
+from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, evaluate, read_contest
 from autoshard.solvers import certificate, solve, to_record, write_program
 from tests.helpers import TINY, fast_mesh
 
@@ -126,7 +126,7 @@ def test_a_certificate_of_any_problem_holds_and_its_bound_is_below_the_optimum(p
 def test_a_contest_file_has_the_same_optimum_and_choices(tmp_path_factory, problem):
     best = solve(problem, solver="exhaustive")
     path = tmp_path_factory.mktemp("contest") / "problem.json"
-    path.write_text(json.dumps(contest_record(problem)))
+    autoshard.write_problem(problem, path)
     read = read_contest(path)
     other = solve(read, solver="exhaustive" if len(read.names) < 10 else "ilp")
     assert (other.choice is None) == (best.choice is None)

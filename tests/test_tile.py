@@ -98,11 +98,6 @@ def test_two_layers_are_too_few(model):
     assert_refused("too few|no place", tile, captured(model, 2, True), 1, container=CONTAINERS[model])
 
 
-@pytest.mark.slow
-def test_t5_needs_five_decoder_layers():
-    assert_refused("too few", tile, captured("t5", (4, 4), True), 1, container="decoder.block")
-
-
 def test_what_is_no_container_is_refused():
     graph = captured("gpt2", 3, True)
     assert_refused("parameters of ln_f don't repeat", tile, graph, 1, container="ln_f")
