@@ -159,13 +159,10 @@ def test_rows_that_go_missing_are_an_error(monkeypatch):
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "name", "projection", "experts"),
-    [
-        ((2, 2), "megatron_experts", "R,S(0)", "R,S(0)"), ((2, 2), "megatron_expert_parallel", "R,S(0)", "S(0),S(0)"),
-        ((4, 1), "megatron_experts", "S(0),R", "S(0),R"), ((4, 1), "megatron_expert_parallel", "R,R", "S(0),R"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "name", "projection", "experts"), [
+    ((2, 2), "megatron_experts", "R,S(0)", "R,S(0)"), ((2, 2), "megatron_expert_parallel", "R,S(0)", "S(0),S(0)"),
+    ((4, 1), "megatron_experts", "S(0),R", "S(0),R"), ((4, 1), "megatron_expert_parallel", "R,R", "S(0),R"),
+])  # fmt: skip
 def test_experts_lie_over_the_last_axis_that_is_used_or_over_all_and_the_rest_as_megatron_has_it(shape, name, projection, experts):
     graph, mesh = captured()[2], mesh_of(*shape)
     pins = baseline(graph, mesh, candidates(graph, mesh), name).pins

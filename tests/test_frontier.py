@@ -99,12 +99,6 @@ def test_pins_hold_at_every_point():
 
 
 @pytest.mark.slow
-def test_recomputed_blocks_are_as_many_as_asked_for():
-    found = autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, points=2, recompute="all")
-    assert found.solution(0).recompute == 2
-
-
-@pytest.mark.slow
 def test_llama_8b_has_twelve_proven_points():
     from models import llama
 

@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -106,6 +107,12 @@ def test_results_come_back_as_what_the_model_returns():
             assert shape == described(expected), (form, training)
             pairs = zip(got, values(expected), strict=False)  # a tensor that is returned twice comes back as two
             assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) and got, (form, training)
+
+
+def test_a_forward_that_an_instance_has_returns_objects_too():
+    model = returning("frozen and nested")
+    model.forward = partial(type(model).forward, model)
+    assert right_plan(model, (torch.randn(16, 8),), fast_mesh((2,)), training=False)
 
 
 # -- steps of the optimizer ---------------------------------------------------------------------------------------------------------

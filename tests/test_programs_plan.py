@@ -82,6 +82,7 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
     assert main(["plan", f"{source}:programs", "--mesh", "2", "--set", "rows=3", "--out", plan, "--json", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["programs"]["use"]["weight"] == 3 and record["gap"] <= 0.001
+    assert set(autoshard.load(plan).switches.values()) == {1.0}, autoshard.load(plan).switches
     for words in (["show", plan], ["show", f"{plan}#use"], ["show", plan, plan]):
         assert main([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)
