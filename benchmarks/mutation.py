@@ -7,7 +7,7 @@ or a returned bool is negated, a number below 1000 becomes one more. Annotations
 mutants of the seed whose place or lines hold a text.
 The mutant is written into a copy of the repository. Its tests are the first six files by rank that execute its statement (see executed.py);
 twelve are asked at most. The rank counts the names of the mutant's file that a file of tests mentions (more where few others do, most for
-the function around the mutant), imports of the module and of the room, and equal words in names of files.
+the function around the mutant), imports of the module and of the room, and equal names of files.
 
     killed        a test fails, or a file takes six times as long as without the mutant, and a minute
     survived      all pass
@@ -145,8 +145,7 @@ def ranked(mutant: Mutant) -> list[Path]:
     def rank(path: Path) -> float:
         named = sum((5 if name in mutant.names.split() else 1) / shared[name] for name in names & words[path])
         imported = 2 * (".".join(["autoshard", room, *inner]) in TESTS[path]) + (f"autoshard.{room}" in TESTS[path])
-        equal = sum(path.stem.startswith(f"test_{part}") for part in (room, *inner))
-        return named + imported + equal + len({*"_".join(inner).split("_")} & {*path.stem.split("_")})
+        return named + imported + sum(path.stem.startswith(f"test_{part}") for part in (room, *inner))
 
     return sorted((path for path in TESTS if rank(path)), key=rank, reverse=True)
 

@@ -3,15 +3,16 @@
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
 
 from autoshard.capture import capture
 from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_bytes
-from autoshard.formulate import Formulation, Training, formulate, with_pins
+from autoshard.formulate import Formulation, Tables, Training, formulate, with_pins
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
-from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
+from autoshard.layout import all_layouts, has_partial, is_legal, local_shape, parse, replicated, text
 from autoshard.mesh import Mesh
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import describe, layouts_of, results_of
@@ -46,6 +47,17 @@ def formulated(name: str, training: bool, sizes: tuple[int, ...]) -> Formulation
 def choices(f: Formulation, count: int = 4):
     yield from (random_choice(f, seed) for seed in range(count))
     yield solve(f.problem).choice
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 3)])
+def test_what_sends_no_message_is_a_split(sizes):
+    mesh, tensor = Mesh.from_bandwidths(sizes), Tensor((12, 12), "float32")
+    layouts, tables = all_layouts(tensor.shape, mesh), Tables(mesh)
+    move = tables.move(tensor, layouts, layouts)
+    for (k, source), (j, target) in product(enumerate(layouts), repeat=2):
+        steps = () if source == target else tables.routes.route(tensor.shape, tensor.itemsize, source, target).steps
+        silent = all(step.collective == "split" for step in steps)
+        assert move.seconds_of(2, silent=True)[k, j] == (2 * move.seconds[k, j] if silent else np.inf)
 
 
 def readers_of(graph: Graph) -> dict:

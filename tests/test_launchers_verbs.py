@@ -12,7 +12,7 @@ import autoshard
 from autoshard.api import degrees
 from autoshard.cli import kinds, table
 from autoshard.devices import known_devices
-from autoshard.launch import Launch, Site, sizes_of_module
+from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
 from autoshard.launch.best_degrees import mesh_of, scheme_of
 from autoshard.launch.configurations import FORMATS
 from autoshard.launch.legality import LAUNCHERS

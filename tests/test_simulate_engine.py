@@ -159,9 +159,9 @@ def test_random_programs_equal_small_steps(seed):
     assert run_tasks(tasks, links).end == pytest.approx(in_small_steps(tasks, links, 1 / 12))  # shares of 1, 1/2, 1/3 of whole seconds
     if links[0] < 0:
         assert run_tasks(tasks, links, slowed=1.0).end == pytest.approx(in_small_steps(tasks, links, 1 / 24, 1.0))
-        for tasks in (tasks, random_blocks(rng)):
-            patient = run_tasks(tasks, links, slowed=1.0, background=(2,)).end
-            assert patient == pytest.approx(in_small_steps(tasks, links, 1 / 24, 1.0, (2,)))
+        for program in (tasks, random_blocks(rng)):
+            patient = run_tasks(program, links, slowed=1.0, background=(2,)).end
+            assert patient == pytest.approx(in_small_steps(program, links, 1 / 24, 1.0, (2,)))
 
 
 @given(kernels=st.floats(0, 10), collectives=st.floats(0, 10), slowed=st.floats(0, 1))

@@ -10,9 +10,9 @@ import numpy as np
 
 from autoshard.formulate.records import Layouts
 from autoshard.graph import Tensor
-from autoshard.layout import Layout, R, local_numel
+from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
-from autoshard.routes import Routes, buffer_table
+from autoshard.routes import Routes, buffer_table, stream_table
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class MoveTables:
         return np.ascontiguousarray(self.tables.routes.table(self.tensor.shape, self.tensor.itemsize, sources, targets)[cells])
 
     def seconds_of(self, times: int, *, pending: bool = False, silent: bool = False) -> np.ndarray:
-        """Seconds of the route, so many times; one array per number. pending: the tensor's partial sums stay so. silent: without messages."""
+        """Seconds of the route, so many times; one array per number. pending: partial sums stay so. silent: without messages."""
         if times == 1 and not pending and not silent:
             return self.seconds
         if (key := (times, pending, silent)) not in self._multiples:
@@ -98,13 +98,10 @@ class MoveTables:
 
     @cached_property
     def _sends(self) -> np.ndarray:
-        """Whether the route has messages: on some axis the tensor is not replicated before it, and lies in another way after it."""
-        numbers: dict[object, int] = {R: 0}
-        source, target = (
-            np.array([[numbers.setdefault(p, len(numbers)) for p in layout] for layout in of])
-            for of in (self.source_layouts, self.target_layouts)
-        )
-        return np.asarray(((source != 0)[:, None, :] & (source[:, None, :] != target[None, :, :])).any(axis=2))
+        """Whether the route has messages."""
+        sources, targets, cells = self._distinct
+        by_axis = stream_table(self.tables.routes, self.tensor.shape, self.tensor.itemsize, sources, targets)[..., 1:]
+        return np.asarray(by_axis > 0)[cells].any(axis=-1)
 
     @cached_property
     def seconds_on_host(self) -> np.ndarray:

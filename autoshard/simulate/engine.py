@@ -118,7 +118,7 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
         for stream in list(left):
             left[stream] -= step / shares[stream]
             if stream in first:
-                i, link = queues[stream][place[stream]], link_of[stream]
+                i = queues[stream][place[stream]]
                 end[i], free[stream] = now, (now, i)
                 place[stream] += 1
                 urgent[link_of[stream]] -= stream not in background
@@ -137,7 +137,7 @@ class _Patient:
         self.tasks, self.link_of = tasks, link_of
         self.kernels = [0.0]  # seconds of the first n kernels
         self.until = [math.inf] * len(tasks)  # seconds of kernels by which it has to end
-        passed, last = [0] * len(tasks), dict.fromkeys(link_of, 0)  # kernels that have ended when a task, and its stream's last one, can end
+        passed, last = [0] * len(tasks), dict.fromkeys(link_of, 0)  # kernels that end before a task, and the last one of its stream, do
         begins: dict[int, set[int]] = {link: set() for link in link_of.values()}
         for i, task in enumerate(tasks):
             passed[i] = max(last[task.stream], *(passed[j] for j in task.after), 0)
