@@ -19,6 +19,7 @@ FORMS = {
     "report a.json --trust --out a.html --json": "show a.json --trust --html a.html --json",
     "report --out=a.html a.json m.py:net --set a=m.py:net": "show --html=a.html a.json --model m.py:net --set a=m.py:net",
     "report a.json hf:folder": "show a.json --model hf:folder --html report.html",
+    "simulate job.toml --devices 128": "show job.toml --devices 128",
 }
 
 
@@ -32,7 +33,8 @@ def test_an_old_verb_is_rewritten_and_says_so(old, capsys):
 
 def test_every_old_verb_is_tried_and_none_is_shown():
     assert {old.partition(" ")[0] for old in FORMS} == set(OLD_VERBS)
-    assert not set(OLD_VERBS) & set(get_command(app).commands)
+    assert set(OLD_VERBS) & set(get_command(app).commands) == {"simulate"}  # of a plan
+    assert rewritten(["simulate", "a.json", "b.py:net"]) == ["simulate", "a.json", "b.py:net"]
 
 
 @pytest.mark.parametrize("before", [[], ["--traceback"], ["--log-level", "info"], ["--log-level=info", "--traceback"]], ids=" ".join)

@@ -112,10 +112,10 @@ class _Schedule:
         self.kernels = [0.0, *accumulate(map(self.pace.compute, self.flow.anchors))]
         self.until = self._latest_ends()
         hurried = [start for start in by_need if start not in self.flow.unhurried]
-        self.gaps = {  # per axis
-            axis: Gaps(sorted({self.flow.ready[start] + 1 for start in hurried if self.pace.axis(start) == axis}), self.kernels)
-            for axis in set(map(self.pace.axis, hurried))
-        }
+        self.gaps = [  # per axis
+            Gaps(sorted({self.flow.ready[start] + 1 for start in hurried if self.pace.axis(start) == axis}), self.kernels)
+            for axis in range(len(self.pace.mesh.axes))
+        ]
         self.ready_after: dict[int, list[fx.Node]] = {}
         for start in self.flow.starts:
             self.ready_after.setdefault(self.flow.ready[start], []).append(start)
