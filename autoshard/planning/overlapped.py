@@ -50,7 +50,7 @@ AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative; and where it is wide
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
-MOST_IDLE_MOVES = 24  # of these in turn that gain as little
+MOST_IDLE_MOVES = 10, 24  # of these in turn that gain as little; and where the gap is wide
 HIDDEN = 0.1  # of the seconds of traffic that kernels hide: about what it slows these, and what shares its link
 WIDE = 0.02  # relative: a gap that is worth more steps
 EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
@@ -280,7 +280,7 @@ class _Search:
         while self.shortest < before and not self.is_proven:
             before, moves = self.shortest, self._moves()
             for _, changes in moves:
-                if not left or idle == MOST_IDLE_MOVES or self.question.is_over:
+                if not left or idle >= MOST_IDLE_MOVES[self.gap > WIDE] or self.question.is_over:
                     return
                 mixed, shortest = list(self.best), self.shortest
                 for v, i in changes.items():
