@@ -1,4 +1,4 @@
-"""What one GPU says about autoshard's graphs, numbers, prices and memory: eleven parts, the most valuable first; 45 minutes at most.
+"""What one GPU says about autoshard's graphs, numbers, prices and memory: thirteen parts, the most valuable first; 45 minutes at most.
 
     python benchmarks/gpu.py [--stand-in] [--only PART ...] [--again] [--out build/gpu]
     python benchmarks/gpu.py --plans h100 h200 [--out build/gpu]
@@ -13,6 +13,8 @@ allocator   the simulation of the caching allocator beside what is recorded, und
 kernels     matmul, attention, pointwise, normalisation, optimizer beside their prices; OUT/kernels/*.csv are for benchmarks/kernels.py
 links       copies between host and GPU, alone and beside matmuls; bytes of contexts, workspaces and communicators
 launch      seconds in which the host launches a kernel, eager and from a compiled graph
+one_rank    a rank of plans for several devices, its collectives made up (one_rank.py): seconds and bytes beside the plan's
+beside      kernels beside one and two such collectives: how much longer they take
 
 Each part is a process of its own, ends after 9 minutes at most, and writes OUT/PART.json; one that is there is not run again. The first
 three run at the same time, since they measure no seconds. OUT/gpu.json has all of them, OUT/gpu.md is a page. --stand-in: the CPU and
@@ -115,6 +117,7 @@ def said(error: Exception) -> str:
     return lines[-1 if lines[0].startswith("--") else 0][:300]
 
 
+CHOSEN: list[str] = []  # models that `verify` is only asked for
 RUNNING: list[dict] = []
 WRITE: list = []
 
@@ -168,6 +171,16 @@ FITS = {  # as torchtitan trains on one GPU: float32, autocast to bf16, checkpoi
     )
 }  # fmt: skip
 SCHEMES = (None, "fsdp", "megatron")
+RANKS = {  # of several devices: a model, its settings, the mesh, what makes the plan
+    f"{name} on {'x'.join(map(str, shape))} by {scheme or 'ours'}": (path, settings, shape, scheme, small)
+    for name, path, settings, shape, schemes, small in (
+        ("Llama-3 8B, 4 layers", LLAMA, {"layers": 4, "batch": 8, "seq": 4096, "vocab": 32000, "dtype": "float32"}, (8,), SCHEMES, SMALL),
+        ("Llama-3 8B, 4 layers", LLAMA, {"layers": 4, "batch": 16, "seq": 4096, "vocab": 32000, "dtype": "float32"}, (2, 8), (None,), SMALL),
+        ("GPT-2 small", "models/gpt2.py:small", {"batch": 128, "seq": 1024}, (8,), (None, "fsdp"), ("models/gpt2.py:tiny", {})),
+        ("a mixture of experts", "models/moe.py:moe", {"batch": 128}, (8,), (None,), ("models/moe.py:tiny", {})),
+    )
+    for scheme in schemes
+}  # fmt: skip
 
 
 def vit(*, batch: int = 64, layers: int = 12, width: int = 768):
@@ -196,7 +209,7 @@ def plan_of(device: Device, name: str):
     from benchmarks import fake_cuda
 
     part, model, *others = name.split("; ")
-    path = (device.plans if part == "step" else device.out / "plans") / f"{name}.json"
+    path = (device.plans if part in ("step", "rank") else device.out / "plans") / f"{name}.json"
     if path.exists():
         return autoshard.load(str(path))
     options: dict = {"training": True, "baselines": False}
@@ -211,6 +224,13 @@ def plan_of(device: Device, name: str):
     elif part == "ranks":
         module, inputs = model_of(device, "models/gpt2.py:tiny", {}, ("models/gpt2.py:tiny", {}))
         mesh = autoshard.Mesh.from_bandwidths((int(others[0]),), **FAST)
+    elif part == "rank":
+        path_of_model, settings, shape, scheme, small = RANKS[model]
+        module, inputs = model_of(device, path_of_model, settings, small)
+        mesh, options = autoshard.Mesh.from_bandwidths(shape, device=device.kind), options | {"precision": "bf16", "compiled": False}
+        if scheme:
+            del options["baselines"]
+            options |= {"algo": scheme, "mesh_shape": shape, "device": device.kind}
     else:
         path_of_model, settings, more, small = STEPS[model]
         module, inputs = model_of(device, path_of_model, settings, small)
@@ -253,6 +273,7 @@ def make_plans(kinds: list[str], out: Path) -> None:
         device = Device(False, out, kind)
         names = [f"step; {name}; {how}" for name in STEPS for how in ("eager", "compiled")]
         names += [f"verify; {name}; {how}; {scheme}" for name, how, scheme in verified_cases(device)] + ["ranks; gpt2; 1", "ranks; gpt2; 2"]
+        names += [f"rank; {name}" for name in RANKS]
         for name in names:
             print(kind, attempted({"plan": name}, lambda name=name: {"cost": plan_of(device, name).cost}), file=sys.stderr, flush=True)
         for cell in FITS:
@@ -288,6 +309,7 @@ def verified_cases(device: Device) -> list[tuple[str, str, str]]:
     return [
         (name, precision, str(scheme))
         for name in names
+        if not CHOSEN or name in CHOSEN
         for scheme in schemes[name]
         for precision in (("float32",) if name in ONLY_32 else ("float32", "bf16"))
     ]
@@ -546,6 +568,128 @@ def steps(device: Device) -> list[dict]:
             if not {"recompute", "precision"} & set(STEPS[name][2]):
                 rows.append(attempted({"model": name, "how": how, "by": "torch"}, alone, name, how))
     return rows
+
+
+def ops_of(device: Device, step) -> list[tuple]:
+    """Operators of a step by the shapes of their inputs: name, shapes, calls, seconds of their kernels on the GPU (on the CPU of the host)."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU] if device.stand_in else [kinds.CPU, kinds.CUDA], record_shapes=True) as profile:
+        step()
+        device.wait()
+    found = profile.key_averages(group_by_input_shape=True)
+    seconds = (lambda e: e.self_cpu_time_total) if device.stand_in else (lambda e: e.self_device_time_total)
+    rows = [(e.key, [list(x) for x in e.input_shapes], e.count, seconds(e) / 1e6) for e in found if e.key.startswith(("aten::", "autoshard"))]
+    return sorted((row for row in rows if row[-1] > 2e-6), key=lambda row: -row[-1])
+
+
+def one_rank(device: Device) -> list[dict]:
+    """Of each plan's first rank: seconds of kernels, with collectives that wait, and with those that move bytes, beside the predicted ones."""
+    from benchmarks import one_rank as emulated
+
+    emulation = emulated.Emulation(device.name)
+    before = 0 if device.stand_in else torch.cuda.memory_allocated()
+
+    def run(name: str) -> dict:
+        device.forget()
+        path, settings, _, _, small = RANKS[name]
+        module, inputs = model_of(device, path, settings, small)
+        solution = plan_of(device, f"rank; {name}")
+        model = emulated.model_of_rank(filled(module, device), solution, emulation)
+        inputs, optimizer = drawn_inputs(inputs, device), torch.optim.AdamW(model.parameters(), fused=True)
+        predicted, found = solution.breakdown, {}
+        del module
+        one_step(model, inputs, optimizer)
+        device.forget()
+        emulation.asked.clear()
+        found["eager_seconds"] = device.seconds(lambda: one_step(model, inputs, optimizer), 5)
+        peak, asked = device.peak()["allocated"] - before, [len(emulation.asked) // 7, sum(emulation.asked) / 7]
+        begin = time.perf_counter()
+        one_step(model, inputs, optimizer)
+        found["host_seconds"] = time.perf_counter() - begin
+        device.wait()
+
+        def passes() -> None:
+            out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+            (out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out[0]).sum().backward()
+
+        (device.out / "ops").mkdir(exist_ok=True)
+        operators = ops_of(device, lambda: one_step(model, inputs, optimizer))
+        (device.out / "ops" / f"{name}.json".replace(" ", "_").replace(",", "")).write_text(json.dumps(operators))
+        passes()
+        update = device.seconds(optimizer.step, 5)
+        pool = None
+        for how in () if device.stand_in else (emulated.MOVING, emulated.WAITING, emulated.IDLE):
+            optimizer.zero_grad()
+            try:
+                graph = emulation.graph(how, passes, pool)
+            except RuntimeError as error:
+                found["not_captured"] = said(error)
+                break
+            pool = graph.pool()
+            found[f"{how}_seconds"] = device.seconds(graph.replay, 9) + update
+        return found | {
+            "collectives": asked[0], "collectives_seconds": asked[1], "predicted_collectives": sum(predicted["communication"].values()),
+            "predicted_kernels": sum(predicted["compute"].values()), "predicted_seconds": solution.step_seconds,
+            "ratio": found.get("moving_seconds", 0.0) / solution.step_seconds, "allocated": peak, "bytes_ratio": peak / solution.peak_bytes,
+        }  # fmt: skip
+
+    return [attempted({"plan": name}, run, name) for name in RANKS]
+
+
+def beside(device: Device) -> list[dict]:
+    """Kernels alone, beside one collective's kernel and beside two, by how many blocks they have and the bytes per second that they write:
+    420e9 as over NVLink, 50e9 as over a network. Ratios to alone."""
+    if device.stand_in:
+        return [{"what": "no streams on the CPU", "ok": True}]
+    from benchmarks import one_rank as emulated
+
+    emulation = emulated.Emulation(device.name)
+    into = [torch.empty(2**28, device="cuda", dtype=torch.uint8) for _ in range(2)]
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    a, b, large, norms, q = drawn(8192, 8192), drawn(8192, 8192), drawn(2**28), drawn(8192, 4096), drawn(1, 32, 8192, 128)
+    small = drawn(4096, 4096)
+    functional = torch.nn.functional
+    works = {
+        "matmul, 8192 x 8192 x 8192": (lambda: a @ b, 50), "matmul, 4096 x 4096 x 4096": (lambda: small @ small, 400),
+        "attention": (lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True), 60),
+        "pointwise": (lambda: large.mul_(1), 150), "layer norm": (lambda: functional.layer_norm(norms, (4096,)), 1000),
+    }  # fmt: skip
+    streams, other = [torch.cuda.Stream(priority=-1) for _ in range(2)], torch.cuda.Stream()
+
+    def timed(work, times: int, blocks: list[int], rates: list[float]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        for stream, count, rate, out in zip(streams, blocks, rates, into):
+            emulation.run(0.13, stream, out, int(rate * 0.13), count)
+        time.sleep(0.003)
+        with torch.cuda.stream(other):
+            begin.record()
+            for _ in range(times):
+                work()
+            end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    cases = {
+        "alone": ([], []), "24 blocks": ([24], [420e9]), "16 blocks": ([16], [420e9]), "8 blocks": ([8], [200e9]), "1 block": ([1], [1e9]),
+        "24 blocks, network": ([24], [50e9]), "8 blocks, network": ([8], [50e9]), "24 and 16": ([24, 16], [420e9, 50e9]),
+        "24 and 8": ([24, 8], [420e9, 50e9]), "16 and 8": ([16, 8], [420e9, 50e9]),
+    }  # fmt: skip
+
+    def run(name: str) -> dict:
+        work, times = works[name]
+        timed(work, times, [], [])
+        found: dict[str, list[float]] = {case: [] for case in cases}
+        for _ in range(4):
+            for case, (blocks, rates) in cases.items():
+                found[case].append(timed(work, times, blocks, rates))
+        seconds = {case: statistics.median(values) for case, values in found.items()}
+        return {"alone_seconds": seconds["alone"]} | {case: value / seconds["alone"] for case, value in seconds.items() if case != "alone"}
+
+    return [attempted({"kernel": name}, run, name) for name in works]
 
 
 CLASSES = {  # of kernels, by what their names hold; the first that fits
@@ -892,7 +1036,7 @@ def launch(device: Device) -> list[dict]:
     ]
 
 
-PARTS = {part.__name__: part for part in (verify, captures, ranks, fits, profiles, steps, allocator, contexts, kernels, links, launch)}
+PARTS = {part.__name__: part for part in (verify, captures, ranks, fits, profiles, steps, allocator, contexts, kernels, links, launch, one_rank, beside)}
 AT_ONCE = ("verify", "captures", "ranks")  # these measure no seconds
 
 
@@ -942,6 +1086,7 @@ def main() -> int:
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("--plans", nargs="+", metavar="KIND", help="make plans and predictions for such devices, and end")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="*", default=[], help="that verify is asked for, by default all")
     parser.add_argument("--again", action="store_true", help="run parts that are there")
     parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="that a part has")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
@@ -953,6 +1098,7 @@ def main() -> int:
         return 0
     if not given.stand_in and not torch.cuda.is_available():
         sys.exit("no GPU is visible to this torch; --stand-in tries every part on the CPU")
+    CHOSEN.extend(given.models)
     if given.here:
         run_part(given.here, given.stand_in, given.out / f"{given.here}.json")
         return 0
@@ -963,7 +1109,8 @@ def main() -> int:
         running = {}
         for name in names if left > 20 else ():
             print(f"{name} ...", file=sys.stderr, flush=True)
-            command = [sys.executable, __file__, "--here", name, "--out", str(given.out), *(["--stand-in"] if given.stand_in else [])]
+            command = [sys.executable, __file__, "--here", name, "--out", str(given.out), "--models", *given.models]
+            command += ["--stand-in"] if given.stand_in else []
             running[name] = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
         until = time.monotonic() + left
         for name, process in running.items():

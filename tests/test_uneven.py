@@ -1,5 +1,6 @@
 """Parts that are not equal: rows, routes and whole models on dims that the mesh does not divide, against the whole and against DTensor."""
 
+import copy
 import itertools
 import random
 from functools import cache
@@ -8,12 +9,16 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.api import plan
+from autoshard.api import autosharding_pass, plan
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, op_candidate_seconds
 from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, rank_bounds, text
-from autoshard.lower import lower, plant_fault, verify_program
+from autoshard.lower import Pace, are_alike, lower, plant_fault, trace, verify_program, without_idle
+from autoshard.lower.collectives import Groups, Rank, drive
+from autoshard.lower.flow import STARTS
+from autoshard.lower.kernels.losses import softmax, softmax_backward
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import Redistribute, slot_of
 from autoshard.lower.run import SimulatedRanks
@@ -24,7 +29,10 @@ from autoshard.planning.random_choice import random_choice
 from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.routes import Routes
+from autoshard.runtime.overlap import scheduled
+from autoshard.solution import of_one_microbatch
 from autoshard.strategies import Candidate, candidates, register_rule
+from autoshard.strategies.internal import PASSES
 from autoshard.strategies.rows import EVEN_ONLY, RULES
 from models import bert, gpt2, llama, mlp
 from tests.helpers import candidate_error, described, fast_mesh, one_op, tiny_graph
@@ -422,3 +430,82 @@ def test_random_sizes_on_random_meshes_are_never_wrong():
         sizes = rng.choice([(2,), (3,), (5,), (2, 2), (2, 3)])
         number, wrong = wrong_ones(*one_op("aten.mm.default", f(m, k), f(k, n)), mesh_of(*sizes))
         assert not wrong, (m, k, n, sizes)
+
+
+# -- graphs of ranks whose shards differ ---------------------------------------------------------------------------------------------
+
+
+PADS = (torch.ops.aten.constant_pad_nd.default,)
+ODD_MODELS = {"gpt2": lambda: gpt2.tiny(batch=8), "llama": lambda: llama.tiny(batch=6, layers=1), "mlp": mlp.tiny}
+
+
+def graphs_of_ranks(name, shape, scheme):
+    model, inputs = ODD_MODELS[name]()
+    bandwidths = {"intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14}
+    options = {"algo": scheme, "mesh_shape": shape, "training": True, **bandwidths}
+    solution = autosharding_pass(model, example_inputs=inputs, **options)[1]["solution"]
+    graph = capture(model, inputs, training=True)
+    program = lower(graph, *of_one_microbatch(solution), solution.mesh)
+    groups = Groups(solution.mesh.axis_names, shape)
+    coordinates = list(itertools.product(*map(range, shape)))
+    return program, groups, solution.mesh, [trace(program, graph, groups, coordinate) for coordinate in coordinates]
+
+
+ODD_PLANS = [("gpt2", (3,), "fsdp"), ("llama", (2, 3), "fsdp"), ("mlp", (3,), "zero2"), ("mlp", (2, 3), "fsdp")]
+
+
+@pytest.mark.parametrize("name, shape, scheme", ODD_PLANS)
+def test_ranks_of_unlike_shards_start_their_collectives_in_one_order(name, shape, scheme):
+    program, groups, mesh, ranks = graphs_of_ranks(name, shape, scheme)
+    assert not program.is_even
+    first, pace, orders, idle = list(ranks[0].passes.values()), Pace(mesh, groups), [], []
+    for rank in ranks[1:]:
+        passes = list(rank.passes.values())
+        assert all(are_alike(a.graph, b.graph) for a, b in zip(first, passes, strict=True))
+        like = [copy.deepcopy(one) for one in first]
+        before = sum(node.target in STARTS for one in passes for node in one.graph.nodes)
+        rows = scheduled(passes, pace, 1e9, like=like)
+        for one in passes:
+            without_idle(one)
+            one.graph.lint()
+        nodes = [node for one in passes for node in one.graph.nodes]
+        starts = [node for node in nodes if node.target in STARTS]
+        assert len(starts) == sum(map(len, rows)) < before
+        orders.append([(STARTS[node.target], pace.axis(node), len(node.meta.get("members", "1"))) for node in starts])
+        idle.append(sum(node.target in PADS and node.meta["val"].shape == node.args[0].meta["val"].shape for node in nodes))
+        pads = sum(node.target in PADS for node in nodes)
+    assert all(order == orders[0] for order in orders)
+    assert not any(idle) and pads  # the last rank's are not of nothing
+
+
+def test_a_rank_that_runs_another_kernel_is_not_alike():
+    _, _, _, (one, *_, other) = graphs_of_ranks("mlp", (3,), "fsdp")
+    assert are_alike(one.forward.graph, other.forward.graph)
+    without_idle(one.forward)
+    assert not are_alike(one.forward.graph, other.forward.graph)
+
+
+class Passes(TorchDispatchMode):
+    """Counts how often operators read or write all of a tensor of so many elements; views are none."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        if not function.is_view:
+            self.count += sum(isinstance(x, torch.Tensor) and x.numel() == self.elements for x in (*args, out))
+        return out
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_passes_of_a_softmax_over_a_sharded_dim_are_those_that_its_program_makes(log):
+    x, y, name = f(6, 50), f(6, 50), "_log_softmax" if log else "_softmax"
+    rank = Rank(mesh_of(2), (torch.tensor(0),), (0,))
+    forward = {"self": x, "dim": 1, "half_to_float": False}
+    backward = {"grad_output": x, "output": y, "dim": 1, "input_dtype": torch.float32}
+    for given, kernel, native, suffix in ((forward, softmax, 2, ""), (backward, softmax_backward, 3, "_backward_data")):
+        with Passes(x.numel()) as counted:
+            drive(kernel(rank, given, axes=(0,), log=log), lambda call: call.tensor)
+        assert PASSES[f"aten.{name}{suffix}.default"][1] == counted.count - native

@@ -21,12 +21,14 @@ from autoshard.lower.flow import owners as owners
 from autoshard.lower.flow import size as size
 from autoshard.lower.fx_program import Boxed as Boxed
 from autoshard.lower.fx_program import RankGraphs as RankGraphs
+from autoshard.lower.fx_program import are_alike as are_alike
 from autoshard.lower.fx_program import boxed as boxed
 from autoshard.lower.fx_program import compiled as compiled
 from autoshard.lower.fx_program import first_of_backward as first_of_backward
 from autoshard.lower.fx_program import rewritten as rewritten
 from autoshard.lower.fx_program import subgraph as subgraph
 from autoshard.lower.fx_program import trace as trace
+from autoshard.lower.fx_program import without_idle as without_idle
 from autoshard.lower.generator import draws as draws
 from autoshard.lower.generator import first_state as first_state
 from autoshard.lower.generator import from_state as from_state

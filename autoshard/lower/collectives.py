@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
@@ -144,18 +145,15 @@ def run_step(step: Step, rank: Rank, x: Tensor, shape: Shape | None = None) -> R
     if isinstance(new, Shard):
         x = _padded(x, new.dim, -(-before[new.dim] // n) * n)
     x = yield from _run_even_step(step, rank, x)
-    for dim, size in enumerate(after):
-        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
-    return x.contiguous()
+    for dim in sorted({p.dim for p in (old, new) if isinstance(p, Shard)}):
+        x = x.narrow(dim, 0, after[dim])
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with zeros appended on `dim`, up to `size`."""
-    if x.shape[dim] == size:
-        return x
-    shape = list(x.shape)
-    shape[dim] = size - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    """x with zeros appended on `dim`, up to `size`. Ranks that have none to append, or above none to cut off, run the same kernels, so that
+    the graphs of all ranks are alike; `fx_program.without_idle` takes them out."""
+    return F.pad(x.contiguous(), (0, 0) * (x.ndim - 1 - dim) + (0, size - x.shape[dim]))
 
 
 def _run_even_step(step: Step, rank: Rank, x: Tensor) -> RankGenerator:

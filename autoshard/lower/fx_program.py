@@ -100,7 +100,7 @@ def rewritten(program: RankProgram, groups: Groups, where: tuple[int, ...], devi
             node.replace_all_uses_with(constant)
         joint.graph.erase_node(node)
     _as_run(joint.graph)
-    joint.recompile()
+    without_idle(joint)
     return joint
 
 
@@ -154,6 +154,29 @@ def _check_reshapes(program: RankProgram) -> None:
                 shapes = (record.inputs[0].shape_on(rank), record.outputs[0].shape_on(rank))
                 if math.prod(shapes[0]) != math.prod(shapes[1]):
                     raise ValueError(f"op {record.name} would reshape the uneven shard {shapes[0]} of rank {rank} to {shapes[1]}")
+
+
+def without_idle(graph_module: fx.GraphModule) -> None:
+    """Takes out, in place, what only ranks with smaller shards need: pads of nothing, cuts of nothing, and copies of what these cut."""
+    for node in graph_module.graph.nodes:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.target not in (aten.constant_pad_nd.default, aten.slice.Tensor):
+            continue
+        if isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].shape == source.meta["val"].shape:
+            copies = [user for user in node.users if user.target is aten.clone.default and source.meta["val"].is_contiguous()]
+            for idle in copies if node.target is aten.slice.Tensor else ():
+                idle.replace_all_uses_with(source)
+                graph_module.graph.erase_node(idle)
+            node.replace_all_uses_with(source)
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def are_alike(one: fx.Graph, other: fx.Graph) -> bool:
+    """Whether both have the same operators in the same order that read the same nodes: sizes may differ."""
+    numbered = [{node: k for k, node in enumerate(graph.nodes)} for graph in (one, other)]
+    did = [[(n.op, n.op == "placeholder" or n.target, [at[x] for x in n.all_input_nodes]) for n in at] for at in numbered]
+    return did[0] == did[1]
 
 
 MASKS = ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_p.default")

@@ -38,20 +38,21 @@ class Bucket:
     held: list[tuple[int, int, int]]
 
 
-def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
-    """Joins collectives in place where that is possible; returns by how many there are fewer. limit: of live bytes (see `overlap.room`)."""
-    graph = graph_module.graph
-    flow = Flow.of(graph)
-    gone = 0
-    for members in _choose(graph, flow, pace, limit):
-        _join(graph, members)
-        gone += len(members) - 1
-    if gone:
+def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float, *others: fx.GraphModule) -> int:
+    """Joins collectives in place where that is possible; returns by how many there are fewer. limit: of live bytes (see `overlap.room`).
+    others: graphs like this one (lower.are_alike), in which the same are joined."""
+    at = {node: k for k, node in enumerate(graph_module.graph.nodes)}
+    chosen = [[at[start] for start in members] for members in _choose(graph_module.graph, Flow.of(graph_module.graph), pace, limit)]
+    for one in (graph_module, *others) if chosen else ():
+        graph = one.graph
+        nodes = list(graph.nodes)
+        for members in chosen:
+            _join(graph, [nodes[k] for k in members])
         _sort(graph)
         graph.eliminate_dead_code()
         graph.lint()
-        graph_module.recompile()
-    return gone
+        one.recompile()
+    return sum(len(members) - 1 for members in chosen)
 
 
 def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[fx.Node]]:

@@ -56,16 +56,24 @@ def room(graphs: Iterable[fx.Graph], spare: float) -> float:
 
 
 def scheduled(
-    passes: Sequence[fx.GraphModule], pace: Pace, spare: float, second_group: Callable[[int], str] | None = None
+    passes: Sequence[fx.GraphModule],
+    pace: Pace,
+    spare: float,
+    second_group: Callable[[int], str] | None = None,
+    like: Sequence[fx.GraphModule] = (),
 ) -> list[tuple[Overlapped, ...]]:
     """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow. second_group: the name of a
-    second process group of an axis; None: there is one per axis."""
+    second process group of an axis; None: there is one per axis. like: the same passes of the rank that decides where shards differ in
+    size from rank to rank, so that all choose one order."""
+    deciding = [(first, *others) for first, *others in zip(like, passes, strict=True)] if like else [(one,) for one in passes]
     if second_group is not None:
-        pace = _in_background(passes, pace, second_group)
-    limit = room([one.graph for one in passes], spare)
-    for one in passes:
-        bucket(one, pace, limit)
-    return [overlap(one, pace, limit) for one in passes]
+        for of_rank in (passes, like) if like else (passes,):
+            changed = _in_background(of_rank, pace, second_group)
+        pace = changed
+    limit = room([one.graph for one, *_ in deciding], spare)
+    for one, *others in deciding:
+        bucket(one, pace, limit, *others)
+    return [overlap(one, pace, limit, *others) for one, *others in deciding]
 
 
 def _in_background(passes: Sequence[fx.GraphModule], pace: Pace, second_group: Callable[[int], str]) -> Pace:
@@ -78,13 +86,17 @@ def _in_background(passes: Sequence[fx.GraphModule], pace: Pace, second_group: C
     return replace(pace, groups=replace(pace.groups, background={name: axis for axis, name in names.items()}))
 
 
-def overlap(graph_module: fx.GraphModule, pace: Pace, limit: float) -> tuple[Overlapped, ...]:
-    """Reorders the graph in place and returns its time line."""
+def overlap(graph_module: fx.GraphModule, pace: Pace, limit: float, *others: fx.GraphModule) -> tuple[Overlapped, ...]:
+    """Reorders the graph in place, and graphs like it in the same way, and returns its time line."""
     schedule = _Schedule(graph_module.graph, pace, limit)
     schedule.run()
-    reorder(graph_module.graph, [*schedule.order, schedule.output])
-    graph_module.graph.lint()
-    graph_module.recompile()
+    at = {node: k for k, node in enumerate(graph_module.graph.nodes)}
+    order = [at[node] for node in (*schedule.order, schedule.output)]
+    for one in (graph_module, *others):
+        nodes = list(one.graph.nodes)
+        reorder(one.graph, [nodes[k] for k in order])
+        one.graph.lint()
+        one.recompile()
     return schedule.timeline()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture import (
@@ -34,7 +34,7 @@ from autoshard.capture import (
 from autoshard.cost import spare_bytes
 from autoshard.graph import Graph, SizedGraph, Sizes, is_without_dropout, sizes_of
 from autoshard.layout import Layout, parse, replicated
-from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
+from autoshard.lower import Pace, RankGraphs, are_alike, attribute_of, lower, state_of_module, trace, without_idle
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import (
     absent,
@@ -42,6 +42,7 @@ from autoshard.runtime.agreement import (
     agreed,
     check_gpus,
     compare,
+    gathered,
     grouped,
     join,
     limit_waiting,
@@ -219,7 +220,11 @@ class _Builder:
                 return _too_odd(resized, str(error)) if resized else str(error)
 
             with torch.autocast(where.device.type, enabled=False):  # its casts are in the captured program
-                step = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
+                step, like = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
+                if like and all(gathered(_alike(step, like), "comparing the ranks' programs", where.group)):
+                    agreed(lambda: self._order(step, like), "ordering the collectives", where.group)
+                for one in step.present.values() if like else ():
+                    without_idle(one)
             passes = step.present.items()
             compare({which: (where.coordinate, of_graph(one.graph, where.groups)) for which, one in passes}, where.group)
         return step
@@ -301,22 +306,35 @@ class _Builder:
     def _named(self, inputs: Any) -> Iterator[tuple[str, Any]]:
         return zip(self.inputs.names(inputs), pytree.tree_leaves(listed(inputs)))
 
-    def _step(self, captured: _Captured) -> TracedCall:
+    def _step(self, captured: _Captured) -> tuple[TracedCall, list[fx.GraphModule]]:
+        """The call; where shards differ in size, not yet in order, and the same passes of the first rank, whose shards are the largest."""
         graph, solution, where = captured.graph, self.solution, self.where
         program = lower(graph, *of_one_microbatch(solution), where.mesh, device=where.device.type)
-        graphs = trace(program, graph, where.groups, where.coordinate, where.device.type, drops=captured.drops)
-        moves = None
-        if solution.microbatches > 1:
-            graphs = with_sums(graphs, solution.accumulation_dtype)
-            moves = step_moves(solution, captured.step, where)
+
+        def traced(coordinate: tuple[int, ...]) -> RankGraphs:
+            graphs = trace(program, graph, where.groups, coordinate, where.device.type, drops=captured.drops)
+            return with_sums(graphs, solution.accumulation_dtype) if solution.microbatches > 1 else graphs
+
+        graphs = traced(where.coordinate)
+        moves = step_moves(solution, captured.step, where) if solution.microbatches > 1 else None
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
         shards = {name: where.shard(value, graphs.slots[name].layout).clone() for name, value in captured.constants.items()}
         call = TracedCall(graphs, graphs.inference(), shapes, captured.returned, shards, where, self.patiently, moves)
-        if program.is_even:  # else ranks would choose different orders, as their shards differ in size
-            spare = spare_bytes(solution.peak_bytes, solution.memory_limit)
-            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare, where.second_group)
-            call.timelines = dict(zip(call.present, rows, strict=True))
-        return call
+        if not program.is_even:
+            of_first = traced((0,) * len(where.coordinate))
+            return call, [*of_first.passes.values(), of_first.inference()]
+        self._order(call)
+        return call, []
+
+    def _order(self, call: TracedCall, like: Sequence[fx.GraphModule] = ()) -> None:
+        """Starts the collectives early; where ranks differ, as the first one would."""
+        spare = spare_bytes(self.solution.peak_bytes, self.solution.memory_limit)
+        rows = scheduled(list(call.present.values()), Pace(self.where.mesh, self.where.groups), spare, self.where.second_group, like)
+        call.timelines = dict(zip(call.present, rows, strict=True))
+
+
+def _alike(step: TracedCall, like: Sequence[fx.GraphModule]) -> bool:
+    return all(are_alike(one.graph, other.graph) for one, other in zip(like, step.present.values(), strict=True))
 
 
 def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import getitem
 
 from autoshard.graph import reached
-from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace
+from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace, without_idle
 from autoshard.runtime.distribute import Where
 from autoshard.runtime.microbatches import with_sums
 from autoshard.runtime.overlap import scheduled
@@ -52,6 +52,8 @@ def stage_graphs(stage: LoweredStage, where: Where, spare_bytes: float, *, halve
     graphs, inference = with_sums(traced, None), plain.inference()
     if stage.program.is_even:  # else ranks would choose different orders, as their shards differ in size
         scheduled([*graphs.passes.values(), inference], Pace(stage.mesh, where.groups), spare_bytes, where.second_group)
+    for one in () if stage.program.is_even else (*graphs.passes.values(), inference):
+        without_idle(one)
     backward = None if graphs.backward is None else boxed(graphs.backward)
     halves = _halves(graphs) if halved and graphs.backward is not None else None
     return StageGraphs(graphs, boxed(graphs.forward), boxed(inference), backward, halves)
