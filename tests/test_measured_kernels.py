@@ -185,6 +185,22 @@ def test_a_matmul_of_one_full_wave_takes_its_flops_at_the_rate():
     assert matmul_seconds(128 * 12 + 1, 1e6, 256 * 11, replace(form, waves=1.0, split=1.0)) > 1.05 * seconds  # one row more: a new wave
 
 
+# By the plan of a rank of eight on an H100, microseconds (docs/gpu.md).
+OF_A_SHARD = {(131072, 768, 6283): 10060, (131072, 6283, 768): 9840, (6283, 131072, 768): 8490}
+
+
+@pytest.mark.parametrize("dims", OF_A_SHARD, ids=str)
+def test_a_shard_of_an_odd_vocabulary_has_odd_rows_also_in_its_gradient(dims):
+    form = kernel_columns(MatmulKernel, ["h100"], "bf16")
+    assert matmul_seconds(*dims, form) == pytest.approx(OF_A_SHARD[dims] * 1e-6, rel=0.25)
+
+
+@pytest.mark.parametrize("m", [1, 7, 65, 301, 4097, 16383])
+def test_a_number_of_tokens_that_is_odd_makes_no_odd_rows(m):
+    form = kernel_columns(MatmulKernel, ["h100"], "bf16")
+    assert matmul_seconds(m, 4096, 14336, form) == matmul_seconds(m, 4096, 14336, replace(form, unaligned=1.0))
+
+
 def test_a_dtype_without_measurements_runs_as_the_next_wider_one():
     forms = {(name, dtype): kernel_columns(MatmulKernel, [name], dtype) for name in ("a100", "h100") for dtype in ("bf16", "fp8", "nvfp4")}
     assert forms["a100", "nvfp4"] == forms["a100", "fp8"] == forms["a100", "bf16"]

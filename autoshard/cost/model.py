@@ -45,7 +45,7 @@ class CostModel(Protocol):
         """That a copy of `size` bytes to or from the host adds, of which the share `exposed` is hidden behind nothing."""
 
     def memory(self, kind: str, size: Any, device: Device) -> Any:
-        """To move so many bytes, a number or an array; kind: update, accumulate or split."""
+        """To move so many bytes, a number or an array; kind: update, accumulate, split or passes."""
 
 
 class DefaultCosts:

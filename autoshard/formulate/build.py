@@ -27,7 +27,15 @@ from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Gr
 from autoshard.layout import Layout, all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
-from autoshard.strategies import Candidate, Candidates, internal_collectives, internal_stages, share_of_flops, worked_shapes
+from autoshard.strategies import (
+    Candidate,
+    Candidates,
+    internal_collectives,
+    internal_passes,
+    internal_stages,
+    share_of_flops,
+    worked_shapes,
+)
 
 
 def formulate(
@@ -193,12 +201,13 @@ class _Builder:
 
 
 def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> float:
-    """Seconds of one op under one candidate: its kernel on local shapes and the collectives of its local program."""
+    """Seconds of one op under one candidate: the kernels and the collectives of its local program."""
     if stages := op_stages(op, inputs, candidate, mesh):
         return makespan(stages, mesh)
     share = share_of_flops(op, inputs, candidate.inputs, mesh)
     collectives = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
-    return _kernel_seconds(op, inputs, candidate, mesh, share) + sum(one.seconds for one in collectives)
+    passes = cost_of(mesh).memory("passes", internal_passes(op, inputs, candidate.inputs, mesh), mesh.device)
+    return _kernel_seconds(op, inputs, candidate, mesh, share) + passes + sum(one.seconds for one in collectives)
 
 
 def op_stages(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> tuple[TimedStage, ...]:
