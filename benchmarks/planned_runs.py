@@ -63,7 +63,7 @@ class Priced:
 
 def expressible(table: Table) -> np.ndarray:
     runs, stack = table.runs, constants_of(table.runs).stack
-    plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize() == 2) & (stack.flash > 0)
+    plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize == 2) & (stack.flash > 0)
     recompute = np.isin(runs.recompute, ("none", "full"))
     zero = np.isin(runs.zero, (0, 1, 3))
     known = (runs.queries == runs.width) & ((runs.gated > 0) | ((runs.kv_heads == runs.heads) & (runs.ffn == 4 * runs.width)))

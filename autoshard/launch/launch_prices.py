@@ -201,7 +201,7 @@ def experts(
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), alike), 1.0)
     largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
     # a token's copies, by Megatron those that came to the experts, as their matmuls read them; recomputation of whole blocks keeps none
-    each = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize(), 2.0), 4.0)
+    each = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize, 2.0), 4.0)
     sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
     kept = blocks * local * largest
     kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)

@@ -179,7 +179,7 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarra
     reduced = (runs.zero >= 2) & (runs.pipeline == 1)
     unsharded = np.where(fully, 4.0, constants.memory.gradients)
     on_device = 1 - 1.0 * runs.offload
-    narrow = np.where((runs.itemsize() < 2) & (runs.gather8 == 0) & ~fully, constants.memory.copies8 * runs.itemsize(), 0.0)
+    narrow = np.where((runs.itemsize < 2) & (runs.gather8 == 0) & ~fully, constants.memory.copies8 * runs.itemsize, 0.0)
     return {
         "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)) + narrow * of_blocks,
         "gradients": parameters * np.where(pure, 2.0, unsharded) / np.where(reduced, sharing, 1.0),
@@ -231,7 +231,7 @@ def _of_one_kind(
     forward, stack = tasks["forward block"], constants.stack
     regathers = np.where(constants.memory.gathered > 0, runs.pipeline > 1, np.maximum(stack.regathers, stack.fused_accumulation))
     scores = 0.0 if "attn" in recompute else SCORES * runs.tokens * runs.seq * runs.heads / runs.tensor
-    in8 = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize() / 2, 1.0), 1.0)  # Transformer Engine keeps what it has cast
+    in8 = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize / 2, 1.0), 1.0)  # Transformer Engine keeps what it has cast
     modules = of_modules(forward, recompute)
     less = [replace(task, kept=task.kept and (i not in modules or task.kind == "attention")) for i, task in enumerate(forward)]
     everything, some = (kept_bytes(tasks, sizes, how, regathers, in8) + np.where(stack.flash > 0, 0.0, scores) for tasks in (forward, less))

@@ -219,6 +219,7 @@ class TrainingRuns:
     def table_parameters(self) -> np.ndarray:
         return self.vocab * self.width
 
+    @cached_property
     def itemsize(self) -> np.ndarray:
         """Bytes per element of the inputs of the blocks' matmuls."""
         firsts, of = distinct([self.precision])
