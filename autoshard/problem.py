@@ -80,6 +80,8 @@ def EdgeUsage(edge: int, start: int, end: int, bytes: np.ndarray) -> Usage:
 class UsageList(tuple[Usage, ...]):
     """The usages of a problem, and what is derived of them: problems that differ in costs alone share both."""
 
+    valid_for: tuple[tuple["Edge", ...], list[int]] | None = None  # of the last problem that they fit: its edges, and choices of each node
+
     @cached_property
     def spans(self) -> np.ndarray:
         """Start and end of every usage: two rows."""
@@ -156,6 +158,11 @@ def _validate(problem: Problem) -> None:
             raise ValueError(f"node {v} ({names[v]}) has costs of shape {c.shape}; expected a list of one or more choices")
         if id(c) not in seen:
             _check_values(c, f"the costs of node {v} ({names[v]})", seen, infinite=True)
+    if problem.usage_limit is not None and not problem.usage_limit >= 0:
+        raise ValueError(f"the usage limit is {problem.usage_limit}; expected zero or more bytes, or None for no limit")
+    known, choices = problem.usage_list.valid_for, list(map(len, costs))
+    if known is not None and known[0] is edges and known[1] == choices:  # a problem that differs in the costs of nodes alone
+        return
     for k, e in enumerate(edges):
         if not (0 <= e.a < len(costs) and 0 <= e.b < len(costs)):
             raise ValueError(f"edge {k} joins nodes {e.a} and {e.b}, but nodes are numbered 0 to {len(costs) - 1}")
@@ -168,10 +175,10 @@ def _validate(problem: Problem) -> None:
             )
         if id(e.table) not in seen:
             _check_values(e.table, f"the costs of edge {k} ({e.a} -> {e.b})", seen, infinite=True)
-    for k, u in enumerate(problem.usages):
-        _validate_usage(problem, k, u, seen)
-    if problem.usage_limit is not None and not problem.usage_limit >= 0:
-        raise ValueError(f"the usage limit is {problem.usage_limit}; expected zero or more bytes, or None for no limit")
+    if known is None or known[1] != choices or [(e.a, e.b) for e in edges] != [(e.a, e.b) for e in known[0]]:
+        for k, u in enumerate(problem.usages):
+            _validate_usage(problem, k, u, seen)
+    problem.usage_list.valid_for = edges, choices
 
 
 def _validate_usage(problem: Problem, k: int, usage: Usage, seen: set[int]) -> None:

@@ -68,7 +68,7 @@ def settle(
     produced: dict[Value, Code] = {}
     best: dict[tuple, int] = {}
     pins: dict[str, Pin] = {}
-    shared: dict[tuple[int, int], Pin] = {}
+    shared: dict[tuple[int, int], tuple[Pin, list[Code]]] = {}
     for i, op in enumerate(graph.ops):
         options = candidates.of[i]
         inputs, outputs = candidates.coded(i)
@@ -83,8 +83,13 @@ def settle(
             if key not in best:
                 best[key] = _best(inputs, outputs, (*priorities[0], *priorities[1]), sources, i in carried)
             chosen = best[key]
-        produced |= {(i, k): tuple(row) for k, row in enumerate(outputs[chosen].tolist()) if op.outputs[k] is not None}
-        pins[op.name] = shared.setdefault((id(options), chosen), Pin(options[chosen].outputs, options[chosen].inputs))
+        if (id(options), chosen) not in shared:
+            pin = Pin(options[chosen].outputs, options[chosen].inputs)
+            shared[id(options), chosen] = pin, [tuple(row) for row in outputs[chosen].tolist()]
+        pins[op.name], codes = shared[id(options), chosen]
+        for k, tensor in enumerate(op.outputs):
+            if tensor is not None:
+                produced[i, k] = codes[k]
     return pins
 
 
