@@ -462,9 +462,9 @@ def test_ranks_of_unlike_shards_start_their_collectives_in_one_order(name, shape
     for rank in ranks[1:]:
         passes = list(rank.passes.values())
         assert all(are_alike(a.graph, b.graph) for a, b in zip(first, passes, strict=True))
-        like = [copy.deepcopy(one) for one in first]
+        reference = [copy.deepcopy(one) for one in first]
         before = sum(node.target in STARTS for one in passes for node in one.graph.nodes)
-        rows = scheduled(passes, pace, 1e9, like=like)
+        rows = scheduled(passes, pace, 1e9, reference=reference)
         for one in passes:
             without_idle(one)
             one.graph.lint()

@@ -157,7 +157,7 @@ def _check_reshapes(program: RankProgram) -> None:
 
 
 def without_idle(graph_module: fx.GraphModule) -> None:
-    """Takes out, in place, what only ranks with smaller shards need: pads of nothing, cuts of nothing, and copies of what these cut."""
+    """Takes out, in place, what only ranks with smaller shards need: pads of nothing, slices of everything, and copies of these."""
     for node in graph_module.graph.nodes:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or node.target not in (aten.constant_pad_nd.default, aten.slice.Tensor):

@@ -60,14 +60,14 @@ def scheduled(
     pace: Pace,
     spare: float,
     second_group: Callable[[int], str] | None = None,
-    like: Sequence[fx.GraphModule] = (),
+    reference: Sequence[fx.GraphModule] = (),
 ) -> list[tuple[Overlapped, ...]]:
     """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow. second_group: the name of a
-    second process group of an axis; None: there is one per axis. like: the same passes of the rank that decides where shards differ in
-    size from rank to rank, so that all choose one order."""
-    deciding = [(first, *others) for first, *others in zip(like, passes, strict=True)] if like else [(one,) for one in passes]
+    second process group of an axis; None: there is one per axis. reference: the same passes of the rank whose order all take, where
+    shards differ in size from rank to rank."""
+    deciding = [(first, *others) for first, *others in zip(reference, passes, strict=True)] if reference else [(one,) for one in passes]
     if second_group is not None:
-        for of_rank in (passes, like) if like else (passes,):
+        for of_rank in (passes, reference) if reference else (passes,):
             changed = _in_background(of_rank, pace, second_group)
         pace = changed
     limit = room([one.graph for one, *_ in deciding], spare)

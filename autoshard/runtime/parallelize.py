@@ -220,10 +220,10 @@ class _Builder:
                 return _too_odd(resized, str(error)) if resized else str(error)
 
             with torch.autocast(where.device.type, enabled=False):  # its casts are in the captured program
-                step, like = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
-                if like and all(gathered(_alike(step, like), "comparing the ranks' programs", where.group)):
-                    agreed(lambda: self._order(step, like), "ordering the collectives", where.group)
-                for one in step.present.values() if like else ():
+                step, reference = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
+                if reference and all(gathered(_alike(step, reference), "comparing the ranks' programs", where.group)):
+                    agreed(lambda: self._order(step, reference), "ordering the collectives", where.group)
+                for one in step.present.values() if reference else ():
                     without_idle(one)
             passes = step.present.items()
             compare({which: (where.coordinate, of_graph(one.graph, where.groups)) for which, one in passes}, where.group)
@@ -326,15 +326,15 @@ class _Builder:
         self._order(call)
         return call, []
 
-    def _order(self, call: TracedCall, like: Sequence[fx.GraphModule] = ()) -> None:
+    def _order(self, call: TracedCall, reference: Sequence[fx.GraphModule] = ()) -> None:
         """Starts the collectives early; where ranks differ, as the first one would."""
         spare = spare_bytes(self.solution.peak_bytes, self.solution.memory_limit)
-        rows = scheduled(list(call.present.values()), Pace(self.where.mesh, self.where.groups), spare, self.where.second_group, like)
+        rows = scheduled(list(call.present.values()), Pace(self.where.mesh, self.where.groups), spare, self.where.second_group, reference)
         call.timelines = dict(zip(call.present, rows, strict=True))
 
 
-def _alike(step: TracedCall, like: Sequence[fx.GraphModule]) -> bool:
-    return all(are_alike(one.graph, other.graph) for one, other in zip(like, step.present.values(), strict=True))
+def _alike(step: TracedCall, reference: Sequence[fx.GraphModule]) -> bool:
+    return all(are_alike(one.graph, other.graph) for one, other in zip(reference, step.present.values(), strict=True))
 
 
 def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
