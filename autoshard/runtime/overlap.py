@@ -11,7 +11,8 @@ collectives, so that those don't queue behind it; it starts where none of them i
 where it may (cost.Gaps).
 
 So gathers of parameters are prefetched one after another, and reductions of gradients run until the end of the pass. Where the buffers
-of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates.
+of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates. Where shards differ
+in size from rank to rank, all ranks take the order of the first one, whose shards are the largest.
 """
 
 import math
