@@ -195,10 +195,11 @@ def test_a_shard_of_an_odd_vocabulary_has_odd_rows_also_in_its_gradient(dims):
     assert matmul_seconds(*dims, form) == pytest.approx(OF_A_SHARD[dims] * 1e-6, rel=0.25)
 
 
-@pytest.mark.parametrize("m", [1, 7, 65, 301, 4097, 16383])
-def test_a_number_of_tokens_that_is_odd_makes_no_odd_rows(m):
+@pytest.mark.parametrize("k, n", [(4096, 14336), (14336, 4096), (768, 50304)])
+@pytest.mark.parametrize("m", [1, 7, 65, 301, 511, 1023, 2047, 4097, 16383])
+def test_a_number_of_tokens_that_is_odd_makes_no_odd_rows(m, k, n):
     form = kernel_columns(MatmulKernel, ["h100"], "bf16")
-    assert matmul_seconds(m, 4096, 14336, form) == matmul_seconds(m, 4096, 14336, replace(form, unaligned=1.0))
+    assert matmul_seconds(m, k, n, form) == matmul_seconds(m, k, n, replace(form, unaligned=1.0))
 
 
 def test_a_dtype_without_measurements_runs_as_the_next_wider_one():

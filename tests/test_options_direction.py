@@ -55,6 +55,7 @@ DIRECTIONS = {
     "degrees": {
         **RATES, "seq": (SLOWER, "4096", "8192"), "global_batch": (SLOWER, "64", "256"), "devices": (FASTER, "8", "32"),
         "precision": (FASTER, "bf16", "fp8"), "compiled": (FASTER, None, ""), "memory": (FASTER, "40GB", "80GB"),
+        "per_node": (FASTER, "2", "16"),
     },
     "check": {
         "device": (FASTER, "a100", "b200"), "inter_node_bandwidth": (FASTER, "1GB/s", "100GB/s"), "devices": (FASTER, "8", "32"),
@@ -91,7 +92,6 @@ OWN_REASONS = {
     ("pipeline", "training"): "the default", ("pipeline", "microbatches"): "bubbles fall and latencies rise",
     ("pipeline", "optimizer"): "stages are planned one task after the other, and simulated with overlap: a percent either way",
     ("check", "microbatch"): "the configuration says it", ("check", "memory"): "it says whether a launch fits, and no launch changes",
-    ("degrees", "per_node"): "devices of a node share its adapters, also for what pipelines send, and have faster links among them",
     **{(verb, "evidence"): "it corrects bytes, not seconds" for verb in ("check", "degrees")},
     ("serve-plan", "memory"): "what fits", ("serve-plan", "prompt"): "the seconds of the first token, not of the next ones",
     ("serve-plan", "expert_parallel"): "experts over more devices read fewer weights each and exchange tokens",

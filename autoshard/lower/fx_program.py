@@ -157,16 +157,17 @@ def _check_reshapes(program: RankProgram) -> None:
 
 
 def without_idle(graph_module: fx.GraphModule) -> None:
-    """Takes out, in place, what only ranks with smaller shards need: pads of nothing, slices of everything, and copies of these."""
+    """Takes out, in place, what only ranks with smaller shards need of redistributions: pads of nothing, slices of everything, and copies
+    of these. What the model does stays."""
     for node in graph_module.graph.nodes:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or node.target not in (aten.constant_pad_nd.default, aten.slice.Tensor):
+        if not node.meta.get("redistributes") or node.target not in (aten.constant_pad_nd.default, aten.slice.Tensor):
             continue
-        if isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].shape == source.meta["val"].shape:
-            copies = [user for user in node.users if user.target is aten.clone.default and source.meta["val"].is_contiguous()]
-            for idle in copies if node.target is aten.slice.Tensor else ():
-                idle.replace_all_uses_with(source)
-                graph_module.graph.erase_node(idle)
+        source = node.args[0]
+        if node.meta["val"].shape == source.meta["val"].shape:
+            for copied in [user for user in node.users if user.meta.get("redistributes") and user.target is aten.clone.default]:
+                if source.meta["val"].is_contiguous():
+                    copied.replace_all_uses_with(source)
+                    graph_module.graph.erase_node(copied)
             node.replace_all_uses_with(source)
             graph_module.graph.erase_node(node)
     graph_module.recompile()
@@ -198,7 +199,7 @@ class _Marks:
         for node in reversed(self.graph.nodes):
             if node is self.last:
                 break
-            node.meta["record"] = i
+            node.meta |= {"record": i, "redistributes": isinstance(record, Redistribute)}
         self.last = next(iter(reversed(self.graph.nodes)))
 
 

@@ -162,7 +162,8 @@ class ParallelModule(nn.Module):
     def timeline(self) -> str:
         """The estimated time line of the last kind of call as text: which collectives overlap with compute. Empty before the first call."""
         calls = self._runner.calls
-        return described(next(reversed(calls.values())).timelines, self._runner.inputs.where.mesh) if calls else ""
+        unordered = "none overlaps with compute: shards differ in size from rank to rank, and so do the operators that ranks run"
+        return (described(next(reversed(calls.values())).timelines, self._runner.inputs.where.mesh) or unordered) if calls else ""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """As the model's own, also of global tensors, the same on every rank: each rank keeps its shards."""

@@ -66,15 +66,13 @@ def scheduled(
     """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow. second_group: the name of a
     second process group of an axis; None: there is one per axis. reference: the same passes of the rank whose order all take, where
     shards differ in size from rank to rank."""
-    deciding = [(first, *others) for first, *others in zip(reference, passes, strict=True)] if reference else [(one,) for one in passes]
+    ranks = (reference, passes) if reference else (passes,)  # the first decides
     if second_group is not None:
-        for of_rank in (passes, reference) if reference else (passes,):
-            changed = _in_background(of_rank, pace, second_group)
-        pace = changed
-    limit = room([one.graph for one, *_ in deciding], spare)
-    for one, *others in deciding:
+        pace, *_ = [_in_background(of_rank, pace, second_group) for of_rank in ranks]
+    limit = room([one.graph for one in ranks[0]], spare)
+    for one, *others in zip(*ranks, strict=True):
         bucket(one, pace, limit, *others)
-    return [overlap(one, pace, limit, *others) for one, *others in deciding]
+    return [overlap(one, pace, limit, *others) for one, *others in zip(*ranks, strict=True)]
 
 
 def _in_background(passes: Sequence[fx.GraphModule], pace: Pace, second_group: Callable[[int], str]) -> Pace:

@@ -75,9 +75,9 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
 def internal_passes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
     """Bytes that the local program of `op` reads and writes besides those of the op's own kernel: that of a softmax over a sharded dim is
     several kernels, of which a compiled program joins all but one."""
-    if op.target not in PASSES or not _axes_that_shard(layouts[0], int(argument(op, PASSES[op.target][0], "dim")) % len(inputs[0].shape)):
+    if op.target not in PASSES or not _over_dim(op, inputs, layouts, mesh, 1, WIDE_TENSORS[op.target][0] or 0):
         return 0
-    passes = PASSES[op.target][1] if op.fused is None else 1
+    passes = PASSES[op.target] if op.fused is None else 1
     return passes * WIDE * math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
 
 
@@ -92,12 +92,12 @@ WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {
     "aten._native_batch_norm_legit_functional.default": (None, 0, 2, 2),
     "aten.native_batch_norm_backward.default": (None, 0, 2, 3),
 }
-# target: (position of `dim`, how often lower.kernels.losses reads or writes all elements beyond what torch's kernel does)
+# target: how often lower.kernels.losses reads or writes all elements beyond what torch's kernel does
 PASSES = {
-    "aten._log_softmax.default": (1, 6),
-    "aten._softmax.default": (1, 6),
-    "aten._log_softmax_backward_data.default": (2, 5),
-    "aten._softmax_backward_data.default": (2, 6),
+    "aten._log_softmax.default": 6,
+    "aten._softmax.default": 6,
+    "aten._log_softmax_backward_data.default": 5,
+    "aten._softmax_backward_data.default": 6,
 }
 # target: the position of `dim`
 WEIGHT_NORMS = {"aten._weight_norm_interface.default": 2, "aten._weight_norm_interface_backward.default": 4}
