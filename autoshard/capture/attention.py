@@ -1,12 +1,13 @@
 """Graphs with torch's kernels of attention in one form: `canonical` makes them `autoshard::attention`.
 
-The kernels of torch (`_scaled_dot_product_flash_attention`, ...) become the operator, and keys and values that are repeated for their
-groups of queries aren't.
+The kernels of torch (`_scaled_dot_product_flash_attention`, ...) become the operator, keys and values that are repeated for their
+groups of queries aren't, and masks that say nothing, or that attention is causal, are none.
 """
 
 import operator
 import re
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.functional import VIEWS
+from autoshard.capture.known_masks import Says, said_by
 from autoshard.capture.operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD
 from autoshard.torch_private import FakeTensor, pytree
 
@@ -36,6 +38,7 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
     for forward in [node for node in traced.graph.nodes if node.target in (ATTENTION, DROPOUT)]:
         for item in _items(forward).values():
             _without_detach(item)
+        _without_mask((forward, *_backwards_of(forward)))
         _ungroup(forward, _backwards_of(forward))
     before = set(traced.graph.nodes)
     if any(node.target in (ATTENTION, DROPOUT, *FORWARDS) for node in before):
@@ -104,6 +107,17 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
+
+
+def _without_mask(nodes: Sequence[fx.Node]) -> None:
+    """Attention and its backward without the mask where it is known and says what `is_causal` can say."""
+    mask = _arguments(nodes[0]).get("attn_mask")
+    if mask is None or any(_arguments(node).get("attn_mask") is not mask for node in nodes) or (says := said_by(mask)) is None:
+        return
+    for node in nodes:
+        arguments = _arguments(node) | {"attn_mask": None, "is_causal": says is Says.CAUSAL}
+        named = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        node.args, node.kwargs = tuple(arguments.get(name) for name in named[: named.index("scale") + 1]), {}
 
 
 def _ungroup(forward: fx.Node, backwards: list[fx.Node]) -> None:
