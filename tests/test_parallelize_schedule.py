@@ -1,5 +1,7 @@
 """Joining and moving collectives in small graphs by hand: what may be joined, what must not, what starts when."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.capture import capture
-from autoshard.lower import lower
+from autoshard.lower import compiled, lower
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
@@ -352,3 +354,36 @@ def test_gathers_on_the_cpu_write_to_given_tensors_others_are_left(pace, device)
     plain, given = c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default
     assert (targets.count(plain), targets.count(given)) == ((0, 1) if device == "cpu" else (1, 0))
     module.graph.lint()
+
+
+@torch.library.custom_op("autoshard_tests::seen", mutates_args=())
+def seen(x: torch.Tensor, name: str) -> torch.Tensor:
+    ALIVE[name] = [reference() is not None for reference in GIVEN]
+    return x.clone()
+
+
+@seen.register_fake
+def _(x, name):
+    return torch.empty_like(x)
+
+
+ALIVE: dict[str, list[bool]] = {}
+GIVEN: list = []
+
+
+def test_a_compiled_graph_keeps_its_order_and_frees_what_it_is_given():
+    """Only the output reads `first`, as it does a weight's gradient: inductor would compute it last, and hold what it is computed from."""
+
+    def computes(x, y, z):
+        first = seen(torch.mm(x, y), "first")
+        return [torch.mm(seen(torch.mm(z, z), "second"), z), first]
+
+    arguments = [torch.randn(8, 8) for _ in range(3)]
+    expected = computes(*arguments)
+    function = compiled(make_fx(computes, tracing_mode="fake")(*arguments))
+    ALIVE.clear()
+    GIVEN[:] = map(weakref.ref, arguments)
+    for one, other in zip(function(arguments), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert arguments == []
+    assert ALIVE == {"first": [False, False, True], "second": [False, False, True]} and list(ALIVE) == ["first", "second"]

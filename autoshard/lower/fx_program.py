@@ -296,13 +296,21 @@ def compiled(graph_module: fx.GraphModule) -> Boxed:
     """The same, compiled by inductor, with the nodes in the graph's order."""
     from autoshard.torch_private import compile_fx  # here: the import takes seconds, and eager runs don't need it
 
-    inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     own = copy.deepcopy(graph_module)  # inductor keeps the module that it compiles
     spare_gloo(own.graph)
+    placeholders = own.graph.find_nodes(op="placeholder")
+    with own.graph.inserting_before(next(iter(own.graph.nodes))):
+        arguments = own.graph.placeholder("arguments")
+    arguments.meta["steal_arg"] = True  # the mark of dynamo for a list that the compiled function empties
+    for k, node in enumerate(placeholders):
+        with own.graph.inserting_before(node):
+            node.replace_all_uses_with(own.graph.call_function(operator.getitem, (arguments, k)))
+        own.graph.erase_node(node)
     own.recompile()
+    inputs = [node.meta["val"] for node in placeholders]
+    own_order = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     with torch.no_grad():
-        function = compile_fx(own, inputs, config_patches={"reorder_for_peak_memory": False, "fallback_random": True})
-    return lambda arguments: function(*arguments)
+        return compile_fx(own, [inputs], config_patches={**own_order, "fallback_random": True})
 
 
 def spare_gloo(graph: fx.Graph) -> None:
