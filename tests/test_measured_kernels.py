@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import autoshard
 from autoshard.api import check_launch
+from autoshard.capture import capture
 from autoshard.cost import attention_seconds, experts_seconds, kernel_columns, latent_attention_seconds, matmul_seconds
-from autoshard.cost.compute import busy_seconds
+from autoshard.cost.compute import Columns, busy_seconds
 from autoshard.devices import (
     DTYPES,
     AttentionKernel,
@@ -79,13 +81,14 @@ def test_a_larger_matmul_takes_no_less(which, sizes, dim, more):
 
 
 def test_rows_of_an_odd_number_of_elements_take_longer_on_hopper_unless_they_are_padded():
-    """Microseconds of torch on an H200, docs/gpu.md: rows of k and n, and of many m. A compiled program pads them."""
+    """Microseconds of torch on an H200, docs/gpu.md: rows of k and n, and of m where columns are stored. A compiled program pads them."""
     measured = {(16384, 768, 50257): 10048, (16384, 50257, 768): 8937, (50257, 16384, 768): 8270, (16384, 768, 50304): 2107,
                 (16384, 50304, 768): 1724, (8192, 4096, 4100): 1030, (8192, 4096, 4095): 2085, (8192, 4096, 4104): 370}  # fmt: skip
     device = autoshard.Mesh.from_bandwidths((1,), device="h200").device
 
     def seconds(m, k, n, fused=None):
-        return busy_seconds("aten.mm.default", [((m, k), "bfloat16"), ((k, n), "bfloat16")], [((m, n), "bfloat16")], device, fused=fused)
+        one = Columns((m, k)) if m == 50257 else (m, k)
+        return busy_seconds("aten.mm.default", [(one, "bfloat16"), ((k, n), "bfloat16")], [((m, n), "bfloat16")], device, fused=fused)
 
     for dims, expected in measured.items():  # in a program clocks are lower
         assert 1.0 < seconds(*dims) / (expected / 1e6) < 1.3, dims
@@ -187,12 +190,34 @@ def test_a_matmul_of_one_full_wave_takes_its_flops_at_the_rate():
 
 # By the plan of a rank of eight on an H100, microseconds (docs/gpu.md).
 OF_A_SHARD = {(131072, 768, 6283): 10060, (131072, 6283, 768): 9840, (6283, 131072, 768): 8490}
+# Of weights' gradients on an H200, how much longer than of multiples of 64: by tokens, rows and columns of the weight (docs/gpu.md).
+OF_GRADIENTS = {
+    (1024, 50257, 4096): 5.29, (2048, 6283, 4096): 6.24, (4096, 4095, 4096): 5.0, (4096, 50257, 768): 5.32, (8192, 6283, 4096): 5.55,
+    (16384, 50257, 768): 5.35, (8192, 4100, 4096): 2.69, (16384, 4100, 768): 3.03, (1023, 4096, 4096): 1.01, (4095, 14336, 4096): 0.96,
+    (16383, 4096, 4096): 0.90, (8190, 768, 4096): 0.99,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", OF_A_SHARD, ids=str)
 def test_a_shard_of_an_odd_vocabulary_has_odd_rows_also_in_its_gradient(dims):
     form = kernel_columns(MatmulKernel, ["h100"], "bf16")
-    assert matmul_seconds(*dims, form) == pytest.approx(OF_A_SHARD[dims] * 1e-6, rel=0.25)
+    assert matmul_seconds(*dims, form, stored=6283 if dims[0] == 6283 else None) == pytest.approx(OF_A_SHARD[dims] * 1e-6, rel=0.25)
+
+
+@pytest.mark.parametrize("tokens, rows, columns", OF_GRADIENTS)
+def test_the_rows_of_a_weights_gradient_are_odd_and_its_tokens_may_be(tokens, rows, columns):
+    form = kernel_columns(MatmulKernel, ["h200"], "bf16")
+    seconds = [matmul_seconds(m, k, columns, form, stored=m) for m, k in ((rows, tokens), (-(-rows // 64) * 64, -(-tokens // 64) * 64))]
+    assert seconds[0] / seconds[1] == pytest.approx(OF_GRADIENTS[tokens, rows, columns], rel=0.25)
+
+
+def test_matmuls_of_a_captured_step_know_which_matrix_is_stored_by_columns():
+    """Of linear layers with and without a bias: each weight's gradient, and no other."""
+    layers = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.ReLU(), torch.nn.Linear(40, 16, bias=False))
+    graph = capture(layers, (torch.zeros(6, 24),), training=True)
+    of = {i: op for i, op in enumerate(graph.ops) if op.target in ("aten.mm.default", "aten.addmm.default")}
+    assert {tuple(graph.tensor((i, 0)).shape) for i in of if graph.is_by_columns(i)} == {(40, 24), (16, 40)}
+    assert len(of) == 5
 
 
 @pytest.mark.parametrize("k, n", [(4096, 14336), (14336, 4096), (768, 50304)])

@@ -47,6 +47,7 @@ from .collectives import PricedCollective as PricedCollective
 from .collectives import bytes_sent as bytes_sent
 from .collectives import collective_seconds as collective_seconds
 from .collectives import size_independent_seconds as size_independent_seconds
+from .compute import Columns as Columns
 from .compute import busy_seconds as busy_seconds
 from .compute import op_flops as op_flops
 from .compute import op_seconds as op_seconds

@@ -109,7 +109,8 @@ def busy_seconds(
         form = kernels.matmul if itemsize == 2 else kernels.matmul8
         form = replace(form, unaligned=1.0) if padded or fused is not None else form
         batch, *mkn = MATMULS[kind](i, [None if o is None else o[0] for o in outputs])
-        return _of_form(matmul_seconds, batch * math.prod(mkn) * form.rate, *mkn, form, batch)
+        stored = mkn[0] if any(isinstance(shape, Columns) for shape in i) else mkn[1]
+        return _of_form(matmul_seconds, batch * math.prod(mkn) * form.rate, *mkn, form, batch, stored)
     if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
         scores, read, of = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed), kernels.attention
@@ -123,6 +124,10 @@ def busy_seconds(
     if kernels is None or fused is not None or name.removesuffix("_data").removesuffix("_backward") not in NORM_OPS:
         return seconds
     return most(seconds, moved / kernels.norms) if np.all(kernels.norms) else seconds
+
+
+class Columns(tuple):
+    """The shape of a matrix whose columns are contiguous, and not its rows: the first one of a matmul."""
 
 
 def most(*amounts: Any) -> Any:

@@ -46,13 +46,15 @@ QUERIES = 128  # of a tile of attention
 EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
 
 
-def matmul_seconds(m: Amount, k: Amount, n: Amount, of: MatmulKernel, batch: Amount = 1) -> Amount:
+def matmul_seconds(m: Amount, k: Amount, n: Amount, of: MatmulKernel, batch: Amount = 1, stored: Amount | None = None) -> Amount:
+    """stored: how many elements of the first matrix are contiguous, m where its columns are; by default k."""
     along = (-1, *(1,) * np.ndim(m * n * k * batch * of.rate))  # the choices of tiles and parts, before the dims of the arguments
     rows, columns, parts, area, halvings = (choice.reshape(along) for choice in (ROWS, COLUMNS, PARTS, AREA, HALVINGS))
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
     computed = np.ceil(tiles * parts / of.multiprocessors) * of.multiprocessors * area / parts
     counted = computed**of.waves * (batch * m * n) ** (1 - of.waves)
-    products = 2 * _unaligned(m, k, n, of) / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep)
+    unaligned = _unaligned(k if stored is None else stored, n, of)
+    products = 2 * unaligned / of.rate * counted * (1 + of.small * halvings) * (k + parts * of.deep)
     loading = of.loads * of.itemsize * k * (rows + columns) * tiles
     least = (np.hypot(products, loading) + of.split * (parts > 1)).min(0)
     computing = least * (1 + of.heat * least / (least + of.warm))
@@ -64,18 +66,15 @@ def matmul_seconds(m: Amount, k: Amount, n: Amount, of: MatmulKernel, batch: Amo
 
 
 OF_ROWS = np.array([np.nan, 1.0, 0.7, np.nan, 0.4, np.nan, np.nan, np.nan, 0.0])  # by the greatest common divisor with 8
-MANY_ROWS, FEW_ROWS = 2**14, 2**9
 
 
-def _unaligned(m: Amount, k: Amount, n: Amount, of: MatmulKernel) -> Amount:
-    """By the elements that are contiguous: k and n, and in a weight's gradient m, which is taken to be one where it is a vocabulary's size,
-    or of a shard of it: not few rows, and fewer than the many tokens k that are added up.
-    On an H200 rows of 50257 elements take 5.2 times as long as those of 50304, of 4100 2.6 times as long as of 4104; on an H100 those of a
-    shard of 6283 take 3.9 times as long (docs/gpu.md)."""
+def _unaligned(stored: Amount, n: Amount, of: MatmulKernel) -> Amount:
+    """By the elements that are contiguous, of the first matrix and of the result; how many are added up in a weight's gradient, or rows
+    there are, does not matter. On an H200 rows of 50257 elements take 5.2 times as long as those of 50304, of 4100 2.6 times as long as of
+    4104, and 1,023 to 16,383 tokens as long as 1,024 to 16,384 (docs/gpu.md)."""
     if not np.any(np.asarray(of.unaligned) > 1):
         return 1.0
-    is_row = (np.asarray(m) >= MANY_ROWS) | (np.asarray(m) >= FEW_ROWS) & (np.asarray(k) >= MANY_ROWS)
-    rows = np.stack(np.broadcast_arrays(k, n, np.where(is_row, m, 8.0), 8.0)).astype(float)
+    rows = np.stack(np.broadcast_arrays(stored, n, 8.0)).astype(float)
     integers = np.where(rows == np.floor(rows), rows, 8.0).astype(np.int64)  # rows of a group may be a mean
     return 1 + (of.unaligned - 1) * OF_ROWS[np.gcd.reduce(integers, axis=0)]
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autoshard.cost import (
+    Columns,
     PricedCollective,
     TimedStage,
     accumulation_bytes,
@@ -23,7 +24,20 @@ from autoshard.formulate.op_choices import OpChoices
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
-from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Graph, Op, Tensor, Value, early_casts, pending
+from autoshard.graph import (
+    ACCUMULATED,
+    FIRST_MATRIX,
+    KEPT,
+    OFFLOADED,
+    RELOADED,
+    SELECTED,
+    Graph,
+    Op,
+    Tensor,
+    Value,
+    early_casts,
+    pending,
+)
 from autoshard.layout import Layout, all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
@@ -74,7 +88,8 @@ class _Builder:
     def build(self) -> Formulation:
         costs: dict[tuple, np.ndarray] = {}
         for i, op in enumerate(self.graph.ops):
-            key = self.choices.first[i], i in self.trained, op.fused  # a parameter that is trained has other costs than one that isn't
+            # a parameter that is trained has other costs than one that isn't
+            key = self.choices.first[i], i in self.trained, op.fused, self.graph.is_by_columns(i)
             if key not in costs:
                 costs[key] = self._known_costs(i)
             self._node(op.name, costs[key])
@@ -113,7 +128,8 @@ class _Builder:
 
     def _known_costs(self, i: int) -> np.ndarray:
         trained, fused = self.training if i in self.trained else None, self.graph.ops[i].fused
-        key = ("costs", self.choices.lists[i], self.graph.signature(i), fused, trained, self.microbatches)
+        known = self.graph.signature(i), fused, self.graph.is_by_columns(i)
+        key = ("costs", self.choices.lists[i], *known, trained, self.microbatches)
         return self.tables.once(key, lambda: self._op_costs(i))
 
     def _op_costs(self, i: int) -> np.ndarray:
@@ -136,7 +152,8 @@ class _Builder:
             held = self.tables.bytes(op.output, self.choices.outputs((i, 0)))
             exposed = float(dict(op.literals[1])["exposed"])
             return self.microbatches * np.array([model.transfer(n, exposed, device) for n in held])
-        seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
+        by_columns = self.graph.is_by_columns(i)
+        seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh, by_columns) for c in self.candidates.of[i]])
         return seconds if self.microbatches == 1 else self.microbatches * seconds
 
     def _add_hubs(self) -> list[tuple[Value, int, MoveTables]]:
@@ -200,14 +217,14 @@ class _Builder:
         self.usages.add_result(k, *self._edge(value, source, node, source_layouts, layouts))
 
 
-def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> float:
-    """Seconds of one op under one candidate: the kernels and the collectives of its local program."""
+def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, by_columns: bool = False) -> float:
+    """Seconds of one op under one candidate: the kernels and the collectives of its local program. by_columns: as `Graph.is_by_columns`."""
     if stages := op_stages(op, inputs, candidate, mesh):
         return makespan(stages, mesh)
     share = share_of_flops(op, inputs, candidate.inputs, mesh)
     collectives = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
     passes = cost_of(mesh).memory("passes", internal_passes(op, inputs, candidate.inputs, mesh), mesh.device)
-    return _kernel_seconds(op, inputs, candidate, mesh, share) + passes + sum(one.seconds for one in collectives)
+    return _kernel_seconds(op, inputs, candidate, mesh, share, by_columns) + passes + sum(one.seconds for one in collectives)
 
 
 def op_stages(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> tuple[TimedStage, ...]:
@@ -223,8 +240,12 @@ def op_collectives(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mes
     return priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
 
 
-def _kernel_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, share: float) -> float:
+def _kernel_seconds(
+    op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, share: float, by_columns: bool = False
+) -> float:
     ins = [(shape, t.dtype) for t, shape in zip(inputs, worked_shapes(op, inputs, candidate.inputs, mesh), strict=True)]
+    if by_columns:
+        ins[FIRST_MATRIX[op.target]] = (Columns(ins[FIRST_MATRIX[op.target]][0]), ins[FIRST_MATRIX[op.target]][1])
     outs = [
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)

@@ -19,6 +19,8 @@ ITEMSIZE = {
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+FIRST_MATRIX = {"aten.mm.default": 0, "aten.addmm.default": 1}
+TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default", "aten.mT.default")
 PLACEHOLDERS = ("parameter", "buffer", "input", "tangent")
 
 
@@ -203,6 +205,12 @@ class Graph:
                 if op.holds(a):
                     last[value] = max(last.get(value, i), i)
         return last
+
+    def is_by_columns(self, index: int) -> bool:
+        """Whether an op multiplies a matrix whose columns are contiguous, a transposed one, by another: as a weight's gradient does."""
+        op = self.ops[index]
+        at = FIRST_MATRIX.get(op.target)
+        return at is not None and len(op.inputs) > at and self.ops[op.inputs[at][0]].target in TRANSPOSES
 
     def fingerprint(self) -> str:
         """A hash of ops, wiring, literals, shapes, results and ties; the same on every machine."""

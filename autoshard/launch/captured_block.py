@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost import busy_seconds
+from autoshard.cost import Columns, busy_seconds
 from autoshard.devices import SLOWED
 from autoshard.graph import Fused
 from autoshard.reading import text_of
@@ -118,6 +118,8 @@ Seconds = Callable[[BlockTask], np.ndarray]
 def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> np.ndarray:
     """Of one kernel. device: as cost.busy_seconds reads it. grouped: one of GROUPED, or "" where every op is a kernel."""
     inputs, outputs = sizes.described(task.inputs), sizes.described(task.outputs)
+    if task.kind == "matmul" and {"b", "s"} & {letter for one in task.inputs[:1] for letter in one[0][-1][1]}:  # a weight's gradient
+        inputs[0] = Columns(inputs[0][0]), inputs[0][1]
     if task.kind == "attention":  # of all keys, where the sequence is divided
         at = 1 if task.target.split(".")[1] == "attention_backward" else 0
         for i in (at + 1, at + 2):
