@@ -1,11 +1,10 @@
-"""What one GPU says about autoshard's graphs, numbers, prices and memory: thirteen parts, the most valuable first; 45 minutes at most.
+"""What one GPU says about autoshard's graphs, numbers, prices and memory: twelve parts, the most valuable first; 45 minutes at most.
 
     python benchmarks/gpu.py [--stand-in] [--only PART ...] [--again] [--out build/gpu]
     python benchmarks/gpu.py --plans h100 h200 [--out build/gpu]
 
 verify      plans of these models, all ranks on one GPU, against the unsharded module: forward, backward, bfloat16   autoshard.verify
 captures    is the graph that is captured from CUDA tensors the one that is captured here?                           fake_cuda.py --real
-ranks       ranks of gloo that share the GPU train as one process does: CUDA tensors, streams
 fits        training as torchtitan does it on one GPU: the three figures of memory and the seconds beside those of autoshard.fits
 profiles    kernels of such steps by class, by plan and by torch alone, and what the host takes to launch them
 steps       a training step by plan and by torch alone, eager and compiled: seconds and peak beside the predicted ones
@@ -17,7 +16,7 @@ one_rank    a rank of plans for several devices, its collectives made up (one_ra
 beside      kernels beside one and two such collectives: how much longer they take
 
 Each part is a process of its own, ends after 9 minutes at most, and writes OUT/PART.json; one that is there is not run again. The first
-three run at the same time, since they measure no seconds. OUT/gpu.json has all of them, OUT/gpu.md is a page. --stand-in: the CPU and
+two run at the same time, since they measure no seconds. OUT/gpu.json has all of them, OUT/gpu.md is a page. --stand-in: the CPU and
 small sizes in place of the GPU, to try every part. --plans: makes the plans and the predictions for devices of these kinds and ends; then
 the machine with the GPU, whose torch may be older than what autoshard plans with, only runs them.
 """
@@ -90,6 +89,13 @@ class Device:
             times += [time.perf_counter() - begin] if k > 1 else []
         return statistics.median(times)
 
+    def heat(self, run, seconds: float = 3.0) -> None:
+        """Runs it until the clock is that of a device that trains."""
+        end = time.perf_counter() + (0 if self.stand_in else seconds)
+        while time.perf_counter() < end:
+            run()
+            self.wait()
+
     def each(self, run, calls: int = 10, repeats: int = 5, warm: int = 2) -> float:
         """Seconds of a call among several that are started one after the other: the device's, unless the host takes longer."""
         for _ in range(warm):
@@ -111,13 +117,18 @@ class Device:
         return autoshard.Mesh.from_bandwidths((1,), device=self.kind)
 
 
+def chosen(names) -> list[str]:
+    """Those of --models, or that begin with one of them; by default all."""
+    return [name for name in names if not CHOSEN or any(name.startswith(given) for given in CHOSEN)]
+
+
 def said(error: Exception) -> str:
     """Its first line, or the last where another process's is in it."""
     lines = str(error).strip().splitlines() or [""]
     return lines[-1 if lines[0].startswith("--") else 0][:300]
 
 
-CHOSEN: list[str] = []  # models that `verify` is only asked for
+CHOSEN: list[str] = []  # models that `verify`, `profiles`, `steps` and `one_rank` are only asked for
 RUNNING: list[dict] = []
 WRITE: list = []
 
@@ -221,9 +232,6 @@ def plan_of(device: Device, name: str):
         if scheme != "None":
             del options["baselines"]
             options |= {"algo": scheme, "mesh_shape": (2, 2), "intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14}
-    elif part == "ranks":
-        module, inputs = model_of(device, "models/gpt2.py:tiny", {}, ("models/gpt2.py:tiny", {}))
-        mesh = autoshard.Mesh.from_bandwidths((int(others[0]),), **FAST)
     elif part == "rank":
         path_of_model, settings, shape, scheme, small = RANKS[model]
         module, inputs = model_of(device, path_of_model, settings, small)
@@ -272,7 +280,7 @@ def make_plans(kinds: list[str], out: Path) -> None:
     for kind in kinds:
         device = Device(False, out, kind)
         names = [f"step; {name}; {how}" for name in STEPS for how in ("eager", "compiled")]
-        names += [f"verify; {name}; {how}; {scheme}" for name, how, scheme in verified_cases(device)] + ["ranks; gpt2; 1", "ranks; gpt2; 2"]
+        names += [f"verify; {name}; {how}; {scheme}" for name, how, scheme in verified_cases(device)]
         names += [f"rank; {name}" for name in RANKS]
         for name in names:
             print(kind, attempted({"plan": name}, lambda name=name: {"cost": plan_of(device, name).cost}), file=sys.stderr, flush=True)
@@ -304,12 +312,11 @@ def captures(device: Device) -> list[dict]:
 
 
 def verified_cases(device: Device) -> list[tuple[str, str, str]]:
-    names = MODELS[:1] if device.stand_in else (*MODELS, *HF)
+    names = chosen(MODELS[:1] if device.stand_in else (*MODELS, *HF))
     schemes = {name: SCHEMES if name in MODELS[:3] else SCHEMES[:1] for name in names}
     return [
         (name, precision, str(scheme))
         for name in names
-        if not CHOSEN or name in CHOSEN
         for scheme in schemes[name]
         for precision in (("float32",) if name in ONLY_32 else ("float32", "bf16"))
     ]
@@ -538,7 +545,9 @@ def step_of(device: Device, name: str, how: str):
 
 def steps(device: Device) -> list[dict]:
     def measured(run) -> dict:
-        return {"seconds": device.seconds(run, 5), **device.peak()}
+        found = {"seconds": device.seconds(run, 5), **device.peak()}
+        device.heat(run)
+        return found | {"steady_seconds": device.seconds(run, 5)}
 
     def ours(name: str, how: str) -> dict:
         device.forget()
@@ -563,7 +572,7 @@ def steps(device: Device) -> list[dict]:
 
     rows = []
     for how in ("eager", "compiled"):
-        for name in list(STEPS) if how == "eager" else list(STEPS)[:2]:
+        for name in chosen(list(STEPS) if how == "eager" else list(STEPS)[:3]):
             rows.append(attempted({"model": name, "how": how, "by": "plan"}, ours, name, how))
             if not {"recompute", "precision"} & set(STEPS[name][2]):
                 rows.append(attempted({"model": name, "how": how, "by": "torch"}, alone, name, how))
@@ -627,13 +636,15 @@ def one_rank(device: Device) -> list[dict]:
                 break
             pool = graph.pool()
             found[f"{how}_seconds"] = device.seconds(graph.replay, 9) + update
+            device.heat(graph.replay)
+            found[f"{how}_steady_seconds"] = device.seconds(graph.replay, 9) + update
         return found | {
             "collectives": asked[0], "collectives_seconds": asked[1], "predicted_collectives": sum(predicted["communication"].values()),
             "predicted_kernels": sum(predicted["compute"].values()), "predicted_seconds": solution.step_seconds,
             "ratio": found.get("moving_seconds", 0.0) / solution.step_seconds, "allocated": peak, "bytes_ratio": peak / solution.peak_bytes,
         }  # fmt: skip
 
-    return [attempted({"plan": name}, run, name) for name in RANKS]
+    return [attempted({"plan": name}, run, name) for name in chosen(RANKS)]
 
 
 def beside(device: Device) -> list[dict]:
@@ -748,11 +759,11 @@ def profiles(device: Device) -> list[dict]:
         return lambda: one_step(module, inputs, optimizer)
 
     rows = []
-    for name in ("GPT-2 small", "Llama-3 8B, 4 layers", "ViT-Base", "a mixture of experts"):
+    for name in chosen(("GPT-2 small", "Llama-3 8B, 4 layers", "ViT-Base", "a mixture of experts")):
         for by, make in (("plan", planned), ("torch", alone)):
             rows.append(attempted({"model": name, "by": by}, run, lambda make=make, name=name: make(name)))
             device.forget()
-    for cell in list(FITS)[:2]:
+    for cell in chosen(list(FITS)[:2]):
         rows.append(attempted({"model": cell, "by": "torch"}, run, lambda cell=cell: torchtitan_step(device, cell)))
         device.forget()
     return rows
@@ -878,47 +889,6 @@ def allocator(device: Device) -> list[dict]:
     return [attempted({"settings": setting}, run, setting, [4, 7, 3, 8]) for setting in SETTINGS]
 
 
-def ranks(device: Device) -> list[dict]:
-    import tempfile
-
-    import torch.multiprocessing as mp
-
-    def run() -> dict:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.start_processes(_rank, args=(folder, device), nprocs=2, start_method="spawn")
-            losses = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
-            mp.start_processes(_rank, args=(folder, device, 1), nprocs=1, start_method="spawn")
-            alone = torch.load(Path(folder) / "0.pt")
-        error = max(abs(x - y) / abs(y) for one in losses for x, y in zip(one, alone, strict=True))
-        return {"ok": error < 1e-4, "worst_error": error, "losses": alone}
-
-    return [attempted({"model": "gpt2 tiny", "ranks": 2, "backend": "gloo"}, run)]
-
-
-def _rank(rank: int, folder: str, device: Device, world: int = 2) -> None:
-    import torch.distributed as dist
-
-    import autoshard.runtime.parallelize  # whose check is replaced below
-    from autoshard.lower.unsharded import materialized
-    from models import gpt2
-
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{world}", world), rank=rank, world_size=world)
-    module, inputs = gpt2.tiny()
-    sys.modules["autoshard.runtime.parallelize"].check_gpus = lambda: None  # it wants a GPU per rank, as NCCL does
-    device_mesh = torch.distributed.device_mesh.init_device_mesh(device.name, (world,), backend_override={0: "gloo"})
-    model = autoshard.parallelize(materialized(module, 0), plan_of(device, f"ranks; gpt2; {world}"), device_mesh)
-    optimizer, generator, losses = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1), []
-    for _ in range(3):
-        given = [torch.randint(0, 100, x.shape, generator=generator).to(device.name) for x in inputs]
-        loss = model(*given)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float((loss.full_tensor() if hasattr(loss, "full_tensor") else loss).detach()))
-    torch.save(losses, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
 def links(device: Device) -> list[dict]:
     size = 2**20 if device.stand_in else 2**30
     pinned = not device.stand_in
@@ -1036,8 +1006,8 @@ def launch(device: Device) -> list[dict]:
     ]
 
 
-PARTS = {part.__name__: part for part in (verify, captures, ranks, fits, profiles, steps, allocator, contexts, kernels, links, launch, one_rank, beside)}
-AT_ONCE = ("verify", "captures", "ranks")  # these measure no seconds
+PARTS = {part.__name__: part for part in (verify, captures, fits, profiles, steps, allocator, contexts, kernels, links, launch, one_rank, beside)}
+AT_ONCE = ("verify", "captures")  # these measure no seconds
 
 
 def run_part(name: str, stand_in: bool, path: Path) -> None:
@@ -1086,7 +1056,7 @@ def main() -> int:
     parser.add_argument("--stand-in", action="store_true")
     parser.add_argument("--plans", nargs="+", metavar="KIND", help="make plans and predictions for such devices, and end")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--models", nargs="*", default=[], help="that verify is asked for, by default all")
+    parser.add_argument("--models", nargs="*", default=[], help="that verify, profiles, steps and one_rank are asked for: how their names begin; by default all")
     parser.add_argument("--again", action="store_true", help="run parts that are there")
     parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="that a part has")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")

@@ -286,6 +286,12 @@ def measured(*words, processes, timeout):
     return json.loads(said)
 
 
+def test_one_device_measures_itself_without_torchrun(tmp_path):
+    record = record_of("calibrate", "measure", "--mesh", "1", "--backend", "gloo", "--seconds", "1", "--out", str(tmp_path / "one.json"))
+    assert record["complete"] is True and load_cluster(str(tmp_path / "one.json")).shape == (1,)
+    assert {row["op"] for row in record["roofline"]["ops"]} == {"attention", "launch", "matmul", "memory"}
+
+
 @pytest.mark.slow
 def test_two_processes_measure_themselves(tmp_path):
     out = tmp_path / "cluster.json"

@@ -139,12 +139,13 @@ def measure_this_cluster(
 ) -> Iterator[tuple[int, dict, str, float, Measured]]:
     """`measure` on the processes that torchrun started: (rank, device, description of the step, fraction done, all measurements so far).
 
-    backend: nccl, gloo, or auto (nccl where torch sees GPUs). ValueError where there are no such processes, or their number is not
-    that of the shape.
+    backend: nccl, gloo, or auto (nccl where torch sees GPUs). A shape of one device needs no torchrun. ValueError where there are no
+    such processes, or their number is not that of the shape.
     """
     cuda = backend == "nccl" or (backend == "auto" and torch.cuda.is_available())
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if math.prod(shape) == 1 and not dist.is_torchelastic_launched() else {}
     try:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", **alone)
     except ValueError as error:
         n = math.prod(shape)
         raise ValueError(

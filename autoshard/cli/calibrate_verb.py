@@ -89,7 +89,8 @@ def _drawn(one: Fitted) -> dict:
 
 @calibrate.command()
 def measure(asked: Asked, output: Output) -> int:
-    """Measure this cluster: every collective on every axis of a mesh, and its devices. Start it with torchrun, a process per device.
+    """Measure this cluster: every collective on every axis of a mesh, and its devices. Start it with torchrun, a process per device;
+    one device, --mesh 1, needs none.
 
     \b
     torchrun --nproc-per-node 4 -m autoshard calibrate measure --mesh 2x2 --out cluster.json
@@ -127,6 +128,8 @@ def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) 
     """The content of the file; {} while too little is measured."""
     from autoshard.calibrate import cluster
 
+    if not any(sample.op == "memory" for sample in measured.device):
+        return {}
     if not all(any(len(t) >= 2 for (axis, _), t in measured.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
         return {}
     known = {key: times for key, times in measured.collectives.items() if len(times) >= 2}

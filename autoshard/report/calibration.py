@@ -48,7 +48,8 @@ def cluster_table(record: Mapping) -> RenderableType:
     end = "" if record["complete"] else "; interrupted: larger sizes may be missing"
     columns = ("axis", Number("devices"), "collective", *numbers("64 kB", "1 MB", "16 MB", "sizes", "error"))
     device = ReportTable("Device", ("op", "dtype", *numbers("FLOP/s", "error")), ops)
-    return shown(ReportTable("Links", columns, links), "", device, f"memory {size(memory)}/s, launch {seconds(launch)}{end}")
+    of_links = (ReportTable("Links", columns, links), "") if links else ()
+    return shown(*of_links, device, f"memory {size(memory)}/s, launch {seconds(launch)}{end}")
 
 
 def _at(curve: Mapping, x: float) -> float:
