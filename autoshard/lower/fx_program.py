@@ -298,6 +298,9 @@ def compiled(graph_module: fx.GraphModule) -> Boxed:
 
     own = copy.deepcopy(graph_module)  # inductor keeps the module that it compiles
     spare_gloo(own.graph)
+    for node in own.graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor_out.default):
+        for wait in node.users:  # at once: inductor doesn't know that what such a gather reads must not be written until then
+            node.append(wait)
     placeholders = own.graph.find_nodes(op="placeholder")
     with own.graph.inserting_before(next(iter(own.graph.nodes))):
         arguments = own.graph.placeholder("arguments")
