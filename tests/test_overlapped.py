@@ -5,6 +5,7 @@ import math
 import time
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from autoshard.planning.overlapped import overlapped
 from autoshard.planning.plan import plan_graph
 from autoshard.planning.question import ask
 from autoshard.planning.random_choice import random_choice
+from autoshard.planning.selecting import answered_per_tensor
 from autoshard.problem import evaluate
 from autoshard.report.planned import planned_report, summary
 from autoshard.report.proof import proof, verdict
@@ -49,6 +51,7 @@ CASES = [
     pytest.param(("llama", (2, 2), 2), marks=pytest.mark.slow),
 ]  # fmt: skip
 PLANS = 6  # drawn at random
+search = import_module("autoshard.planning.search")
 
 
 @pytest.fixture(autouse=True)
@@ -243,6 +246,24 @@ def test_a_plan_is_told_before_the_search_for_the_shortest_time_line():
     solution = plan_graph(question)
     assert told[0].objective == "serial" and solution.objective == "overlapped"
     assert solution.objective_seconds <= solution.overlapped["serial_plan_seconds"]
+
+
+def test_saved_values_are_chosen_once_more_in_less_memory_where_the_gap_is_wide(monkeypatch):
+    """The better plan counts, at the limit that was asked for; with a wide gap that is none, both are tried."""
+    graph, mesh = capture(*mlp.mlp(batch=4096, layers=3), training=True), mesh_of((4,))
+    free = plan_graph(asked(graph, mesh, objective="overlapped", baselines=False, gap=0.01))
+    options = {"objective": "overlapped", "baselines": False, "gap": 0.01, "recompute": "auto", "memory_limit": 0.9 * free.peak_bytes}
+    tried: list[tuple] = []
+    once = math.inf
+    monkeypatch.setattr(search, "answered_per_tensor", lambda *given: tried.append(given[1:]) or answered_per_tensor(*given))
+    for wide, rooms in ((math.inf, [()]), (-1.0, [(), (search.ROOM,)])):
+        monkeypatch.setattr(search, "WIDE", wide)
+        tried.clear()
+        solution = plan_graph(asked(graph, mesh, **options))
+        assert tried == rooms and solution.peak_bytes <= options["memory_limit"] == solution.assumptions["memory_limit"]
+        assert solution.overlapped["bound_seconds"] <= solution.objective_seconds
+        once = min(once, solution.objective_seconds)
+        assert solution.objective_seconds == once
 
 
 # -- against all plans ---------------------------------------------------------------------------------------------------------------

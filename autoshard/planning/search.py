@@ -16,7 +16,7 @@ from autoshard.planning.describe import described
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
-from autoshard.planning.overlapped import overlapped
+from autoshard.planning.overlapped import WIDE, overlapped
 from autoshard.planning.question import Question
 from autoshard.planning.recomputing import recomputations
 from autoshard.planning.refusal import reworded
@@ -27,6 +27,7 @@ from autoshard.planning.warm_starts import start_from
 from autoshard.solvers import TIME_LIMIT
 
 KINDS: tuple[Kind, ...] = (orders, chunks, recomputations)  # the variants of a kind are tried under each of those before it
+ROOM = 0.75  # of the memory limit, for the saved values where the first ones leave no room
 SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where the shortest time line is wanted
 
 
@@ -79,12 +80,32 @@ def answered(question: Question) -> Answered:
     if question.options.objective == "overlapped":
         if question.on_plan is not None:  # that of the sum of all seconds, until the search for the shortest time line has ended
             question.on_plan(described(best))
-        with question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
-            return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
+        best = _with_time_line(best)
+        return _with_more_room(question, best) if question.options.recompute == "auto" else best
     if question.options.recompute == "auto":
         return best
     formulated, problem = best.instance.formulated, best.instance.problem
     return replace(best, answer=align_batches(formulated, problem, best.answer, question.options.gap))
+
+
+def _with_time_line(best: Answered) -> Answered:
+    with best.question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
+        return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
+
+
+def _with_more_room(question: Question, best: Answered) -> Answered:
+    """Where the time line is far above its bound: the better one of this plan and of one that keeps less. What is kept is chosen by the sum
+    of all seconds, for which memory is best full, and copies that would hide traffic find no room there."""
+    assert best.overlapped is not None
+    far = best.overlapped.seconds - best.overlapped.bound > WIDE * best.overlapped.seconds
+    if not far or question.options.memory_limit is None or question.is_over or best.answer.interrupted:
+        return best
+    try:
+        less = answered_per_tensor(question.with_options(baselines=False), ROOM)
+        less = _with_time_line(replace(less, answer=replace(less.answer, bound=min(less.answer.bound, best.answer.bound)), starts=[]))
+    except (Infeasible, KeyboardInterrupt):
+        return best
+    return best if best.seconds <= less.seconds else replace(less, baselines=best.baselines)
 
 
 def _of_all_seconds(question: Question) -> Answered:

@@ -38,14 +38,21 @@ MOST_SHARES = 4  # e: each takes as long as a plan
 LEAST_GAIN = 1e-9  # relative: a bound above a cost by less is rounding
 
 
-def answered_per_tensor(question: Question) -> Answered:
-    """The fastest way to get the saved values that was found, with its proof; `Infeasible` where none is known to fit in memory."""
-    clock, options, ways = question.clock, question.options, _AllWays(question)
+def answered_per_tensor(question: Question, room: float = 1.0) -> Answered:
+    """The fastest way to get the saved values that was found, with its proof; `Infeasible` where none is known to fit in memory. room: the
+    share of the memory limit in which it is looked for; where that is less, the bound is only one on what fits in there."""
+    clock, options = question.clock, question.options
+    limit = options.memory_limit
+    within = question if room == 1.0 or limit is None else question.with_options(memory_limit=room * limit)
+    ways = _AllWays(within)
     with clock.phase("solve", "choosing what to keep, recompute and offload", 0.4):
-        selected = _Search(question, ways).best()
+        selected = _Search(within, ways).best()
     if selected is None:
         raise Infeasible("no way to keep, recompute and offload single tensors was found that fits in memory")
     best, answer = selected
+    if within is not question:
+        formulated = replace(best.formulated, problem=replace(best.formulated.problem, usage_limit=limit))
+        best = replace(best, formulated=formulated, judged=evaluate(formulated.problem, best.choice))
     rows: dict[str, dict] = {}
     if options.baselines:
         plain = question.stepped()

@@ -212,10 +212,10 @@ def polish(problem: Problem, incumbent: Incumbent) -> None:
     if not inner.problem.usages:
         settle(inner, thorough=False)
     elif inner.problem.cells <= SMALL:
-        prove(inner)
+        prove(inner, FEW_NODES)
 
 
-EXPLORED_NODES = 200  # of branch and bound
+EXPLORED_NODES, FEW_NODES = 200, 20  # of branch and bound: where an answer is looked for, and where one is polished
 
 
 def solve_part(incumbent: Incumbent, keep: Sequence[np.ndarray], seconds: float, *, complete: bool = False) -> bool:
