@@ -37,6 +37,8 @@ MASKS = {  # what a mask says, and how models write it
     "t >= s": ("causal", lambda x: operator.ge(*places())),
     "s < t + 1, by batch": ("causal", lambda x: (places()[1] < places()[0] + 1).expand(len(x), 1, T, T)),
     "one packed sequence": ("causal", lambda x: packed(x, T)[None, None]),
+    "zeros where s <= t": ("causal", lambda x: torch.where(places()[1] <= places()[0], torch.zeros(T, T), torch.full((T, T), -math.inf))),
+    "filled where s > t": ("causal", lambda x: torch.zeros(T, T).masked_fill(~(places()[1] <= places()[0]), -math.inf)),
     "ones": ("all", lambda x: torch.ones(len(x), 1, T, T, dtype=torch.bool)),
     "t >= 0": ("all", lambda x: (places()[0] >= 0)[None, None].expand(len(x), -1, T, T)),
     "zeros": ("all", lambda x: torch.zeros(T, T)),
@@ -99,6 +101,11 @@ def test_comparisons_of_rows_and_columns_are_never_mistaken(parts):
     said, now = found(mask, training=False), mask(None)
     if said != "else":
         assert bool((now == (torch.ones(T, T, dtype=torch.bool).tril() if said == "causal" else True)).all())
+
+
+def test_masks_are_known_whatever_the_default_device():
+    with torch.device("meta"):
+        assert found(MASKS["triu of -inf"][1], training=False) == "causal"
 
 
 def test_a_long_sequence_is_compared_by_its_rows_and_columns_alone():

@@ -32,11 +32,13 @@ class _Unknown(Exception):
 
 def said_by(mask: fx.Node) -> Says | None:
     """What a mask [..., T, S] that is added to scores says; None where it depends on inputs, is too large, or says something else."""
-    try:
-        value = _value(mask)
-        return value if isinstance(value, Says) else _in_tensor(value, *mask.meta["val"].shape[-2:])
-    except _Unknown:
-        return None
+    for compared in (True, False):  # the second time comparisons are run: what is done with their result may need all of it
+        try:
+            value = _value(mask, compared)
+            return value if isinstance(value, Says) else _in_tensor(value, *mask.meta["val"].shape[-2:])
+        except (_Unknown, RuntimeError, TypeError, ValueError):  # also what an operator says of a value that is smaller than it should be
+            continue
+    return None
 
 
 def _in_tensor(mask: Tensor, queries: int, keys: int) -> Says | None:
@@ -44,13 +46,13 @@ def _in_tensor(mask: Tensor, queries: int, keys: int) -> Says | None:
         return Says.ALL
     if not mask.is_floating_point() or queries != keys or mask.shape[-2:] != (queries, keys):
         return None
-    seen = torch.ones(queries, keys, dtype=torch.bool).tril()
+    seen = torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril()
     is_causal = ((mask == 0) == seen).all() and ((mask <= torch.finfo(mask.dtype).min) != seen).all()
     return Says.CAUSAL if bool(is_causal) else None
 
 
-def _value(mask: fx.Node) -> Any:
-    """The mask, smaller where it is broadcast. _Unknown where it isn't made of numbers."""
+def _value(mask: fx.Node, compared: bool) -> Any:
+    """The mask, smaller where it is broadcast. _Unknown where it isn't made of numbers. compared: rows with columns, as `_outer`."""
     nodes, left = {mask}, [mask]
     while left:
         for source in left.pop().all_input_nodes:
@@ -63,11 +65,11 @@ def _value(mask: fx.Node) -> Any:
         raise _Unknown
     values: dict[fx.Node, Any] = {}
     for node in sorted(nodes):
-        values[node] = _run(node, pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, dict(node.kwargs))))
+        values[node] = _run(node, pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, dict(node.kwargs))), compared)
     return values[mask]
 
 
-def _run(node: fx.Node, given: tuple[tuple, dict]) -> Any:
+def _run(node: fx.Node, given: tuple[tuple, dict], compared: bool) -> Any:
     target, (args, kwargs), result = node.target, given, node.meta.get("val")
     tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     if not isinstance(target, OpOverload) or not isinstance(result, Tensor) or target._schema.is_mutable:
@@ -84,7 +86,7 @@ def _run(node: fx.Node, given: tuple[tuple, dict]) -> Any:
         if (float(args[1]), float(args[2])) != (0, -math.inf):
             raise _Unknown
         return args[0]
-    if target in ORDERED and (says := _outer(target, *args[:2])) is not None:
+    if compared and target in ORDERED and (says := _outer(target, *args[:2])) is not None:
         return says
     if any(isinstance(x, Says) for x in pytree.tree_leaves(given)) or torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
