@@ -424,3 +424,20 @@ def test_plan_says_that_a_lazy_model_has_no_shapes():
     """Before the capture, layers of a container are compared, and a lazy one has no shape to compare."""
     with pytest.raises(ValueError, match="a parameter has no shape yet .*run the model on one batch first"):
         plan(nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(8)), (torch.randn(4, 8),), MESH, training=False, baselines=False)
+
+
+class WithConstants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.linear(x) + torch.arange(8) * torch.ones(8)).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad(), torch.inference_mode(), torch.device("meta")], ids=["no_grad", "inference_mode", "meta"])
+def test_a_capture_is_the_same_in_every_mode_of_the_caller(mode, training):
+    expected = capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint()
+    with mode:
+        assert capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint() == expected

@@ -44,6 +44,13 @@ def replaced_operators(device: str = "CPU") -> Iterator[None]:
 
 
 @contextmanager
+def usual_modes() -> Iterator[None]:
+    """Whatever the caller's default device is, and whether the caller wants gradients: plans are often made under meta and no_grad."""
+    with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextmanager
 def _kernels(functions: Mapping[str, Callable], key: str) -> Iterator[None]:
     """Inside the block these functions are the kernels of ATen operators."""
     library = torch.library.Library("aten", "IMPL")
