@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autoshard.capture import capture
+from autoshard.capture import capture, known_masks
 
 T = 12
 
@@ -118,3 +118,18 @@ def test_a_long_sequence_is_compared_by_its_rows_and_columns_alone():
         tokens, module = torch.zeros(1, 100_000, dtype=torch.long), transformers.LlamaForCausalLM(config)
     (op,) = [op for op in capture(module, {"input_ids": tokens}, training=False).ops if "attention" in op.target]
     assert op.literals[0][3:5] == (None, True)
+
+
+def test_the_mask_of_every_layer_is_looked_at_once(monkeypatch):
+    looked: list = []
+    monkeypatch.setattr(known_masks, "_said_by", lambda nodes: looked.append(nodes) or said_by(nodes))
+    capture(nn.Sequential(*[Squared(windowed) for _ in range(3)], Attends(windowed)), (torch.zeros(2, T, 8),), training=True)
+    assert len(looked) == 1
+
+
+class Squared(Attends):
+    def forward(self, x):
+        return x * super().forward(x)
+
+
+said_by = known_masks._said_by

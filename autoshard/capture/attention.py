@@ -35,10 +35,11 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
         backwards = _backwards_of(forward)
         if _are_replaceable(forward, backwards):
             gone |= {node: _as_operator(traced.graph, node) for node in (forward, *backwards)}
+    known: dict[str, Says | None] = {}
     for forward in [node for node in traced.graph.nodes if node.target in (ATTENTION, DROPOUT)]:
         for item in _items(forward).values():
             _without_detach(item)
-        _without_mask((forward, *_backwards_of(forward)))
+        _without_mask((forward, *_backwards_of(forward)), known)
         _ungroup(forward, _backwards_of(forward))
     before = set(traced.graph.nodes)
     if any(node.target in (ATTENTION, DROPOUT, *FORWARDS) for node in before):
@@ -109,10 +110,10 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return new
 
 
-def _without_mask(nodes: Sequence[fx.Node]) -> None:
+def _without_mask(nodes: Sequence[fx.Node], known: dict[str, Says | None]) -> None:
     """Attention and its backward without the mask where it is known and says what `is_causal` can say."""
     mask = _arguments(nodes[0]).get("attn_mask")
-    if mask is None or any(_arguments(node).get("attn_mask") is not mask for node in nodes) or (says := said_by(mask)) is None:
+    if mask is None or any(_arguments(node).get("attn_mask") is not mask for node in nodes) or (says := said_by(mask, known)) is None:
         return
     for node in nodes:
         arguments = _arguments(node) | {"attn_mask": None, "is_causal": says is Says.CAUSAL}

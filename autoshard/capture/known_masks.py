@@ -30,12 +30,23 @@ class _Unknown(Exception):
     pass
 
 
-def said_by(mask: fx.Node) -> Says | None:
-    """What a mask [..., T, S] that is added to scores says; None where it depends on inputs, is too large, or says something else."""
+def said_by(mask: fx.Node, known: dict[str, Says | None]) -> Says | None:
+    """What a mask [..., T, S] that is added to scores says; None where it depends on inputs, is too large, or says something else.
+    known: what others of the graph say, by what they are made of: each layer has its own copy."""
+    if (nodes := _mask_nodes(mask)) is None:
+        return None
+    places = {node: k for k, node in enumerate(nodes)}
+    written = repr([(node.target, pytree.tree_map_only(fx.Node, places.__getitem__, (node.args, dict(node.kwargs)))) for node in nodes])
+    if written not in known:
+        known[written] = _said_by(nodes)
+    return known[written]
+
+
+def _said_by(nodes: list[fx.Node]) -> Says | None:
     for compared in (True, False):  # the second time comparisons are run: what is done with their result may need all of it
         try:
-            value = _value(mask, compared)
-            return value if isinstance(value, Says) else _in_tensor(value, *mask.meta["val"].shape[-2:])
+            value = _value(nodes, compared)
+            return value if isinstance(value, Says) else _in_tensor(value, *nodes[-1].meta["val"].shape[-2:])
         except (_Unknown, RuntimeError, TypeError, ValueError):  # also what an operator says of a value that is smaller than it should be
             continue
     return None
@@ -51,22 +62,25 @@ def _in_tensor(mask: Tensor, queries: int, keys: int) -> Says | None:
     return Says.CAUSAL if bool(is_causal) else None
 
 
-def _value(mask: fx.Node, compared: bool) -> Any:
-    """The mask, smaller where it is broadcast. _Unknown where it isn't made of numbers. compared: rows with columns, as `_outer`."""
+def _mask_nodes(mask: fx.Node) -> list[fx.Node] | None:
+    """The nodes that a mask is made of, in their order; None where they are many, or not all are made of numbers."""
     nodes, left = {mask}, [mask]
     while left:
         for source in left.pop().all_input_nodes:
             if source not in nodes:
                 nodes.add(source)
                 left.append(source)
-        if len(nodes) > MOST:
-            raise _Unknown
-    if any(node.op != "call_function" for node in nodes):
-        raise _Unknown
+        if len(nodes) > MOST or any(node.op != "call_function" for node in left):
+            return None
+    return sorted(nodes)
+
+
+def _value(nodes: list[fx.Node], compared: bool) -> Any:
+    """The mask that the last node is, smaller where it is broadcast. compared: rows with columns, as `_outer`."""
     values: dict[fx.Node, Any] = {}
-    for node in sorted(nodes):
+    for node in nodes:
         values[node] = _run(node, pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, dict(node.kwargs))), compared)
-    return values[mask]
+    return values[nodes[-1]]
 
 
 def _run(node: fx.Node, given: tuple[tuple, dict], compared: bool) -> Any:
