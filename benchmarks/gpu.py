@@ -355,12 +355,13 @@ def kernels(device: Device) -> list[dict]:
         a, b, one = drawn(m, k, dtype=dtype), drawn(n, k, dtype=dtype).t(), torch.ones((), device=where)
         return {"seconds": device.each(lambda: torch._scaled_mm(a, b, one, one, out_dtype=b16))}
 
-    def oriented(m: int, n: int, k: int) -> dict:
-        """All operands in rows, as those of a linear layer's backward."""
+    def linear(tokens: int, out: int, k: int) -> dict[str, dict]:
+        """The three matmuls of a linear layer, their operands stored as its forward and backward find them."""
         if device.stand_in:
-            m, n, k = 64, 64, 64
-        a, b = drawn(m, k), drawn(k, n)
-        return {"seconds": device.each(lambda: a @ b)}
+            tokens, out, k = 64, 64, 64
+        x, w, g = drawn(tokens, k), drawn(out, k), drawn(tokens, out)
+        matmuls = {"forward": lambda: x @ w.t(), "input's gradient": lambda: g @ w, "weight's gradient": lambda: g.t() @ x}
+        return {name: {"seconds": device.each(run)} for name, run in matmuls.items()}
 
     def attention(batch: int, seq: int, heads: int, kv: int, width: int) -> dict:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -448,18 +449,11 @@ def kernels(device: Device) -> list[dict]:
                     outs,
                 )
             )
-    for m, out, k in (
-        (16384, 50257, 768),
-        (16384, 50304, 768),
-        (8192, 4096, 4096),
-        (8192, 4095, 4096),
-        (8192, 4100, 4096),
-        (8192, 4104, 4096),
-    ):
-        for name, dims in (("forward", (m, out, k)), ("input's gradient", (m, k, out)), ("weight's gradient", (out, k, m))):
-            rows.append(
-                attempted({"op": f"matmul of {out}, {name}", "dtype": "bfloat16", "shape": dims}, lambda dims=dims: oriented(*dims))
-            )
+    # odd rows beside even ones, of few and many tokens; and odd numbers of tokens
+    layers = [(t, out, k) for t in (1024, 4096, 16384) for out in (50257, 50304, 6283, 6336) for k in (768,)]
+    layers += [(t, out, 4096) for t in (1023, 1024, 8191, 8192) for out in (4095, 4096, 4100, 4104)]
+    for layer in layers:
+        rows.append(attempted({"op": "matmuls of a linear layer", "dtype": "bfloat16", "shape": layer}, linear, *layer))
     weight = torch.nn.Parameter(torch.randn(n, n, device=where))
     weight.grad = torch.randn_like(weight)
     for options in ({"foreach": True}, {"fused": True}):

@@ -84,7 +84,8 @@ def test_a_mask_is_known_where_no_input_is_in_it(name, training, dropout):
 
 
 COMPARED = st.tuples(st.sampled_from([operator.le, operator.lt, operator.ge, operator.gt, operator.eq]), st.booleans(),
-                     st.integers(-2, 2), st.sampled_from([-1, 0, 1, 2]), st.sampled_from([-1, 0, 1, 2]))  # fmt: skip
+                     st.integers(-2, 2), st.sampled_from([-1, 0, 1, 2]), st.sampled_from([-1, 0, 1, 2]),
+                     st.sampled_from([torch.int64, torch.uint8, torch.float32]))  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,10 +93,11 @@ COMPARED = st.tuples(st.sampled_from([operator.le, operator.lt, operator.ge, ope
 def test_comparisons_of_rows_and_columns_are_never_mistaken(parts):
     def mask(x):
         allowed = None
-        for compare, swapped, offset, of_t, of_s in parts:
+        for compare, swapped, offset, of_t, of_s, dtype in parts:
             t, s = places()
             one, other = (s * of_s, t * of_t + offset) if swapped else (t * of_t + offset, s * of_s)
-            allowed = compare(one, other) if allowed is None else allowed & compare(one, other)
+            compared = compare(one.to(dtype), other.to(dtype))
+            allowed = compared if allowed is None else allowed & compared
         return allowed
 
     said, now = found(mask, training=False), mask(None)
@@ -108,16 +110,21 @@ def test_masks_are_known_whatever_the_default_device():
         assert found(MASKS["triu of -inf"][1], training=False) == "causal"
 
 
-def test_a_long_sequence_is_compared_by_its_rows_and_columns_alone():
-    """Of 100,000 tokens, whose mask would have 10 GB: what a model of transformers builds while it is traced."""
+@pytest.mark.parametrize("use_cache", [True, False])  # without a cache it looks for packed sequences, too
+@pytest.mark.parametrize("tokens", [40, 100_000])
+def test_a_model_of_transformers_has_no_mask_however_long_the_sequence(use_cache, tokens):
+    """Masks of 100,000 tokens would have 20 GB."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, max_position_embeddings=200_000
-    )
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, max_position_embeddings=200_000,
+        use_cache=use_cache,
+    )  # fmt: skip
     with torch.device("meta"):
-        tokens, module = torch.zeros(1, 100_000, dtype=torch.long), transformers.LlamaForCausalLM(config)
-    (op,) = [op for op in capture(module, {"input_ids": tokens}, training=False).ops if "attention" in op.target]
-    assert op.literals[0][3:5] == (None, True)
+        ids, module = torch.zeros(2, tokens, dtype=torch.long), transformers.LlamaForCausalLM(config)
+    for training in (False, True):
+        ops = capture(module, {"input_ids": ids, **({"labels": ids} if training else {})}, training=training).ops
+        assert [op.literals[0][3:5] for op in ops if op.target == "autoshard.attention.default"] == [(None, True)]
+        assert not any(out is not None and out.shape[-2:] == (tokens, tokens) for op in ops for out in op.outputs)
 
 
 def test_the_mask_of_every_layer_is_looked_at_once(monkeypatch):

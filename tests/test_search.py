@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard.mesh import Mesh
 from autoshard.planning.options import Infeasible, NoAnswer, Options, Stopwatch
+from autoshard.planning.overlapped import OverlappedPlan
 from autoshard.planning.plan import plan
 from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.search import KINDS, search
@@ -154,3 +155,41 @@ def test_a_model_without_few_layers_is_mapped_without_them():
     assert both.map(lambda g: replace(g)).few_layers is not graph
     seen = iter((graph, None))
     assert both.map(lambda _: next(seen)).few_layers is None
+
+
+# -- saved values once more ----------------------------------------------------------------------------------------------------------
+
+
+def with_time_line(seconds: float, bound: float, interrupted: bool = False) -> Answered:
+    answer = Answer(Status.FEASIBLE, (), 1.0, 0.5, "")
+    line = OverlappedPlan(replace(answer, interrupted=interrupted), seconds, bound, seconds)
+    return Answered(asked(memory_limit=1e9), None, answer, {"fsdp": {}}, overlapped=line)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "interrupted"),
+    [
+        (with_time_line(8.0, 7.9), 8.0, False),
+        (with_time_line(10.5, 10.4), 10.0, False),
+        (Infeasible("too little"), 10.0, False),
+        (KeyboardInterrupt(), 10.0, True),
+    ],
+    ids=["faster", "slower", "refused", "Ctrl-C"],
+)
+def test_of_both_plans_of_saved_values_the_faster_is_taken_and_without_a_second_the_first(outcome, seconds, interrupted, monkeypatch):
+    def answered_per_tensor(question, room):
+        assert room == module.ROOM < 1 and question.options.memory_limit == 1e9 and not question.options.baselines
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return replace(outcome, baselines={})
+
+    monkeypatch.setattr(module, "answered_per_tensor", answered_per_tensor)
+    monkeypatch.setattr(module, "_with_time_line", lambda one: one)
+    found = module._with_more_room(asked(memory_limit=1e9), with_time_line(10.0, 9.0))
+    assert (found.seconds, found.plan.interrupted, found.baselines) == (seconds, interrupted, {"fsdp": {}})
+
+
+@pytest.mark.parametrize("near", [with_time_line(10.0, 9.9), with_time_line(10.0, 9.0, interrupted=True)], ids=["proven", "Ctrl-C"])
+def test_saved_values_are_chosen_once_where_that_is_near_the_bound_or_ctrl_c_has_ended_it(near, monkeypatch):
+    monkeypatch.setattr(module, "answered_per_tensor", lambda *given: pytest.fail("asked once more"))
+    assert module._with_more_room(asked(memory_limit=1e9), near) is near

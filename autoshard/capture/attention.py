@@ -39,9 +39,13 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
     for forward in [node for node in traced.graph.nodes if node.target in (ATTENTION, DROPOUT)]:
         for item in _items(forward).values():
             _without_detach(item)
-        _without_mask((forward, *_backwards_of(forward)), known)
-        _ungroup(forward, _backwards_of(forward))
+        backwards = _backwards_of(forward)
+        _without_mask((forward, *backwards), known)
+        _ungroup(forward, backwards)
     before = set(traced.graph.nodes)
+    if any(known.values()):  # what torch.export asserts of masks that are none would keep them
+        for check in traced.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+            traced.graph.erase_node(check)
     if any(node.target in (ATTENTION, DROPOUT, *FORWARDS) for node in before):
         traced.graph.eliminate_dead_code()
         gone |= {node: None for node in before - set(traced.graph.nodes)}

@@ -1,13 +1,14 @@
 """Masks of attention that a program computes from numbers alone, as models of transformers do while they are traced: what they say is
 found out, so that attention needs no mask where all queries attend to all keys, or each to those before it.
 
-The nodes that a mask is made of are run, once, without what they broadcast: x.expand(B, -1, T, S) is x. A comparison of a column with a
-row is not run at all where it is true everywhere, or true below the diagonal: for x_s <= y_t that is so where
+The nodes that a mask is made of are run, once, large ones without what they broadcast: x.expand(B, -1, T, S) is x. A comparison of a
+column with a row is not run at all where it is true everywhere, or true below the diagonal: for x_s <= y_t that is so where
 
     max(x_0 .. x_t) <= y_t < min(x_t+1 .. x_S-1)    for all t.
 """
 
 import math
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, fx
 from autoshard.torch_private import OpOverload, pytree
 
 aten = torch.ops.aten
-LARGEST = 2**26  # elements of a tensor that is computed
+LARGEST, SMALL = 2**26, 2**22  # elements of a tensor that is computed, and of one that is broadcast
 MOST = 200  # nodes of a mask
 Says = Enum("Says", "ALL CAUSAL")
 SAME = (aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default, aten.detach.default,
@@ -47,7 +48,7 @@ def _said_by(nodes: list[fx.Node]) -> Says | None:
         try:
             value = _value(nodes, compared)
             return value if isinstance(value, Says) else _in_tensor(value, *nodes[-1].meta["val"].shape[-2:])
-        except (_Unknown, RuntimeError, TypeError, ValueError):  # also what an operator says of a value that is smaller than it should be
+        except (_Unknown, RuntimeError):  # an operator's, which has no kernel for CPU tensors of this dtype
             continue
     return None
 
@@ -79,13 +80,13 @@ def _value(nodes: list[fx.Node], compared: bool) -> Any:
     """The mask that the last node is, smaller where it is broadcast. compared: rows with columns, as `_outer`."""
     values: dict[fx.Node, Any] = {}
     for node in nodes:
-        values[node] = _run(node, pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, dict(node.kwargs))), compared)
+        values[node] = _run(node, values, compared)
     return values[nodes[-1]]
 
 
-def _run(node: fx.Node, given: tuple[tuple, dict], compared: bool) -> Any:
-    target, (args, kwargs), result = node.target, given, node.meta.get("val")
-    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+def _run(node: fx.Node, values: Mapping[fx.Node, Any], compared: bool) -> Any:
+    target, result = node.target, node.meta.get("val")
+    args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, dict(node.kwargs)))
     if not isinstance(target, OpOverload) or not isinstance(result, Tensor) or target._schema.is_mutable:
         raise _Unknown
     if args and isinstance(args[0], Says) and target in (*SAME, aten.unsqueeze.default, aten._to_copy.default):
@@ -94,19 +95,24 @@ def _run(node: fx.Node, given: tuple[tuple, dict], compared: bool) -> Any:
         return args[0]
     if target in SAME:
         return _broadcast(node, args[0])
-    if target in AND and Says.ALL in args[:2]:
-        return args[1] if args[0] is Says.ALL else args[0]
+    if target in AND and any(isinstance(x, Says) for x in args[:2]):
+        said = {x if isinstance(x, Says) else Says.ALL if bool(x.all()) else None for x in args[:2]} - {Says.ALL}
+        if None in said:
+            raise _Unknown
+        return said.pop() if said else Says.ALL
     if target is aten.where.self and isinstance(args[0], Says):
-        if (float(args[1]), float(args[2])) != (0, -math.inf):
+        added = [float(x) if isinstance(x, Tensor) and x.numel() == 1 else math.nan for x in args[1:]]
+        if added != [0, -math.inf]:
             raise _Unknown
         return args[0]
     if compared and target in ORDERED and (says := _outer(target, *args[:2])) is not None:
         return says
-    if any(isinstance(x, Says) for x in pytree.tree_leaves(given)) or torch.Tag.nondeterministic_seeded in target.tags:
+    read = {source: values[source] for source in node.all_input_nodes}
+    if any(isinstance(x, Says) for x in read.values()) or torch.Tag.nondeterministic_seeded in target.tags:
         raise _Unknown
-    are_complete = all(value.shape == source.meta["val"].shape for source, value in zip(node.all_input_nodes, tensors, strict=False))
+    are_complete = all(x.shape == source.meta["val"].shape for source, x in read.items())
     if torch.Tag.pointwise in target.tags or target is aten._to_copy.default:
-        size = math.prod(torch.broadcast_shapes(*(x.shape for x in tensors)))
+        size = math.prod(torch.broadcast_shapes(*(x.shape for x in read.values())))
     elif are_complete or target is aten.unsqueeze.default:
         size = result.numel() if are_complete else 0
     else:
@@ -120,6 +126,8 @@ def _broadcast(node: fx.Node, x: Tensor) -> Tensor:
     """x, where the node is a copy of it or repeats it."""
     before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
     if node.target is aten.expand.default or before == after:
+        if math.prod(after) <= SMALL:
+            return x.expand(after).contiguous()
         return x.reshape((1,) * (len(after) - x.dim()) + tuple(x.shape))
     if x.shape != before:
         raise _Unknown
@@ -128,10 +136,11 @@ def _broadcast(node: fx.Node, x: Tensor) -> Tensor:
 
 def _outer(target: Any, x: Any, y: Any) -> Says | None:
     """Of a row compared with a column, [..., 1, S] and [..., T, 1] in either order: whether all is true, or what is below the diagonal."""
-    if not all(isinstance(z, Tensor) and z.dim() >= 2 and z.dtype is not torch.bool for z in (x, y)):
+    if not all(isinstance(z, Tensor) and z.dim() >= 2 and z.dtype.is_signed for z in (x, y)):
         return None
     if target in (aten.ge.Tensor, aten.gt.Tensor):
         x, y = y, x
+    x, y = (z[:1] if z.shape[-2:].numel() < z.numel() and bool((z == z[:1]).all()) else z for z in (x, y))  # alike in the whole batch
     if x.shape[-1] == 1:  # x_t <= y_s where -y_s <= -x_t
         x, y = -y, -x
     if x.numel() != x.shape[-1] or y.numel() != y.shape[-2]:

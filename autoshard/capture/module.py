@@ -368,7 +368,7 @@ def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwa
         program = _exported(mode, copy.copy(module), args, kwargs, templates, training=False)
         experts_as_one_op(program.graph_module)
         return replace(_retraced(program), returned=_exported_results(program, templates))
-    except Exception as error:
+    except Exception as error:  # of the model's forward, which may raise anything
         _forget(mode)
         if has_objects(args, kwargs):
             raise

@@ -98,13 +98,15 @@ def _with_more_room(question: Question, best: Answered) -> Answered:
     of all seconds, for which memory is best full, and copies that would hide traffic find no room there."""
     assert best.overlapped is not None
     far = best.overlapped.seconds - best.overlapped.bound > WIDE * best.overlapped.seconds
-    if not far or question.options.memory_limit is None or question.is_over or best.answer.interrupted:
+    if not far or question.options.memory_limit is None or question.is_over or best.plan.interrupted:
         return best
     try:
         less = answered_per_tensor(question.with_options(baselines=False), ROOM)
-        less = _with_time_line(replace(less, answer=replace(less.answer, bound=min(less.answer.bound, best.answer.bound)), starts=[]))
-    except (Infeasible, KeyboardInterrupt):
+        less = _with_time_line(replace(less, answer=replace(less.answer, bound=min(less.answer.bound, best.answer.bound))))
+    except Infeasible:
         return best
+    except KeyboardInterrupt:
+        return replace(best, overlapped=replace(best.overlapped, answer=replace(best.overlapped.answer, interrupted=True)))
     return best if best.seconds <= less.seconds else replace(less, baselines=best.baselines)
 
 
