@@ -1,4 +1,4 @@
-"""What one GPU says about autoshard's graphs, numbers, prices and memory: twelve parts, the most valuable first; 45 minutes at most.
+"""What one GPU says about autoshard's graphs, numbers, prices and memory: thirteen parts, the most valuable first; 45 minutes at most.
 
     python benchmarks/gpu.py [--stand-in] [--only PART ...] [--again] [--out build/gpu]
     python benchmarks/gpu.py --plans h100 h200 [--out build/gpu]
@@ -13,6 +13,7 @@ kernels     matmul, attention, pointwise, normalisation, optimizer beside their 
 links       copies between host and GPU, alone and beside matmuls; bytes of contexts, workspaces and communicators
 launch      seconds in which the host launches a kernel, eager and from a compiled graph
 one_rank    a rank of plans for several devices, its collectives made up (one_rank.py): seconds and bytes beside the plan's
+inference   a prompt and a token by plan and by torch alone, as they are and as CUDA graphs; attention with masks by each kernel
 beside      kernels beside one and two such collectives: how much longer they take
 
 Each part is a process of its own, ends after 9 minutes at most, and writes OUT/PART.json; one that is there is not run again. The first
@@ -181,14 +182,16 @@ FITS = {  # as torchtitan trains on one GPU: float32, autocast to bf16, checkpoi
         (LLAMA, 4, 1, 8192, "full", True),
     )
 }  # fmt: skip
-SCHEMES = (None, "fsdp", "megatron")
+SERVED = {"1 x 4096": (1, 4096, 0), "64 x 1 of 4096": (64, 1, 4096), "1 x 1 of 4096": (1, 1, 4096)}  # sequences, tokens, room in their cache
+SCHEMES, LAYERS = (None, "fsdp", "megatron"), {"layers": 4, "seq": 4096, "vocab": 32000, "dtype": "float32"}
 RANKS = {  # of several devices: a model, its settings, the mesh, what makes the plan
-    f"{name} on {'x'.join(map(str, shape))} by {scheme or 'ours'}": (path, settings, shape, scheme, small)
-    for name, path, settings, shape, schemes, small in (
-        ("Llama-3 8B, 4 layers", LLAMA, {"layers": 4, "batch": 8, "seq": 4096, "vocab": 32000, "dtype": "float32"}, (8,), SCHEMES, SMALL),
-        ("Llama-3 8B, 4 layers", LLAMA, {"layers": 4, "batch": 16, "seq": 4096, "vocab": 32000, "dtype": "float32"}, (2, 8), (None,), SMALL),
-        ("GPT-2 small", "models/gpt2.py:small", {"batch": 128, "seq": 1024}, (8,), (None, "fsdp"), ("models/gpt2.py:tiny", {})),
-        ("a mixture of experts", "models/moe.py:moe", {"batch": 128}, (8,), (None,), ("models/moe.py:tiny", {})),
+    f"{name} on {'x'.join(map(str, shape))} by {scheme or 'ours'}{', compiled' * compiled}": (path, settings, shape, scheme, small, compiled)
+    for name, path, settings, shape, schemes, small, compiled in (
+        ("Llama-3 8B, 4 layers", LLAMA, LAYERS | {"batch": 8}, (8,), SCHEMES, SMALL, False),
+        ("Llama-3 8B, 4 layers", LLAMA, LAYERS | {"batch": 8}, (8,), (None, "fsdp"), SMALL, True),
+        ("Llama-3 8B, 4 layers", LLAMA, LAYERS | {"batch": 16}, (2, 8), (None,), SMALL, False),
+        ("GPT-2 small", "models/gpt2.py:small", {"batch": 128, "seq": 1024}, (8,), (None, "fsdp"), ("models/gpt2.py:tiny", {}), False),
+        ("a mixture of experts", "models/moe.py:moe", {"batch": 128}, (8,), (None,), ("models/moe.py:tiny", {}), False),
     )
     for scheme in schemes
 }  # fmt: skip
@@ -214,13 +217,26 @@ def model_of(device: Device, large: str, settings: dict, small: tuple[str, dict]
     return vit(**settings) if path == "vit" else load_model(f"{ROOT}/{path}", settings)
 
 
+def served(device: Device, name: str):
+    """Llama-3 8B with 8 layers: of a prompt, or of one token each with a cache of so many."""
+    from models import llama
+
+    batch, tokens, room = SERVED[name]
+    shape = {"batch": batch, "seq": min(room or tokens, 128 if device.stand_in else 4096), "loss": False}
+    with torch.device("meta"):
+        module, inputs = (llama.tiny if device.stand_in else llama.llama3_8b)(layers=2 if device.stand_in else 8, **shape)
+        if not room:
+            return module, inputs
+        return llama.with_cache(module, batch, shape["seq"]), (torch.zeros(batch, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+
+
 def plan_of(device: Device, name: str):
     """The plan of that name: from its file, or made and written there."""
     import autoshard
     from benchmarks import fake_cuda
 
     part, model, *others = name.split("; ")
-    path = (device.plans if part in ("step", "rank") else device.out / "plans") / f"{name}.json"
+    path = (device.plans if part in ("step", "rank", "served") else device.out / "plans") / f"{name}.json"
     if path.exists():
         return autoshard.load(str(path))
     options: dict = {"training": True, "baselines": False}
@@ -232,10 +248,13 @@ def plan_of(device: Device, name: str):
         if scheme != "None":
             del options["baselines"]
             options |= {"algo": scheme, "mesh_shape": (2, 2), "intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14}
+    elif part == "served":
+        module, inputs = served(device, model)
+        mesh, options = device.mesh(), options | {"training": False, "compiled": others[0] == "compiled"}
     elif part == "rank":
-        path_of_model, settings, shape, scheme, small = RANKS[model]
+        path_of_model, settings, shape, scheme, small, compiled = RANKS[model]
         module, inputs = model_of(device, path_of_model, settings, small)
-        mesh, options = autoshard.Mesh.from_bandwidths(shape, device=device.kind), options | {"precision": "bf16", "compiled": False}
+        mesh, options = autoshard.Mesh.from_bandwidths(shape, device=device.kind), options | {"precision": "bf16", "compiled": compiled}
         if scheme:
             del options["baselines"]
             options |= {"algo": scheme, "mesh_shape": shape, "device": device.kind}
@@ -281,7 +300,7 @@ def make_plans(kinds: list[str], out: Path) -> None:
         device = Device(False, out, kind)
         names = [f"step; {name}; {how}" for name in STEPS for how in ("eager", "compiled")]
         names += [f"verify; {name}; {how}; {scheme}" for name, how, scheme in verified_cases(device)]
-        names += [f"rank; {name}" for name in RANKS]
+        names += [f"rank; {name}" for name in RANKS] + [f"served; {name}; {how}" for name in SERVED for how in ("eager", "compiled")]
         for name in names:
             print(kind, attempted({"plan": name}, lambda name=name: {"cost": plan_of(device, name).cost}), file=sys.stderr, flush=True)
         for cell in FITS:
@@ -521,19 +540,24 @@ def one_step(model, inputs, optimizer) -> None:
     optimizer.zero_grad()
 
 
-def step_of(device: Device, name: str, how: str):
-    """The parallel module of a one-device plan, its inputs, its optimizer, and the plan."""
+def parallel_of(device: Device, module, solution):
+    """The parallel module of a one-device plan, on this device and filled."""
     import torch.distributed as dist
 
     import autoshard
 
-    path, settings, _, small = STEPS[name]
-    module, inputs = model_of(device, path, settings, small)
-    solution = plan_of(device, f"step; {name}; {how}")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = torch.distributed.device_mesh.init_device_mesh(device.name, (1,), backend_override={0: "gloo"})
-    model = autoshard.parallelize(filled(module, device), solution, mesh)
+    return autoshard.parallelize(filled(module, device), solution, mesh)
+
+
+def step_of(device: Device, name: str, how: str):
+    """The parallel module of a one-device plan, its inputs, its optimizer, and the plan."""
+    path, settings, _, small = STEPS[name]
+    module, inputs = model_of(device, path, settings, small)
+    solution = plan_of(device, f"step; {name}; {how}")
+    model = parallel_of(device, module, solution)
     return model, drawn_inputs(inputs, device), torch.optim.AdamW(model.parameters(), fused=True), solution
 
 
@@ -573,6 +597,59 @@ def steps(device: Device) -> list[dict]:
     return rows
 
 
+def inference(device: Device) -> list[dict]:
+    def measured(model, inputs) -> dict:
+        with torch.no_grad():
+            model(*inputs)
+            device.forget()
+            found = {"seconds": device.seconds(lambda: model(*inputs), 9), **device.peak()}
+            if not device.stand_in:
+                with torch.cuda.graph(captured := torch.cuda.CUDAGraph()):
+                    model(*inputs)
+                found["graph_seconds"] = device.seconds(captured.replay, 9)
+        return found
+
+    def run(name: str, how: str, by: str) -> dict:
+        device.forget()
+        module, inputs = served(device, name)
+        if by == "torch":
+            model, solution = filled(module, device), None
+        else:
+            solution = plan_of(device, f"served; {name}; {how}")
+            model = parallel_of(device, module, solution)
+        del module
+        if how == "compiled":
+            model.compile()
+        found = measured(model, drawn_inputs(inputs, device))
+        if solution is None:
+            return found
+        return found | {"predicted_seconds": solution.cost, "bytes_ratio": found["allocated"] / solution.peak_bytes}
+
+    def masked(shape: tuple[int, ...], dead: bool) -> dict:
+        """Seconds of each kernel with a mask, and how far it is off what matmuls and a softmax give. dead: two queries see no key."""
+        from autoshard.lower.kernels import attention as kernels_
+
+        batch, heads, groups, queries, keys, width = (2, 4, 2, 8, 8, 16) if device.stand_in else shape
+        q, grad = (torch.randn(batch, heads, queries, width, device=device.name).bfloat16() for _ in range(2))
+        k, v = (torch.randn(batch, groups, keys, width, device=device.name).bfloat16() for _ in range(2))
+        mask = torch.full((batch, 1, queries, keys), -torch.inf, device=device.name).triu(1 + keys - queries).bfloat16()
+        mask[0, :, :2] = mask[0, :, :2] if not dead else -torch.inf
+        call = kernels_.call_of(q, k, v, mask, False, None)
+        out, of_out = kernels_.math_attention(call)
+        expected, found = (out, *kernels_.math_attention_backward(call, grad, out, of_out)), {"taken": kernels_.kernel_of(call)}
+        for kernel in ("flash for CPU",) if device.stand_in else ("cuDNN", "efficient"):
+            forward, backward = kernels_.KERNELS_OF[kernel]
+            got = forward(call)
+            off = [float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip((got[0], *backward(call, grad, *got)), expected)]
+            found |= {f"{kernel}_forward": device.each(lambda: forward(call)), f"{kernel}_backward": device.each(lambda: backward(call, grad, *got))}
+            found[f"{kernel}_off"] = max(off, key=lambda x: (x != x, x))
+        return found
+
+    rows = [attempted({"model": name, "how": how, "by": by}, run, name, how, by) for name in SERVED for how in ("eager", "compiled") for by in ("plan", "torch")]
+    shapes = ((64, 32, 8, 1, 4096, 128), (1, 32, 8, 1, 4096, 128), (4, 32, 8, 8, 2048, 128), (2, 16, 16, 2048, 2048, 64), (2, 16, 4, 1024, 1024, 128))
+    return rows + [attempted({"masked": shape, "dead": dead}, masked, shape, dead) for shape in shapes for dead in (False, True) if shape[3] > 1 or not dead]
+
+
 def ops_of(device: Device, step) -> list[tuple]:
     """Operators of a step by the shapes of their inputs: name, shapes, calls, seconds of their kernels on the GPU (on the CPU of the host)."""
     kinds = torch.profiler.ProfilerActivity
@@ -593,10 +670,12 @@ def one_rank(device: Device) -> list[dict]:
 
     def run(name: str) -> dict:
         device.forget()
-        path, settings, _, _, small = RANKS[name]
+        path, settings, _, _, small, compiled = RANKS[name]
         module, inputs = model_of(device, path, settings, small)
         solution = plan_of(device, f"rank; {name}")
         model = emulated.model_of_rank(filled(module, device), solution, emulation)
+        if compiled:
+            model.compile()
         inputs, optimizer = drawn_inputs(inputs, device), torch.optim.AdamW(model.parameters(), fused=True)
         whole = sum(x.nbytes for x in (inputs.values() if isinstance(inputs, dict) else inputs))  # a rank of a launch has its part only
         predicted, found = solution.breakdown, {}
@@ -1000,7 +1079,7 @@ def launch(device: Device) -> list[dict]:
     ]
 
 
-PARTS = {part.__name__: part for part in (verify, captures, fits, profiles, steps, allocator, contexts, kernels, links, launch, one_rank, beside)}
+PARTS = {part.__name__: part for part in (verify, captures, fits, profiles, steps, allocator, contexts, kernels, links, launch, one_rank, inference, beside)}
 AT_ONCE = ("verify", "captures")  # these measure no seconds
 
 

@@ -62,12 +62,20 @@ class Emulation:
             ("all_gather_into_tensor", self.all_gather),
             ("reduce_scatter_tensor", self.reduce_scatter),
             ("all_to_all_single", self.all_to_all),
+            ("all_gather_into_tensor_out", self.all_gather_out),
+            ("all_reduce_", self.all_reduce_),
             ("wait_tensor", self.wait),
         ):
             self.library.impl(name, run, key)
         if device == "cuda":
             self.kernel = torch.cuda._compile_kernel(SOURCE, "collective")
             self.scratch = torch.randn(2**27, device=device).mul_(0.02).bfloat16()  # 256 MB, more than the cache
+
+    def all_gather_out(self, x: torch.Tensor, n: int, group: str, *, out: torch.Tensor) -> torch.Tensor:  # as inductor calls them
+        return self.begun("all_gather", group, out, x, lambda out: out.view(n, *x.shape).copy_(x))
+
+    def all_reduce_(self, x: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
+        return self.begun("all_reduce", group, x, x, lambda out: None)
 
     def all_reduce(self, x: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
         return self.begun("all_reduce", group, torch.empty_like(x), x, lambda out: out.copy_(x))

@@ -91,13 +91,15 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros(monkeypatch):
     assert all(torch.isfinite(g).all() for g in grads) and grads[0][:, :, 3].abs().max() == 0
 
 
+@pytest.mark.parametrize(("other", "masked"), [("flash", False), ("efficient", True)])
 @pytest.mark.parametrize("off", [None, "forward", "backward", "error"])
-def test_cudnns_kernel_is_taken_only_where_it_agrees_with_flash(off, monkeypatch):
+def test_cudnns_kernel_is_taken_only_where_it_agrees_with_the_other(off, other, masked, monkeypatch):
     """The two kernels of the CPU stand for those of CUDA; one that is off, or fails, is not taken."""
 
     def forward(call):
         if off == "error":
             raise RuntimeError("no engine")
+        assert (call.attn_mask is None) != masked
         out, logsumexp = attention.math_attention(call)
         return (out * 1.1 if off == "forward" else out), logsumexp
 
@@ -106,13 +108,30 @@ def test_cudnns_kernel_is_taken_only_where_it_agrees_with_flash(off, monkeypatch
         return (-grad_q if off == "backward" else grad_q), *grads
 
     math = (attention.math_attention, attention.math_attention_backward)
-    monkeypatch.setattr(attention, "KERNELS_OF", {"flash": math, "cuDNN": (forward, backward)})
+    monkeypatch.setattr(attention, "KERNELS_OF", {other: math, "cuDNN": (forward, backward)})
     attention.cudnn_agrees.cache_clear()
     with warnings.catch_warnings(record=True) as said, FakeTensorMode():  # as in a trace, in which it is asked
         warnings.simplefilter("always")
-        assert attention.cudnn_agrees("cpu", torch.float32) == (off is None)
+        assert attention.cudnn_agrees("cpu", torch.float32, masked) == (off is None)
     attention.cudnn_agrees.cache_clear()
-    assert [str(w.message).startswith("attention runs by flash") for w in said if w.category is UserWarning] == [True] * (off is not None)
+    messages = [str(w.message) for w in said if w.category is UserWarning]
+    assert [one.startswith(f"attention runs by the {other} kernel") for one in messages] == [True] * (off is not None)
+
+
+@pytest.mark.parametrize(("capability", "agrees", "mask", "is_causal", "queries", "kernel"), [
+    ((9, 0), True, None, True, 8, "cuDNN"), ((9, 0), True, (8, 8), False, 8, "cuDNN"), ((9, 0), True, (8,), False, 1, "cuDNN"),
+    ((9, 0), True, None, False, 1, "flash"), ((9, 0), False, (8, 8), False, 8, "efficient"), ((9, 0), True, (8, 8), True, 8, "efficient"),
+    ((8, 0), True, (8, 8), False, 8, "efficient"), ((8, 0), True, None, True, 8, "flash"), ((7, 5), True, None, True, 8, "efficient"),
+])  # fmt: skip
+def test_cudnns_kernel_is_for_hopper_with_a_mask_and_without(capability, agrees, mask, is_causal, queries, kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "cudnn_is_wanted", lambda: True)
+    monkeypatch.setattr(attention, "cudnn_agrees", lambda *given: agrees)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, n, t, 64, dtype=HALF, device="cuda") for n, t in ((4, queries), (2, 8)))
+        given = None if mask is None else torch.empty(*mask, dtype=HALF, device="cuda")
+        assert attention.kernel_of(attention.call_of(q, k, k, given, is_causal, None)) == kernel
 
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -148,6 +167,31 @@ def test_the_kernel_is_chosen_by_device_dtype_mask_and_width_and_its_shapes_fit(
             assert tuple(out.shape) == (2, 4, queries, of_values) and tuple(logsumexp.shape) == (2, 4, queries)
             grads = attention.attention_backward(out, q, k, v, out, logsumexp, call.attn_mask, is_causal)
             assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and {g.device.type for g in grads} == {device}
+
+
+@pytest.mark.parametrize("mask", [None, (5,), (2, 5), (3, 1, 1, 5), (1, 1, 2, 5), (3, 4, 2, 5), (1, 4, 1, 1)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_few_queries_of_a_group_become_rows_of_one_head(mask, strided):
+    """As they run on GPUs, by the kernel for masks: no key or value is repeated."""
+    q, k, v = random(3, 4, 2, 8, seed=1), random(3, 2, 5, 8, seed=2), random(3, 2, 5, 8, seed=3)
+    if strided:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    call = attention.call_of(q, k, v, None if mask is None else random(*mask, seed=4), False, None)
+    one = attention._by_groups(call)
+    assert one.groups == 1 and one.query.shape == (3, 2, 4, 8) and one.key is call.key
+    (out, logsumexp), (ours, of_ours) = attention.math_attention(call), attention.math_attention(one)
+    assert torch.allclose(ours.reshape(out.shape), out, atol=1e-6)
+    assert torch.allclose(of_ours.reshape(logsumexp.shape), logsumexp, atol=1e-6)
+    given = random(*out.shape, seed=5)
+    grads = attention.math_attention_backward(call, given, out, logsumexp)
+    of_rows = attention.math_attention_backward(one, given.reshape(ours.shape), ours, of_ours)
+    assert all(torch.allclose(a, b.reshape(a.shape), atol=1e-5) for a, b in zip(grads, of_rows, strict=True))
+
+
+def test_queries_stay_where_keys_are_repeated_for_less():
+    call = attention.Call(*qkv(4, 2, queries=9, keys=5), None, False, None)
+    assert attention._by_groups(call) is None and attention._by_groups(attention.Call(*qkv(4, 4), None, False, None)) is None
+    assert attention._by_groups(attention.Call(*qkv(4, 2), None, True, None)) is None
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.inputs import Named
-from autoshard.graph import ORDER, PER_ELEMENT, RANDOM, Const, Graph, Op, Ref, Result, Tensor, Value
+from autoshard.graph import ORDER, PER_ELEMENT, RANDOM, WRITES, Const, Graph, Op, Ref, Result, Tensor, Value
 from autoshard.torch_private import FakeTensor, OpOverload, pytree
 
 # Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels
@@ -66,7 +66,24 @@ def read(
         ops.append(_with_float_statistics(_op(node, values, modules.get(node, "")), ops))
     _check_names(ops)
     graph_results = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
-    return Graph(tuple(ops), graph_results), values, sources
+    return with_writes(Graph(tuple(ops), graph_results)), values, sources
+
+
+def with_writes(graph: Graph) -> Graph:
+    """The graph in which new rows of a buffer or an input, a cache of keys and values say, are written into it where nothing reads the
+    old ones afterwards, and it isn't an output, too. Not where there are gradients: their pass may read what was there."""
+    if any(result.kind == "gradient" for result in graph.results):
+        return graph
+    ops, returned = list(graph.ops), {graph.storage(r.value) for r in graph.results if r.kind == "output" and r.value is not None}
+    for result in graph.results:
+        value, writes = result.value, list[int]()
+        while result.kind == "buffer" and value is not None and (op := ops[value[0]]).target in WRITES and value not in returned:
+            writes.append(value[0])
+            value = op.inputs[0] if graph.last_use[op.inputs[0]] == value[0] else None
+        if value is not None and ops[value[0]].is_placeholder and ops[value[0]].name == result.name:
+            for i in writes:
+                ops[i] = replace(ops[i], alias=0)
+    return replace(graph, ops=tuple(ops))
 
 
 def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:

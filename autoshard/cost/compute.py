@@ -29,7 +29,7 @@ import numpy as np
 from autoshard.cost.measured_kernels import attention_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.devices import Device
-from autoshard.graph import ITEMSIZE, Fused
+from autoshard.graph import ITEMSIZE, WRITES, Fused
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
@@ -72,15 +72,17 @@ def op_seconds(
 ) -> float:
     """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 
-    alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).
+    alias: the input whose storage the output shares, as in Op: of a view, or an op that writes rows into it.
     share: of its FLOPs that are computed; a causal mask leaves some out. An output that is not computed is None. fused: what it reads and
     writes in a kernel that it shares.
     """
     name, own = _name(target), PRICES.get(target)
     if own is not None and own.seconds is not None:
         return float(stated(own.seconds(inputs, outputs, device) if callable(own.seconds) else own.seconds, f"the price of {target}"))
-    if name == "getitem" or alias is not None:
+    if name == "getitem" or (alias is not None and target not in WRITES):
         return 0.0
+    if alias is not None:  # the rows alone are read and written
+        inputs, outputs = inputs[1:], inputs[-1:]
     if name in SEVERAL:
         several = SEVERAL[name](inputs, backward="backward" in name)
         return sum(op_seconds(kernel, ins, outs, None, device) for kernel, ins, outs in several)

@@ -35,6 +35,7 @@ from autoshard.graph.recompute import recompute as recompute
 from autoshard.graph.recompute import recomputed_names as recomputed_names
 from autoshard.graph.records import FIRST_MATRIX as FIRST_MATRIX
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
+from autoshard.graph.records import WRITES as WRITES
 from autoshard.graph.records import Const as Const
 from autoshard.graph.records import Fused as Fused
 from autoshard.graph.records import Graph as Graph

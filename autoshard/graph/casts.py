@@ -188,7 +188,7 @@ def early_casts(graph: Graph) -> set[int]:
     there, casts = set[int](), set[int]()
     for i, op in enumerate(graph.ops):
         is_cast = op.target == CAST and op.kind != ACCUMULATED and bool(op.inputs)
-        if op.is_placeholder or op.kind == KEPT or ((is_cast or op.alias is not None) and op.inputs[op.alias or 0][0] in there):
+        if op.is_placeholder or op.kind == KEPT or ((is_cast or op.is_view) and op.inputs[op.alias or 0][0] in there):
             if is_cast and math.prod(op.output.shape) >= LARGE and len(op.output.shape) < 3:  # weights of experts hide no gather
                 casts.add(i)
             if not is_cast or i in casts:

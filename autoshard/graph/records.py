@@ -1,7 +1,8 @@
 """The program to plan, as frozen records without torch: ops in execution order, values, results.
 
 A value is `(op index, output index)`. A time is an op index. Storage: the output of an op with `alias = i` is a view, which shares
-the storage of input i; every other output owns its bytes, from its op until the last op that reads it or one of its views.
+the storage of input i, or writes into it (WRITES); every other output owns its bytes, from its op until the last op that reads it or
+one of its views.
 """
 
 import hashlib
@@ -22,6 +23,8 @@ ITEMSIZE = {
 FIRST_MATRIX = {"aten.mm.default": 0, "aten.addmm.default": 1}
 TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default", "aten.mT.default")
 PLACEHOLDERS = ("parameter", "buffer", "input", "tangent")
+# With an alias they write into it: a program's buffer or input, whose new value they are and which nothing reads afterwards
+WRITES = ("aten.index_copy.default", "aten.index_put.default")
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,10 @@ class Op:
     @property
     def is_placeholder(self) -> bool:
         return self.kind in PLACEHOLDERS
+
+    @property
+    def is_view(self) -> bool:
+        return self.alias is not None and self.target not in WRITES
 
     def holds(self, a: int) -> bool:
         """Whether input a has to stay on the device until the op runs; not the first of an op that selects (graph.selective)."""

@@ -29,6 +29,7 @@ from autoshard.lower.fx_program import rewritten as rewritten
 from autoshard.lower.fx_program import subgraph as subgraph
 from autoshard.lower.fx_program import trace as trace
 from autoshard.lower.fx_program import without_idle as without_idle
+from autoshard.lower.fx_program import write_in_place as write_in_place
 from autoshard.lower.generator import draws as draws
 from autoshard.lower.generator import first_state as first_state
 from autoshard.lower.generator import from_state as from_state

@@ -66,6 +66,29 @@ class RankGraphs:
         return subgraph(self.forward, placeholders, inner, output.args[0][: len(self.outputs)])
 
 
+IN_PLACE = {aten.index_copy.default: aten.index_copy_.default, aten.index_put.default: aten.index_put_.default}
+
+
+def write_in_place(graph_module: fx.GraphModule, loads: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
+    """The same graph, whose order is final, with rows of the new value of a buffer or input written into it where nothing reads the old
+    one afterwards, and it isn't an output, too. The result is then the tensor that was given."""
+    nodes = list(graph_module.graph.nodes)
+    owner, results = owners(nodes), dict(zip(outputs, nodes[-1].args[0], strict=True))
+    returned = {owner[node] for key, node in results.items() if not key.startswith("buffer:")}
+    given, at = dict(zip(loads, nodes, strict=False)), {node: i for i, node in enumerate(nodes)}
+    for key, node in results.items():
+        writes: list[fx.Node] = []
+        while key.startswith("buffer:") and node.target in IN_PLACE and node not in returned:
+            if any(user is not node and (at[user] > at[node] or user.target in VIEWS) for user in node.args[0].users):
+                break
+            writes.append(node)
+            node = node.args[0]
+        for write in writes if node is given.get(key.removeprefix("buffer:")) else ():
+            write.target = IN_PLACE[write.target]
+    graph_module.recompile()
+    return graph_module
+
+
 def trace(
     program: RankProgram, graph: Graph, groups: Groups, where: tuple[int, ...], device: str = "cpu", *, drops: bool = True
 ) -> RankGraphs:

@@ -151,7 +151,7 @@ def clustered(flops: Sequence[float], crossing: Sequence[float], positions: Sequ
 
 def _flops(graph: Graph, i: int) -> float:
     op = graph.ops[i]
-    if op.alias is not None:
+    if op.is_view:
         return 0.0
     outputs = [None if t is None else (t.shape, t.dtype) for t in op.outputs]
     return float(op_flops(op.target, [(t.shape, t.dtype) for t in graph.input_tensors(i)], outputs))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import getitem
 
 from autoshard.graph import reached
-from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace, without_idle
+from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace, without_idle, write_in_place
 from autoshard.runtime.distribute import Where
 from autoshard.runtime.microbatches import with_sums
 from autoshard.runtime.overlap import scheduled
@@ -56,6 +56,7 @@ def stage_graphs(stage: LoweredStage, where: Where, spare_bytes: float, *, halve
         without_idle(one)
     backward = None if graphs.backward is None else boxed(graphs.backward)
     halves = _halves(graphs) if halved and graphs.backward is not None else None
+    write_in_place(inference, graphs.loads, graphs.outputs)
     return StageGraphs(graphs, boxed(graphs.forward), boxed(inference), backward, halves)
 
 

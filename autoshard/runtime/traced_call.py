@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture import Returned
 from autoshard.layout import Layout, text
-from autoshard.lower import Boxed, RankGraphs, boxed, is_random
+from autoshard.lower import Boxed, RankGraphs, boxed, is_random, write_in_place
 from autoshard.runtime.agreement import agree, rank_lost
 from autoshard.runtime.distribute import Where, as_dtensor, local, spec_of
 from autoshard.runtime.microbatches import OpenStep, StepMoves
@@ -94,6 +94,8 @@ class TracedCall:
             present = {name: graph for name, graph in self.present.items() if (name == "inference") == (which == "inference")}
             self.random_passes |= {name for name, graph in present.items() if is_random(graph.graph)}
             with self.patiently():
+                if which == "inference":
+                    write_in_place(self.inference, self.graphs.loads, self.graphs.outputs)
                 self.passes |= {name: self.as_function(graph) for name, graph in present.items()}
                 agree(None, "making the graphs ready", self.where.group)
         drawing = random.drawing() if which in self.random_passes else nullcontext()

@@ -337,7 +337,7 @@ class _Places:
         early, moved = {i for i, phase in enumerate(self.phases) if phase == "rest"}, self._moved_hubs()
         full = replicated(len(formulation.mesh.axes))
         for i, op in enumerate(self.graph.ops):
-            if op.alias is not None and op.inputs[op.alias][0] in early:
+            if op.is_view and op.inputs[op.alias or 0][0] in early:
                 early.add(i)
             elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != full:
                 if not any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
@@ -354,8 +354,8 @@ class _Places:
         origins: dict[int, int] = {}
         for i, op in enumerate(self.graph.ops):
             inputs = self.inputs.get(i, ())
-            if op.alias is not None and not any(self.steps[k] or self.links[k].a in moved for k in inputs):
-                base = op.inputs[op.alias][0]
+            if op.is_view and not any(self.steps[k] or self.links[k].a in moved for k in inputs):
+                base = op.inputs[op.alias or 0][0]
                 origins[i] = origins.get(base, base)
         return origins
 

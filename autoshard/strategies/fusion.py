@@ -76,7 +76,7 @@ def _readers(graph: Graph, group_of: dict[int, int]) -> dict[Value, set[int]]:
     """Of the values that own their bytes: the groups that read them, and, as - 1 - op, the ops outside of groups; also results."""
     readers: dict[Value, set[int]] = defaultdict(set)
     for i, op in enumerate(graph.ops):
-        for value in op.inputs if op.alias is None else ():
+        for value in () if op.is_view else op.inputs:
             readers[graph.storage(value)].add(group_of.get(i, -1 - i))
     for result in graph.results:
         if result.value is not None:

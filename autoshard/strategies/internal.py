@@ -62,9 +62,8 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
             local = math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
             narrow = inputs[0].itemsize < WIDE
             return WIDE * local * (tensors + (widened if narrow else 0))
-    if op.target == "aten.index_copy.default" and _axes_that_shard(layouts[0], int(argument(op, 1, "dim")) % len(inputs[0].shape)):
-        shape = local_shape(inputs[0].shape, layouts[0], mesh)  # a value for each position, unless there is one value only
-        return math.prod(shape) * inputs[0].itemsize if inputs[2].shape != () and max(inputs[1].shape, default=1) > 1 else 0
+    if _puts_by_position(op, inputs, layouts):  # a value for each position
+        return math.prod(local_shape(inputs[0].shape, layouts[0], mesh)) * inputs[0].itemsize
     if op.target == "aten.embedding.default" and _axes_that_shard(layouts[0], 0):
         # the looked up rows, before those of other ranks are masked
         tokens = math.prod(local_shape(inputs[1].shape, layouts[1], mesh))
@@ -75,10 +74,19 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
 def internal_passes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
     """Bytes that the local program of `op` reads and writes besides those of the op's own kernel: that of a softmax over a sharded dim is
     several kernels, of which a compiled program joins all but one."""
+    if op.alias is not None and _puts_by_position(op, inputs, layouts):  # it can't write in place
+        return 2 * math.prod(local_shape(inputs[0].shape, layouts[0], mesh)) * inputs[0].itemsize
     if op.target not in PASSES or not _over_dim(op, inputs, layouts, mesh, 1, WIDE_TENSORS[op.target][0] or 0):
         return 0
     passes = PASSES[op.target] if op.fused is None else 1
     return passes * WIDE * math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
+
+
+def _puts_by_position(op: Op, inputs: Inputs, layouts: tuple[Layout, ...]) -> bool:
+    """Whether it puts several rows into shards of their dim, for which each rank selects a row for each of its positions."""
+    if op.target != "aten.index_copy.default" or max(inputs[1].shape, default=1) == 1 or inputs[2].shape == ():
+        return False
+    return bool(_axes_that_shard(layouts[0], int(argument(op, 1, "dim")) % len(inputs[0].shape)))
 
 
 CHUNKED = (FORWARD, BACKWARD)

@@ -1,9 +1,9 @@
 """Kernels of attention: the device, dtype, mask and head dim of a call decide which one runs it, forward and backward alike.
 
     flash for CPU   CPU     D = E                                                    any mask
-    cuDNN           CUDA    as flash, D <= 128, on Hopper and B200                   no mask; causal only where T = S
+    cuDNN           CUDA    as flash, D <= 128, on Hopper and B200                   any mask; causal only where T = S
     flash           CUDA    float16, bfloat16; D = E <= 256, a multiple of 8         no mask; causal only where T = S
-    efficient       CUDA    rows of q, k, v of a multiple of 16 bytes                any mask; keys and values are repeated while it runs
+    efficient       CUDA    rows of q, k, v of a multiple of 16 bytes                any mask; keys are repeated for more than D queries
     math            any     any: matmuls and softmax, with all scores in memory      any mask
 
 q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], and so on as in `capture.attention`. cuDNN's kernel is taken where torch takes it, since
@@ -14,7 +14,7 @@ a group and all key-value heads, each reads the key-value heads that its own que
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -87,13 +87,13 @@ def kernel_of(call: Call) -> str:
         return "math"
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_square = q.shape[2] == call.key.shape[2]
-    if is_half and call.attn_mask is None and width == of_values <= 256 and width % 8 == 0 and (is_square or not call.is_causal):
-        if not torch.cuda.is_available():  # a dry run
-            return "flash"
-        capability = torch.cuda.get_device_capability(q.device)
-        if capability in CUDNN_FIRST and width <= 128 and q.shape[2] > 1 and cudnn_is_wanted() and cudnn_agrees(str(q.device), q.dtype):
+    if is_half and width == of_values <= 256 and width % 8 == 0 and (is_square or not call.is_causal):
+        masked = call.attn_mask is not None
+        capability = torch.cuda.get_device_capability(q.device) if torch.cuda.is_available() else (8, 0)  # of a dry run
+        first = capability in CUDNN_FIRST and width <= 128 and (not call.is_causal if masked else q.shape[2] > 1)
+        if first and cudnn_is_wanted() and cudnn_agrees(str(q.device), q.dtype, masked):
             return "cuDNN"
-        if capability >= (8, 0):
+        if capability >= (8, 0) and not masked:
             return "flash"
     rows_fit = all(n * q.element_size() % 16 == 0 for n in (width, of_values))
     return "efficient" if rows_fit and (is_half or q.dtype == torch.float32) else "math"
@@ -134,27 +134,33 @@ def cudnn_is_wanted() -> bool:
 
 
 @cache
-def cudnn_agrees(device: str, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's kernel gives what flash gives on this device, forward and backward, of four heads that share two: else flash runs,
-    and a warning says so once."""
+def cudnn_agrees(device: str, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether cuDNN's kernel gives what flash, or with a mask the efficient one, gives on this device, forward and backward, of four heads
+    that share two: else that one runs, and a warning says so once."""
+    other = "efficient" if masked else "flash"
     with disable_current_modes(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         q, k, v, grad = (torch.randn(2, h, 128, 64, generator=generator).to(device, dtype) for h in (4, 2, 2, 4))
-        call = Call(q, k, v, None, True, None)
+        mask = q.new_full((2, 1, 128, 128), -math.inf).triu(1) if masked else None
+        call = Call(q, k, v, mask, not masked, None)
         try:
-            two = [KERNELS_OF[name] for name in ("flash", "cuDNN")]
+            two = [KERNELS_OF[name] for name in (other, "cuDNN")]
             results = [(*(out := forward(call)), *backward(call, grad, *out)) for forward, backward in two]
             worst = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in zip(*results, strict=True))
         except RuntimeError as error:
-            warnings.warn(f"attention runs by flash: cuDNN's kernel fails here ({str(error).splitlines()[0]})", stacklevel=2)
+            warnings.warn(f"attention runs by the {other} kernel: cuDNN's fails here ({str(error).splitlines()[0]})", stacklevel=2)
             return False
     if not worst < 0.03:
-        warnings.warn(f"attention runs by flash: cuDNN's kernel is {worst:.0%} off here", stacklevel=2)
+        warnings.warn(f"attention runs by the {other} kernel: cuDNN's is {worst:.0%} off here", stacklevel=2)
     return worst < 0.03
 
 
+def _full_mask(c: Call) -> Tensor | None:
+    return None if c.attn_mask is None else c.attn_mask.expand(*c.query.shape[:3], c.key.shape[2])
+
+
 def _cudnn(c: Call) -> tuple[Tensor, Tensor]:
-    outputs = aten._scaled_dot_product_cudnn_attention(c.query, c.key, c.value, None, True, 0.0, c.is_causal, False, scale=c.scale)
+    outputs = aten._scaled_dot_product_cudnn_attention(c.query, c.key, c.value, _full_mask(c), True, 0.0, c.is_causal, False, scale=c.scale)
     out, logsumexp = outputs[:2]
     return out, logsumexp.reshape(out.shape[:3])
 
@@ -162,12 +168,27 @@ def _cudnn(c: Call) -> tuple[Tensor, Tensor]:
 def _cudnn_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
     state, offset = (c.query.new_zeros((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is none of
     return aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, c.query, c.key, c.value, out, logsumexp.unsqueeze(-1), state, offset, None, None, None, c.query.shape[2], c.key.shape[2],
-        0.0, c.is_causal, scale=c.scale,
+        grad_out, c.query, c.key, c.value, out, logsumexp.unsqueeze(-1), state, offset, _full_mask(c), None, None, c.query.shape[2],
+        c.key.shape[2], 0.0, c.is_causal, scale=c.scale,
     )  # fmt: skip
 
 
+def _by_groups(c: Call) -> Call | None:
+    """The call with the queries of a group as rows of one head, for which no key or value is repeated: of few queries, a decode's say,
+    whose mask is smaller than what is repeated otherwise. None for other calls."""
+    (b, h, t, d), groups, mask = c.query.shape, c.groups, c.attn_mask
+    if groups == 1 or t > d or c.is_causal:
+        return None
+    if mask is not None:
+        heads = h // groups if mask.shape[HEADS] == h else 1
+        mask = mask.expand(-1, heads * groups, t, -1).reshape(mask.shape[0], heads, groups * t, mask.shape[-1])
+    return replace(c, query=c.query.reshape(b, h // groups, groups * t, d), attn_mask=mask)
+
+
 def _efficient(c: Call) -> tuple[Tensor, Tensor]:
+    if (one := _by_groups(c)) is not None:
+        out, logsumexp = _efficient(one)
+        return out.reshape(*c.query.shape[:3], -1), logsumexp.reshape(c.query.shape[:3])
     out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
         c.query, *_repeated(c), _aligned_mask(c), True, 0.0, c.is_causal, scale=c.scale
     )
@@ -175,6 +196,10 @@ def _efficient(c: Call) -> tuple[Tensor, Tensor]:
 
 
 def _efficient_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+    if (one := _by_groups(c)) is not None:
+        rows = one.query.shape[:3]
+        grad_q, *grads = _efficient_backward(one, grad_out.reshape(*rows, -1), out.reshape(*rows, -1), logsumexp.reshape(rows))
+        return grad_q.reshape(c.query.shape), *grads
     padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % 32)).contiguous()
     state, offset = (c.query.new_zeros((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is none of
     grad_q, *grads, _ = aten._scaled_dot_product_efficient_attention_backward(

@@ -91,14 +91,18 @@ def index_put(rank: Rank, a: Arguments, *, axes: Axes, dim: int, global_size: in
 
 @local
 def index_copy(rank: Rank, a: Arguments, *, axes: Axes, global_size: int) -> Tensor:
-    """which[p]: the index of the source row that goes to row p of this rank's shard, -1 where none does."""
+    """which[p]: the index of the source row that goes to row p of this rank's shard, -1 where none does. One row goes to its place, or
+    what is there is put there again: that runs in place."""
     x, dim, source = a["self"], a["dim"] % a["self"].dim(), a["source"]
     size = x.shape[dim]
     ids, outside = localised(a["index"].reshape(-1), rank, axes, global_size, size)
-    numbers = torch.arange(ids.shape[0], device=ids.device)
-    which = numbers.new_full((size + 1,), -1).index_copy(0, ids.masked_fill(outside, size), numbers)[:size]
     if source.dim() < x.dim():  # one value for one index
         source = source.unsqueeze(dim)
+    if ids.shape[0] == 1:
+        ids = ids.masked_fill(outside, 0)
+        return x.index_copy(dim, ids, torch.where(outside, x.index_select(dim, ids), source))
+    numbers = torch.arange(ids.shape[0], device=ids.device)
+    which = numbers.new_full((size + 1,), -1).index_copy(0, ids.masked_fill(outside, size), numbers)[:size]
     copied = source if source.shape[dim] == 1 else source.index_select(dim, which.clamp(min=0))
     return torch.where(_with_trailing_dims(which >= 0, x.dim() - dim - 1), copied, x)
 
