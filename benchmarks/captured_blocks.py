@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -30,7 +31,7 @@ from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.question import ModelGraphs, Question
 from autoshard.simulate.tasks import program_of
 from autoshard.solvers import solve
-from autoshard.strategies import fused, share_of_flops
+from autoshard.strategies import fused, internal_passes, share_of_flops
 from autoshard.strategies.fusion import MATMULS
 from models import gpt2, llama
 
@@ -105,6 +106,8 @@ def tasks(graph: Graph, instance: Any, scheme: str, mesh: Mesh) -> list[dict[str
                 "out": [None if t is None or layout is None else tensor(local_shape(t.shape, layout, mesh), t.dtype) for t, layout in outs],
                 "share": share_of_flops(op, tensors, candidate.inputs, mesh), "kept": is_kept(graph, task.op),
             }  # fmt: skip
+            if passes := internal_passes(op, tensors, candidate.inputs, mesh):
+                row["passes"] = passes // (4 * math.prod(local_shape(tensors[0].shape, candidate.inputs[0], mesh)))
             for kind, ops in kinds.items():
                 if (group := ops[task.op].fused) is not None and op.target not in MATMULS:
                     row[kind] = [list(group.reads), list(group.writes), group.launches]

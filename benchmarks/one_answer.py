@@ -3,7 +3,7 @@ the launch's scheme pinned (`plan`, `simulate`).
 
     PYTHONPATH=. python benchmarks/one_answer.py [--json] [--only WORD]
 
-Blocks of Llama 3 8B on H100s, in bfloat16; what a software stack adds per step whatever it runs (`fixed`) is left out, since plans know no
+Blocks of Llama 3 8B, and of two others, on H100s, in bfloat16; what a software stack adds per step whatever it runs (`fixed`) is left out, since plans know no
 software. Exit 1 where the two differ by more than WITHIN.
 """
 
@@ -26,10 +26,15 @@ MODEL = {
     "pos": 0, "prec": "bf16", "asynctp": 0, "gpu": "h100", "gpn": 8, "link_per_gpu": 40e9, "gpu_mem": 80e9,
     "pp": 1, "vp": 1, "cp": 1, "ep": 1, "ga": 1,
 }  # fmt: skip
-SCHEMES = {  # data, tensor, ZeRO stage, sequence parallel
+SCHEMES = {  # data, tensor, ZeRO stage, sequence parallel, and another model
     "fsdp 8": (8, 1, 3, 0), "fsdp 16": (16, 1, 3, 0), "ddp 8": (8, 1, 0, 0), "megatron 8": (1, 8, 0, 0),
     "megatron, sequences 8": (1, 8, 0, 1), "fsdp 2 x megatron 4": (2, 4, 3, 1),
+    "1B, megatron 4": (1, 4, 0, 0, "1B"), "1B, ddp 4 x megatron 2": (4, 2, 0, 1, "1B"), "70B, fsdp 8 x megatron 8": (8, 8, 3, 1, "70B"),
 }  # fmt: skip
+OTHERS = {
+    "1B": {"L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 8, "head_dim": 64},
+    "70B": {"L": 80, "h": 8192, "ffn": 28672, "heads": 64, "kv": 8},
+}
 STEPS = {  # tokens, sequences of a microbatch, recompute, compiled
     "8192": (8192, 1, "none", 0), "8192, compiled": (8192, 1, "none", 1), "8192, recomputed": (8192, 1, "full", 1),
     "2048, compiled": (2048, 4, "none", 1),
@@ -37,10 +42,10 @@ STEPS = {  # tokens, sequences of a microbatch, recompute, compiled
 
 
 def row_of(scheme: tuple, step: tuple) -> dict[str, str]:
-    data, tensor, zero, sequence = scheme
+    data, tensor, zero, sequence, *other = scheme
     seq, microbatch, recompute, compiled = step
     own = {"dp": data, "shard": data if zero else 1, "zero": zero, "tp": tensor, "sp": sequence, "seq": seq, "mbs": microbatch}
-    return {name: str(value) for name, value in {**MODEL, **own, "rc": recompute, "fused": compiled}.items()}
+    return {name: str(value) for name, value in {**MODEL, **(OTHERS[other[0]] if other else {}), **own, "rc": recompute, "fused": compiled}.items()}
 
 
 def launched(row: dict[str, str]) -> float:

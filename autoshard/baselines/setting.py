@@ -127,8 +127,11 @@ class Setting:
 
     @cached_property
     def views(self) -> frozenset[int]:
-        """Ops of one input that are computed from parameters only."""
-        return frozenset(i for i in from_parameters(self.graph) if len(self.graph.ops[i].inputs) == 1)
+        """Ops of one input that are computed from parameters only; not what the backward pass computes again and reads more than once: a
+        launcher gathers it once for a block's recomputation and its gradients."""
+        views = from_parameters(self.graph)
+        again = {i for i in views if self.graph.ops[i].backward and len(self.graph.users.get((i, 0), ())) > 1}
+        return frozenset(i for i in views if len(self.graph.ops[i].inputs) == 1 and i not in again)
 
     def with_casts(self, fixed: Mapping[int, Layout]) -> dict[int, Layout]:
         """The fixed layouts, and those of the gradient casts that want a reduced gradient: it is reduced to the parameter's layout."""

@@ -48,6 +48,7 @@ class BlockTask:
     share: float = 1.0
     fused: Mapping[str, Fused] | None = None  # by GROUPED
     kept: bool = False  # the backward reads it
+    passes: int = 0  # that it makes over its first input in float32 besides, where that is sharded; one in a compiled program
     collective: str = ""
     bytes: Dims = (0.0, (), 0)
 
@@ -67,7 +68,10 @@ def tasks_of(family: str, scheme: str) -> Mapping[str, tuple[BlockTask, ...]]:
         fused = {kind: Fused(tuple(r), tuple(w), n) for kind in GROUPED if kind in row for r, w, n in [row[kind]]}
         kind = OF_KIND.get(row["op"].split(".")[1], "elementwise")
         part.append(
-            BlockTask(kind, after, _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"])  # type: ignore[arg-type]
+            BlockTask(  # type: ignore[arg-type]
+                kind, after, _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"],
+                passes=row.get("passes", 0),
+            )  # fmt: skip
         )
     return {name: tuple(part) for name, part in parts.items()}
 
@@ -125,7 +129,11 @@ def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> 
         for i in (at + 1, at + 2):
             (b, n, _, d), dtype = inputs[i]
             inputs[i] = (b, n, sizes.keys, d), dtype
-    return busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), grouped == "compiled")
+    seconds = busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), grouped == "compiled")
+    passes = min(task.passes, 1) if grouped == "compiled" else task.passes
+    if passes:
+        seconds = seconds + np.where(sizes.tensor > 1, passes * 4 * reduce(np.multiply, inputs[0][0]) / device.memory_rate, 0.0)
+    return seconds
 
 
 def is_launched(task: BlockTask, grouped: str) -> bool:
