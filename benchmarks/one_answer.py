@@ -3,8 +3,8 @@ the launch's scheme pinned (`plan`, `simulate`).
 
     PYTHONPATH=. python benchmarks/one_answer.py [--json] [--only WORD]
 
-Blocks of Llama 3 8B, and of two others, on H100s, in bfloat16; what a software stack adds per step whatever it runs (`fixed`) is left out, since plans know no
-software. Exit 1 where the two differ by more than WITHIN.
+Blocks of Llama 3 8B, and of two others, on H100s, in bfloat16; what a software stack adds per step whatever it runs (`fixed`) is left out,
+since plans know no software. Exit 1 where the two differ by more than WITHIN.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def row_of(scheme: tuple, step: tuple) -> dict[str, str]:
     data, tensor, zero, sequence, *other = scheme
     seq, microbatch, recompute, compiled = step
     own = {"dp": data, "shard": data if zero else 1, "zero": zero, "tp": tensor, "sp": sequence, "seq": seq, "mbs": microbatch}
-    return {name: str(value) for name, value in {**MODEL, **(OTHERS[other[0]] if other else {}), **own, "rc": recompute, "fused": compiled}.items()}
+    model = MODEL | (OTHERS[other[0]] if other else {})
+    return {name: str(value) for name, value in {**model, **own, "rc": recompute, "fused": compiled}.items()}
 
 
 def launched(row: dict[str, str]) -> float:
