@@ -634,9 +634,19 @@ def test_experts_cost_memory_that_expert_parallelism_divides():
     rows = TrainingRuns.of([replace(fixed, expert=expert) for expert in (1, 2, 4, 8)])
     priced = prices_of(rows, MIXTRAL, Site(), "megatron")
     assert (np.diff(priced.bytes) < 0).all()
-    dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)
+    dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)  # as many matmuls, and two of the eight experts everywhere
     alone = prices_of(rows, dense, Site(), "megatron")
-    assert (priced.seconds > alone.seconds).all() and (priced.bytes > alone.bytes).all()
+    assert (priced.seconds > alone.seconds).all() and (priced.bytes > alone.bytes).tolist() == [True, True, True, False]
+
+
+def test_experts_are_on_their_devices_only():
+    """Without a distributed optimizer each device updates the experts that it has: 18 bytes a parameter."""
+    run = TrainingRuns.of([Launch(8, 4096, 8, data=8, expert=8)])
+    seconds, bytes = by_kind(run, MIXTRAL, Site(), "megatron")
+    held = MIXTRAL.parameters - MIXTRAL.expert_parameters * 7 / 8
+    assert bytes["parameters"] + bytes["gradients"] + bytes["optimizer"] == pytest.approx(18 * held, rel=0.02)
+    whole = by_kind(TrainingRuns.of([Launch(8, 4096, 8, data=8)]), MIXTRAL, Site(), "megatron")[0]
+    assert seconds["optimizer"] / whole["optimizer"] == pytest.approx(held / MIXTRAL.parameters, rel=0.02)
 
 
 def test_experts_of_few_tokens_take_longer_than_the_dense_model_of_a_token():

@@ -2,9 +2,9 @@
 
     tokens/s per device = global batch * seq / seconds / devices        MFU = FLOPs per token * tokens/s per device / peak
 
-`step_time` and `peak_memory` know dense models: a mixture of experts is the dense model with the MLP that one token passes through, and the
-rest is added here: all_to_all, what experts as measured take longer than that MLP, and the states and transfers of parameters of experts
-that the token does not use.
+`step_time` and `peak_memory` know dense models: a mixture of experts computes as the dense model with the MLP that one token passes through,
+and holds what is no routed expert. The rest is added here: all_to_all, what experts as measured take longer than that MLP, and the states
+and transfers of their parameters.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     """The launches with all columns that seconds and bytes are computed from, of the dense model of a token's width."""
     numbers = {name: column.astype(float) for name, column in launches.values.items() if column.dtype.kind in "biu"}
     fixed = {name: getattr(sizes, name) for name in OF_MODEL}
-    fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn}
+    fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn, "held_ffn": sizes.held_ffn}
     fixed["positions"] = sizes.learned_positions
     fixed |= {"per_node": site.per_node, "network": site.network}
     columns = {name: np.full(len(launches), float(value)) for name, value in fixed.items()}
@@ -195,8 +195,7 @@ def experts(
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
     tokens = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1)  # that a device sends to experts
-    unused = sizes.expert_parameters * (1 - sizes.active / sizes.experts) / max(sizes.expert_layers, 1)  # of a block
-    local = unused / ranks
+    local = sizes.expert_parameters / max(sizes.expert_layers, 1) / ranks  # of a block
     alike = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), alike), 1.0)
     largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
@@ -205,6 +204,7 @@ def experts(
     sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
     kept = blocks * local * largest
     kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
+    kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2 * 2.0 * local, 0.0)  # of a block and of the next, by FSDP
     kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
     if one is None:
         return {}, kinds

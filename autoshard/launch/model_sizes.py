@@ -74,6 +74,11 @@ class ModelSizes:
         """Width of the MLP that a token passes through, as a mean over the blocks."""
         return self._mean_ffn(self.active)
 
+    @property
+    def held_ffn(self) -> float:
+        """The same without routed experts, which are on some devices only."""
+        return self._mean_ffn(0)
+
     def _mean_ffn(self, experts: int) -> float:
         mixture = experts * self.expert_ffn + self.shared_ffn
         layers = self.layers + self.mtp

@@ -211,9 +211,9 @@ class TrainingRuns:
 
     @property
     def block_parameters(self) -> np.ndarray:
-        """Of one block, on all tensor parallel ranks together; norms and biases left out."""
-        h = self.width
-        return h * (self.queries + 2 * self.keys) + self.queries * h + (2 + self.gated) * h * self.ffn
+        """Of one block, on all tensor parallel ranks together; norms, biases and routed experts left out."""
+        h, ffn = self.width, self.values.get("held_ffn", self.ffn)
+        return h * (self.queries + 2 * self.keys) + self.queries * h + (2 + self.gated) * h * ffn
 
     @property
     def table_parameters(self) -> np.ndarray:
