@@ -2,9 +2,9 @@
 
     tokens/s per device = global batch * seq / seconds / devices        MFU = FLOPs per token * tokens/s per device / peak
 
-`step_time` and `peak_memory` know dense models: a mixture of experts computes as the dense model with the MLP that one token passes through,
-and holds what is no routed expert. The rest is added here: all_to_all, what experts as measured take longer than that MLP, and the states
-and transfers of their parameters.
+`step_time` and `peak_memory` know dense models: a mixture of experts computes as the dense model with the MLP that one token passes
+through, and holds what is no routed expert. The rest is added here: all_to_all, what experts as measured take longer than that MLP, and the
+states and transfers of their parameters.
 """
 
 from __future__ import annotations
