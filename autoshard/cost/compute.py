@@ -116,6 +116,8 @@ def busy_seconds(
     if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
         scores, read, of = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed), kernels.attention
+        if np.all(np.equal(q[-2], 1)):  # a decode reads keys and values as fast as a copy does: 2.7 to 3.0 TB/s on an H100 (docs/gpu.md)
+            of = replace(of, bandwidth=most(of.bandwidth, device.memory_rate))
         forward = _of_form(attention_seconds, scores * of.rate, scores, most(k[-2], 1), q[-1] + v[-1], read, of)
         return forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
