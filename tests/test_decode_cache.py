@@ -81,11 +81,12 @@ def test_greedy_decoding_on_two_ranks_says_what_the_model_says(kind):
             assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
-def test_the_cache_setting_plans_a_decode_step_and_verify_runs_it(kind, tmp_path, capsys):
+@pytest.mark.parametrize(("model", "kind"), [
+    ("llama", "dynamic"), pytest.param("llama", "static", marks=pytest.mark.slow), ("gemma2", "static")])  # fmt: skip
+def test_the_cache_setting_plans_a_decode_step_and_verify_runs_it(model, kind, tmp_path, capsys):
     plan = str(tmp_path / "plan.json")
     words = ("--set", f"cache={kind}", "--batch", "4", "--seq", "8")
-    assert main(["plan", f"hf:{HF}/llama", *words, "--mesh", "2", "--no-baselines", "--out", plan, "--json", "--quiet"]) == 0
+    assert main(["plan", f"hf:{HF}/{model}", *words, "--mesh", "2", "--no-baselines", "--out", plan, "--json", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["status"] == "optimal"
     assert main(["verify", plan, "--trust", "--json", "--quiet"]) == 0

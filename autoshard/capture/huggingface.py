@@ -161,9 +161,9 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {settings.get('dtype')!r}; expected a name of torch's, for example bfloat16")
     asked = settings.get("attention")
-    if settings.get("cache") == "static" and asked is None:
-        asked = "sdpa"  # with its mask: the cache has room for tokens that are not there yet
     best = asked or _attention(transformers, config, kind, settings)
+    if not asked and best == UNMASKED and settings.get("cache") == "static":
+        best = "sdpa"  # with its mask: the cache has room for tokens that are not there yet
     make = kind._from_config if kind else transformers.AutoModel.from_config
     options = {"experts_implementation": settings["experts"]} if "experts" in settings else {}
     failures: list[Exception] = []
