@@ -170,6 +170,13 @@ def test_experts_lie_over_the_last_axis_that_is_used_or_over_all_and_the_rest_as
     assert found == [projection, experts]
 
 
+@pytest.mark.parametrize(("shape", "layout"), [((2, 4), "S(0),S(0)"), ((4, 4), "S(1),S(0)"), ((8, 2), "S(0),S(1)")])
+def test_experts_are_sharded_over_the_axes_that_tokens_are_sent_over(shape, layout):
+    """Of 8 experts; over more devices their matrices are sharded, too."""
+    plan = scheme_plan(captured()[2], mesh_of(*shape), "expert_parallel", training=True)
+    assert {placed.outputs[0] for name, placed in plan.layouts.items() if name.endswith(("gate_up_proj", "down_proj"))} == {layout}
+
+
 def test_expert_parallelism_is_verified():
     (module, inputs, _), solution = captured(), expert_parallel_plan()
     assert set(solution.layouts["experts"].inputs) == {"S(0),S(0)"}

@@ -17,7 +17,7 @@ from autoshard.launch.published import nearest, published_runs
 from autoshard.launch.ranking import ALIKE, ranking
 from autoshard.launch.runs import TrainingRuns
 from autoshard.report.launchers import launch_table
-from autoshard.report.page_of_launch import SECTIONS, launch_page
+from autoshard.report.page_of_launch import SECTIONS, _by_kind, launch_page
 from autoshard.report.terminal import as_text
 from autoshard.units import seconds, size
 from tests.helpers_command import record_of, refusal, run
@@ -102,6 +102,11 @@ def test_what_can_t_start_and_what_never_fits_have_a_page(memory, tmp_path):
     assert ("No launch is likely to fit." in page.text) is (memory == "1GB") and not re.search(r"\b(inf|nan|None)\b", page.text)
     run("fits", *words, "--html", str(out))
     assert problems(out.read_text()) == []
+
+
+def test_kinds_that_take_nothing_are_left_out():
+    text = as_text(_by_kind("seconds", {"matmul": 3.0, "attention": 1.0, "bubble": 0.0}, str))
+    assert "matmul" in text and "attention" in text and "together" in text and "bubble" not in text
 
 
 def test_hostile_names_are_shown_and_change_nothing():
