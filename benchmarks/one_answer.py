@@ -35,6 +35,7 @@ OTHERS = {
     "1B": {"L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 8, "head_dim": 64},
     "70B": {"L": 80, "h": 8192, "ffn": 28672, "heads": 64, "kv": 8},
 }
+CONTEXTS = {"context 8, 32768, compiled": (8, 32768, "none", 1), "context 4, 131072, recomputed": (4, 131072, "full", 0)}  # as a ring
 STEPS = {  # tokens, sequences of a microbatch, recompute, compiled
     "8192": (8192, 1, "none", 0), "8192, compiled": (8192, 1, "none", 1), "8192, recomputed": (8192, 1, "full", 1),
     "2048, compiled": (2048, 4, "none", 1),
@@ -47,6 +48,12 @@ def row_of(scheme: tuple, step: tuple) -> dict[str, str]:
     own = {"dp": data, "shard": data if zero else 1, "zero": zero, "tp": tensor, "sp": sequence, "seq": seq, "mbs": microbatch}
     model = MODEL | (OTHERS[other[0]] if other else {})
     return {name: str(value) for name, value in {**model, **own, "rc": recompute, "fused": compiled}.items()}
+
+
+def cases() -> dict[str, dict[str, str]]:
+    rows = {f"{scheme}, {step}": row_of(SCHEMES[scheme], STEPS[step]) for scheme in SCHEMES for step in STEPS}
+    ring = {name: row_of((1, 1, 3, 0), (seq, 1, recompute, compiled)) for name, (_, seq, recompute, compiled) in CONTEXTS.items()}
+    return rows | {name: row | dict.fromkeys(("cp", "shard"), str(CONTEXTS[name][0])) for name, row in ring.items()}
 
 
 def launched(row: dict[str, str]) -> float:
@@ -69,10 +76,9 @@ def main() -> None:
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
     rows = []
-    for case, scheme, step in ((f"{a}, {b}", x, y) for a, x in SCHEMES.items() for b, y in STEPS.items()):
+    for case, row in cases().items():
         if arguments.only not in case:
             continue
-        row = row_of(scheme, step)
         seconds = {"launch": launched(row), "plan": planned(row)}
         rows.append({"case": case, **seconds, "difference": seconds["plan"] / seconds["launch"] - 1})
         if not arguments.json:

@@ -35,10 +35,12 @@ from autoshard.capture import capture_deep
 from autoshard.cost.devices import DeviceConstants
 from autoshard.devices import DEVICE_FILES, DEVICES, Device, Kernels, device_file, known_devices
 from autoshard.formulate import with_pins
+from autoshard.graph import in_order
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import masks_of
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch, checked_options
+from autoshard.planning.ordering import order_for
 from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.simulate.timeline import timeline_of
@@ -93,6 +95,8 @@ def model_of(row: Row, blocks: int, batch: int) -> tuple[Any, Any]:
 
 def scheme_of(row: Row) -> str:
     fully, several = row["zero"] == "3", row["dp"] != "1"
+    if row["cp"] != "1":
+        return "context_parallel_ring"
     if row["tp"] == "1":
         return "fsdp" if fully else "data_parallel"
     return "megatron_fsdp" if fully and several else "megatron_sp" if row["sp"] == "1" else "megatron"
@@ -100,6 +104,7 @@ def scheme_of(row: Row) -> str:
 
 def mesh_of(row: Row, device: Device, link: float) -> Mesh:
     data, tensor, per_node = (int(float(row[name])) for name in ("dp", "tp", "gpn"))
+    data *= int(float(row["cp"]))
     devices, per_node = data * tensor, min(per_node, data * tensor)
     shape = (data, tensor) if tensor > 1 else (devices,)  # launchers have one group of all, so one ring, also beyond a node
     return Mesh.from_bandwidths(
@@ -115,6 +120,8 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     asked = {"training": True, "master_weights": True, "recompute": recompute, "compiled": float(row["fused"]) > 0}
     options = checked_options(Options, asked)
     graph, depth = capture_deep(model, inputs, training=True)
+    if row["cp"] != "1" and (order := order_for(graph, mesh)) is not None:
+        graph, depth = in_order(graph, order), replace(depth, shallow=None)
     context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
     instance = instance_of(context)
     masks = masks_of(instance.formulated, baseline(context.graph, mesh, instance.formulated.candidates, scheme_of(row)))

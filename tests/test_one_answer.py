@@ -22,6 +22,11 @@ def test_blocks_of_launches_and_the_time_line_agree(scheme, step):
     assert one_answer.planned(row) == pytest.approx(one_answer.launched(row), rel=0.01)
 
 
+def test_attention_over_a_sharded_sequence_is_a_ring_in_both():
+    row = one_answer.cases()["context 8, 32768, compiled"]
+    assert one_answer.planned(row) == pytest.approx(one_answer.launched(row), rel=0.015)
+
+
 def test_another_constant_on_one_side_is_seen(monkeypatch):
     row = one_answer.row_of(one_answer.SCHEMES["fsdp 8"], STEPS["compiled"])
     constants_of = one_answer.RunConstants.of

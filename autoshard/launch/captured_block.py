@@ -92,7 +92,7 @@ class Sizes:
     """The letters of runs, and what dims are of them."""
 
     def __init__(self, runs: TrainingRuns):
-        self.tensor, self.keys = runs.tensor, runs.seq
+        self.tensor, self.context = runs.tensor, runs.context
         self.letters = {
             "b": runs.microbatch, "s": runs.seq / runs.context, "h": runs.width, "g": runs.heads / runs.kv_heads, "k": runs.kv_heads,
             "d": runs.head_dim, "f": runs.ffn, "v": runs.vocab,
@@ -124,11 +124,8 @@ def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> 
     inputs, outputs = sizes.described(task.inputs), sizes.described(task.outputs)
     if task.kind == "matmul" and {"b", "s"} & {letter for one in task.inputs[:1] for letter in one[0][-1][1]}:  # a weight's gradient
         inputs[0] = Columns(inputs[0][0]), inputs[0][1]
-    if task.kind == "attention":  # of all keys, where the sequence is divided
-        at = 1 if task.target.split(".")[1] == "attention_backward" else 0
-        for i in (at + 1, at + 2):
-            (b, n, _, d), dtype = inputs[i]
-            inputs[i] = (b, n, sizes.keys, d), dtype
+    if task.kind == "attention":  # once for the keys of each device that has a part of the sequence, half of them on average, as in a ring
+        return sizes.context * busy_seconds(task.target, inputs, outputs, device, task.share)
     seconds = busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), grouped == "compiled")
     passes = min(task.passes, 1) if grouped == "compiled" else task.passes
     if passes:
