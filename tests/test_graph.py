@@ -231,3 +231,12 @@ def test_equal_ops_have_equal_signatures_whatever_their_names():
     ops = (*CHAIN.ops, replace(CHAIN.ops[3], name="again", module="h.1", backward=True))
     graph = replace(CHAIN, ops=ops)
     assert graph.signature(3) == graph.signature(5) != graph.signature(2)
+
+
+def test_a_module_s_path_means_the_last_value_that_its_forward_computes():
+    first = replace(compute("a", "aten.exp.default", [(0, 0)], (R0,), tensor(4)), module="block.act")
+    last = replace(compute("b", "aten.exp.default", [(1, 0)], (R0,), tensor(4)), module="block.norm")
+    back = replace(compute("c", "aten.exp.default", [(2, 0)], (R0,), tensor(4)), module="block.norm", backward=True)
+    source = Op("x", "input", (), (), (tensor(4),), "input")
+    *_, paths = Graph((source, first, last, back), ()).names
+    assert paths == {"block": ((2, 0),), "block.act": ((1, 0),), "block.norm": ((2, 0),)}

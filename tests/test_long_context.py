@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from autoshard import api
 from autoshard.baselines import CONTEXT_PARALLEL
@@ -304,3 +305,14 @@ def test_a_plan_in_head_tail_order_extends_to_more_layers():
 
 def test_an_unknown_order_is_refused():
     assert_refused("expected one of auto, natural, head_tail", Options, sequence_order="zigzag")
+
+
+@pytest.mark.parametrize(("is_last", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_block_of_attention_is_traced_with_the_shapes_that_it_has(is_last, dtype):
+    q, k, v = (torch.randn(2, n, 4, 8).bfloat16() for n in (4, 2, 2))
+    given = (q, k, v, None, None, None, None, [0, 0, 4, 4], is_last)
+    with FakeTensorMode() as mode:
+        faked = attention_over_sequence.BLOCK(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given))
+    for x, of in zip(faked, ((2, 4, 4, 8), (2, 4, 4)), strict=True):
+        assert tuple(x.shape) == of
+    assert faked[0].dtype == dtype and faked[1].dtype == torch.float32

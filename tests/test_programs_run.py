@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import Program
+from autoshard.lower.collectives import CollectiveCall
 from autoshard.lower.unsharded import materialized
+from autoshard.runtime.parameter_copies import Sent
 from autoshard.runtime.programs import RunningProgram
 from models import llama, mlp
 from tests.helpers import fast_mesh
@@ -117,6 +119,16 @@ def switched_often(rank, plan):
             equal &= all(torch.equal(full(copy), home[name]) for name, copy in family.copies.copies.items())
         equal &= all(torch.equal(full(p), home[name]) for name, p in parallel.named_parameters())
     return equal, parallel.bytes_sent - sent, len(family.copies.copies)
+
+
+@pytest.mark.parametrize(("collective", "sent"), [("all_gather", 3.0), ("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_to_all", 0.75)])
+def test_bytes_that_a_rank_of_four_sends_are_counted(collective, sent):
+    def program():
+        return (yield CollectiveCall(collective, 1, torch.zeros(8)))
+
+    counted = Sent()
+    assert counted.drive(SimpleNamespace(sizes=(2, 4), answer=lambda call: call.tensor), program()).shape == (8,)
+    assert counted.bytes == sent * 32
 
 
 def gathered_bytes(plan):

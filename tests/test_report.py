@@ -6,7 +6,7 @@ import pytest
 from autoshard import report
 from autoshard.report.blocks import sections
 from autoshard.report.planned import planned_report, summary, verify_report
-from autoshard.report.serving import _reasons
+from autoshard.report.serving import _reasons, _styles
 from autoshard.report.terminal import as_text, exported
 from autoshard.solution import Placed
 from autoshard.units import percent, seconds, size
@@ -222,6 +222,12 @@ def test_what_is_plain_is_exported_as_it_is():
 def test_an_optimal_plan_within_a_gap_is_not_called_the_fastest():
     words = as_text(planned_report(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
     assert "no plan is faster by more than 0.05 %" in words and "no plan is faster under" not in words
+
+
+def test_styles_of_serving_are_those_that_shard():
+    _, heading, table = _styles({"tp_plan": {"model.layers.*.mlp.up_proj": "colwise", "model.norm": "replicate"}})
+    assert heading.startswith("styles") and "up_proj" in as_text(table) and "norm" not in as_text(table)
+    assert _styles({"tp_plan": {"model.norm": "replicate"}}) == [] == _styles({})
 
 
 def test_reasons_of_serving_degrees_are_said_once_and_replicated_weights_from_a_tenth_on():

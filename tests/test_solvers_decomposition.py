@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate
 from autoshard.solvers import decomposition, solve
 from autoshard.solvers.decomposition import Decomposition, decompose
+from autoshard.solvers.dual_ascent import Messages, look
 from autoshard.solvers.incumbent import Incumbent
 from autoshard.solvers.parts import DISTANCE, divide
 from autoshard.solvers.reduce import reduce
@@ -146,6 +147,13 @@ def test_every_edge_is_in_one_part_and_layers_in_the_middle_are_equal(layers):
         slots = sorted(slot for _, slot in sharing)
         assert any(joint.slots == tuple(slots) and (joint.costs == problem.node_costs[v]).all() for joint in parts.joints)
     assert sum(joint.count for joint in parts.joints) == len(parts.sharing)
+
+
+def test_messages_of_another_problem_are_refused():
+    problem = random_problem(3)
+    other = np.zeros((len(Messages(problem).message) + 1,) + Messages(problem).message.shape[1:])
+    with pytest.raises(ValueError, match="one per choice of each end of every edge"):
+        look(problem, None, other)
 
 
 def test_the_work_does_not_grow_with_depth_and_the_gap_of_dual_ascent_is_closed(monkeypatch):
