@@ -188,6 +188,14 @@ def test_few_queries_of_a_group_become_rows_of_one_head(mask, strided):
     assert all(torch.allclose(a, b.reshape(a.shape), atol=1e-5) for a, b in zip(grads, of_rows, strict=True))
 
 
+@pytest.mark.parametrize("mask", [(5,), (2, 5), (3, 1, 1, 5), (1, 4, 1, 1)])
+def test_the_mask_of_cudnns_kernel_has_all_scores_and_dense_rows(mask):
+    q, k, v = random(3, 4, 2, 8), random(3, 2, 5, 8), random(3, 2, 5, 8)
+    given = random(*mask)
+    full = attention._full_mask(attention.call_of(q, k, v, given, False, None))
+    assert full.shape == (3, 4, 2, 5) and full.stride(-1) == 1 and torch.equal(full, given.expand(3, 4, 2, 5))
+
+
 def test_queries_stay_where_keys_are_repeated_for_less():
     call = attention.Call(*qkv(4, 2, queries=9, keys=5), None, False, None)
     assert attention._by_groups(call) is None and attention._by_groups(attention.Call(*qkv(4, 4), None, False, None)) is None

@@ -156,7 +156,9 @@ def cudnn_agrees(device: str, dtype: torch.dtype, masked: bool) -> bool:
 
 
 def _full_mask(c: Call) -> Tensor | None:
-    return None if c.attn_mask is None else c.attn_mask.expand(*c.query.shape[:3], c.key.shape[2])
+    if c.attn_mask is None:
+        return None
+    return _dense(c.attn_mask.expand(*c.attn_mask.shape[:-1], c.key.shape[2])).expand(*c.query.shape[:3], -1)
 
 
 def _cudnn(c: Call) -> tuple[Tensor, Tensor]:
