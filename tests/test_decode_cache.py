@@ -197,6 +197,32 @@ def test_rows_of_shards_are_written_into_them_too(how, pin, by_inductor, rows, w
     check_two_steps(how, 2, {"rows": pin, "index_*": pin}, by_inductor, rows, written)
 
 
+class TwoCaches(torch.nn.Module):
+    def forward(self, x, keys, values, position):
+        keys.index_copy_(1, position, x)
+        values.index_copy_(1, position, 2 * x)
+        return keys.sum(1) + values.sum(1)
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed", "sliced", "the same twice"])
+def test_caches_of_the_caller_are_written_whatever_their_strides(kind):
+    assert results(1, written_caches, kind) == [True]
+
+
+def written_caches(rank, kind):
+    def caches():
+        make = {"transposed": lambda: torch.ones(8, 2, 4).transpose(0, 1), "sliced": lambda: torch.ones(2, 16, 4)[:, ::2]}
+        keys, values = (make.get(kind, lambda: torch.ones(2, 8, 4))() for _ in range(2))
+        return keys, (keys if kind == "the same twice" else values)
+
+    x, position, ours, theirs = torch.randn(2, 1, 4), torch.tensor([3]), caches(), caches()
+    plain = (x, torch.ones(2, 8, 4), torch.ones(2, 8, 4), position)
+    solution = autoshard.plan(TwoCaches(), plain, autoshard.Mesh.from_bandwidths((1,)), baselines=False, objective="serial")
+    with torch.no_grad():
+        made, expected = parallel(TwoCaches(), solution)(x, *ours, position), TwoCaches()(x, *theirs, position)
+    return all(torch.allclose(a, b) for a, b in zip((made, *ours), (expected, *theirs), strict=True))
+
+
 def test_a_write_is_priced_by_its_rows_and_takes_no_memory():
     def plan(how, rows):
         with torch.device("meta"):

@@ -69,9 +69,9 @@ class RankGraphs:
 IN_PLACE = {aten.index_copy.default: aten.index_copy_.default, aten.index_put.default: aten.index_put_.default}
 
 
-def write_in_place(graph_module: fx.GraphModule, loads: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
-    """The same graph, whose order is final, with rows of the new value of a buffer or input written into it where nothing reads the old
-    one afterwards, and it isn't an output, too. The result is then the tensor that was given."""
+def write_in_place(graph_module: fx.GraphModule, loads: Sequence[str], outputs: Sequence[str]) -> None:
+    """Makes the graph, whose order is final, write rows of the new value of a buffer or input into it, where nothing reads the old one
+    afterwards and it isn't an output, too. The result is then the tensor that was given."""
     nodes = list(graph_module.graph.nodes)
     owner, results = owners(nodes), dict(zip(outputs, nodes[-1].args[0], strict=True))
     returned = {owner[node] for key, node in results.items() if not key.startswith("buffer:")}
@@ -86,7 +86,6 @@ def write_in_place(graph_module: fx.GraphModule, loads: Sequence[str], outputs: 
         for write in writes if node is given.get(key.removeprefix("buffer:")) else ():
             write.target = IN_PLACE[write.target]
     graph_module.recompile()
-    return graph_module
 
 
 def trace(
