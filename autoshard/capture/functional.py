@@ -4,13 +4,14 @@ functional              wraps a function such that its traced operators write in
                         adaptive_avg_pool2d do); writing into an INPUT stays an error, which a traced graph can't represent
 without_equal_strides   replaces an as_strided that reads all elements of its input in place by that input, and one that reads the
                         elements which an as_strided_scatter wrote by the tensor that was scattered
+weight_gradients_later  lets the backward pass go on before it computes the gradient of a weight
 with_dense_factors      makes the backward of determinants and linear solves that of a matrix with dense rows
 without_expanded_matrices   makes rows that are multiplied with one matrix one matmul: x [B, 1, K], w [K, N],
                         bmm(x, w expanded to [B, K, N])      becomes      view(mm(view(x, [B, K]), w), [B, 1, N])
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,44 @@ def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
             node.replace_all_uses_with(same)
             traced.graph.erase_node(node)
     return replaced
+
+
+MATMULS = (aten.mm.default, aten.bmm.default)
+TURNED = (aten.t.default, aten.transpose.int, aten.permute.default)
+VIEWED = (*TURNED, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+
+
+def weight_gradients_later(traced: fx.GraphModule, gradients: Collection[fx.Node]) -> None:
+    """Moves the matmul of a weight's gradient behind that of its input's gradient, which the backward pass goes on with, where that is the
+    next one: what has to be sent of the input's gradient is then sent while the weight's is computed.
+
+        y = x w     g' x, then g w'   ->   g w', then g' x                 as Megatron-LM orders them; autograd has the first order
+    """
+    matmuls = [node for node in traced.graph.nodes if node.target in MATMULS]
+    chains = [_with_views(node) for node in matmuls]
+    of_weights = [chain[-1] in gradients and all(user.op == "output" for user in chain[-1].users) for chain in chains]
+    for k, (node, after) in enumerate(zip(matmuls, matmuls[1:])):
+        read, others = ({_viewed_by(source) for source in one.all_input_nodes} for one in (node, after))
+        if of_weights[k] and not of_weights[k + 1] and read & others:
+            only = [source for source in node.all_input_nodes if source.target in VIEWED and list(source.users) == [node]]
+            for moved in (*only, *(one for one in chains[k] if one < after)):
+                after.append(moved)
+                after = moved
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    """The node, and the views that alone read it, each the one before."""
+    chain = [node]
+    while len(users := list(chain[-1].users)) == 1 and users[0].target in VIEWED:
+        chain += users
+    return chain
+
+
+def _viewed_by(node: fx.Node) -> fx.Node:
+    """The node of which a node is a view, of a view ..."""
+    while node.target in VIEWED:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 FACTORING = (aten._linalg_slogdet.default, aten._linalg_det.default, aten._linalg_solve_ex.default)

@@ -27,7 +27,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from autoshard.capture.attention import canonical
 from autoshard.capture.experts import experts_as_one_op
 from autoshard.capture.explain import FLEX, WithoutAutograd, explained, leave_transforms, line_of
-from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides, without_expanded_matrices
+from autoshard.capture.functional import (
+    functional,
+    traced_tensor,
+    weight_gradients_later,
+    with_dense_factors,
+    without_equal_strides,
+    without_expanded_matrices,
+)
 from autoshard.capture.inputs import (
     CPU,
     Named,
@@ -398,6 +405,7 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
     names = [named(node.meta["desc"]) for node in traced.graph.nodes if node.op == "placeholder"]
     output = next(node for node in traced.graph.nodes if node.op == "output")
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
+    weight_gradients_later(traced, [leaf for (kind, _), leaf in results if kind == "gradient"])
     modules = {node: module_path(node) for node in traced.graph.nodes}
     graph, values, nodes = read(traced, names, results, modules)
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
