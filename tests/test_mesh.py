@@ -87,6 +87,12 @@ BAD = [
     (dict(shape=(2, 4), axis_names=("a",)), "axis_names ('a',) must be 2 different names"),
     (dict(shape=(2, 4), axis_names=("a", "a")), "axis_names ('a', 'a') must be 2 different names"),
     (dict(shape=(2, 4), backend="mpi"), "backend is 'mpi'; expected nccl or gloo"),
+    (dict(shape=(2,) * 8), "mesh 2x2x2x2x2x2x2x2 has 8 axes; expected 5 at most"),
+    (dict(shape=(2,) * 9), "mesh 2x2x2x2x2x2x2x2x... has 9 axes; expected 5 at most"),
+    (dict(shape=(2, 2**17 + 1)), "mesh 2x131073 has too many devices; expected 262144 at most"),
+    (dict(shape=(1, 10**12 - 1)), "mesh 1x999999999999 has too many devices"),
+    (dict(shape=(1, 10**12)), "mesh 1x1e+12 has too many devices"),
+    (dict(shape=(1, 10**400)), "mesh 1x1e+300 has too many devices"),
     (dict(shape=(2, 4), intra_node_latency=-1e-6), "intra_node_latency is -1e-06;"),
 ]
 NO_SHAPE = ["", "x", "2x", "2xx4", "-2x4", "2.5x4", "twox4", "2x\N{SUPERSCRIPT TWO}"]
@@ -152,7 +158,7 @@ def test_a_mesh_is_a_value():
 
 
 def test_a_number_is_a_mesh_of_one_axis():
-    assert check_shape(8) == (8,)
+    assert check_shape(8) == (8,) and check_shape((2, 2**17)) == (2, 2**17) and check_shape((2,) * 5) == (2,) * 5
 
 
 @pytest.mark.parametrize("names", [("", "b"), ("a", "a")])

@@ -17,6 +17,7 @@ from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
 from autoshard.lower.kernels.offload import with_waits
+from autoshard.runtime import overlap as overlapping
 from autoshard.runtime.bucketing import bucket
 from autoshard.runtime.overlap import described, overlap, room, scheduled
 from models import gpt2
@@ -55,6 +56,26 @@ def traced(function, *shapes) -> fx.GraphModule:
 
 def starts(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.target in STARTS]
+
+
+KERNELS = {  # function, shapes, floating-point operations
+    "mm": (torch.mm, [(512, 1024), (1024, 2048)], 2 * 512 * 1024 * 2048),
+    "bmm": (torch.bmm, [(4, 512, 1024), (4, 1024, 2048)], 4 * 2 * 512 * 1024 * 2048),
+    "addmm": (torch.addmm, [(2048,), (512, 1024), (1024, 2048)], 2 * 512 * 1024 * 2048),
+    "baddbmm": (torch.baddbmm, [(1, 1, 2048), (4, 512, 1024), (4, 1024, 2048)], 4 * 2 * 512 * 1024 * 2048),
+    "a product that moves more than it computes": (torch.mm, [(4096, 1), (1, 4096)], 0),
+    "no product": (torch.add, [(512, 1024), (512, 1024)], 0),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernels_seconds_are_those_of_its_operations_or_of_its_bytes(pace, kernel):
+    function, shapes, flops = KERNELS[kernel]
+    *inputs, node, _ = traced(function, *shapes).graph.nodes
+    moved, device = sum(x.meta["val"].numel() * 4 for x in (*inputs, node)), pace.mesh.device
+    expected = flops / device.flops32 if flops else moved / device.memory_bandwidth
+    assert pace.compute(node) == pytest.approx(expected + device.launch, rel=1e-12)
+    assert pace.compute(inputs[0]) == 0.0
 
 
 def test_independent_reductions_of_a_group_are_joined_and_give_the_same(pace):
@@ -161,6 +182,33 @@ def test_gathers_of_parameters_are_prefetched_in_order_where_there_is_room(pace)
     assert max(live_bytes(nodes_of_tight[:-1], nodes_of_tight[-1])) <= room([tight.graph], 0.0)
     assert max(live_bytes(nodes[:-1], nodes[-1])) <= room([tight.graph], 2e6)
     assert "forward: 3 collectives for 3 of the plan" in described({"forward": rows}, pace.mesh)
+
+
+@pytest.mark.parametrize("between", [(0, 0, 0), (1, 40, 2), (40, 1, 1), (30, 30, 30), (90, 0, 90)])
+def test_a_gather_of_a_parameter_ends_before_its_reader_and_before_what_is_behind_it_has_to_begin(pace, between):
+    """u and v are gathered in one group each, and w in both, one after the other."""
+    first, second = pace.groups.names
+
+    def forward(x, u, v, w):
+        for count, gather in zip(between, (lambda: gathered(u, first), lambda: gathered(v, second), lambda: twice(w))):
+            for _ in range(count):
+                x = x.relu()
+            x = x @ gather()
+        return x
+
+    def twice(w):
+        return gathered(gathered(w, first), second)
+
+    module = traced(forward, BIG, (256, 512), (256, 512), (128, 512))
+    until = overlapping._Schedule(module.graph, pace, 1e9).until
+    of_u, of_v, of_w, again = starts(module)
+    kernels = Flow.of(module.graph).anchors
+    products = [i for i, node in enumerate(kernels) if node.target is torch.ops.aten.mm.default]
+    before = [sum(map(pace.compute, kernels[:i])) for i in products]
+    last, begin = before[2], before[2] - pace.collective(again)
+    assert until == pytest.approx({
+        again: last, of_w: begin, of_v: min(before[1], begin), of_u: min(before[0], begin - pace.collective(of_w)),
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize("also_read", [False, True])

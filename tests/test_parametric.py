@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate, held, without_limit
-from autoshard.solvers import Hull, HullPoint, exchange_parts, hull, memory_hull
+from autoshard.solvers import Answer, Hull, HullPoint, Status, exchange_parts, hull, memory_hull
 from autoshard.solvers.binding_times import load
-from autoshard.solvers.lagrangian import Lagrangian, Line
+from autoshard.solvers.lagrangian import KnownAnswer, Lagrangian, Line
 from tests.helpers_problems import every_answer, random_problem
 from tests.helpers_refusals import assert_refused
 
@@ -199,3 +199,38 @@ def test_options_that_cannot_be_are_refused(given):
 def test_below_the_least_memory_no_answer_exists():
     found = hull(layers(3))
     assert found.points[0].memory == 3.0 and found.bound(2.9) == math.inf
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
+@pytest.mark.parametrize(("memory", "cost"), [*itertools.product((1.0, 2.0, 4.0, 6.0, 9.0), (-4.0, 1.0, 3.0, 5.0, 9.0))])
+def test_an_answer_is_below_a_chord_where_its_cost_is_below_the_line_by_more_than_the_tolerance(memory, cost, scale, monkeypatch):
+    """From 9 s and 2 bytes to 1 s and 6 bytes: 2 s less per byte, from 13 s on."""
+    known = [KnownAnswer((k,), scale * c, m, np.zeros(1)) for k, (c, m) in enumerate(((9.0, 2.0), (1.0, 6.0), (cost, memory)))]
+    lagrangian, prices = Lagrangian(layers(1), math.inf, lambda: 0.0), []
+    lagrangian.answers = {one.choice: one for one in known}
+    monkeypatch.setattr(lagrangian, "minimise", prices.append)
+    below = 13.0 - 2.0 * memory - cost
+    for tolerance in (0.0, 0.1, 0.5):
+        assert lagrangian.chord(known[0], known[1], tolerance) == (below > tolerance * 13.0)
+    assert prices == [2.0 * scale] * 3
+
+
+@pytest.mark.parametrize("left", [0.5, 0.0, -1.0])
+@pytest.mark.parametrize("status", Status)
+def test_limits_are_tried_while_they_are_settled_and_seconds_are_left(status, left, monkeypatch):
+    now, problem = [7.0], layers(3)
+    sweep = memory_hull.Sweep(Lagrangian(problem, math.inf, lambda: now[0]), 3, 0.0)
+    choice = None if status is Status.INFEASIBLE else (1, 1, 1)
+
+    def solved(problem, *, starts, time_limit, gap, clock):
+        assert (problem.usage_limit, starts, time_limit) == (4.0, [(1, 1, 1)], memory_hull.LIMIT_SECONDS)
+        now[0] += memory_hull.LIMIT_SECONDS - left
+        return Answer(status, choice, math.inf if choice is None else 9.0, math.inf if choice is None else 8.0, "auto")
+
+    sweep.lagrangian.add((0, 0, 0))
+    sweep.lagrangian.add((1, 1, 1))
+    monkeypatch.setattr(memory_hull, "solve", solved)
+    sweep.under(4.0)
+    assert sweep.small == (status in (Status.OPTIMAL, Status.INFEASIBLE) and left > 0) and sweep.limit_seconds == left
+    bound = math.inf if choice is None else 8.0
+    assert [limit for limit, _ in sweep.limits] == [4.0] and sweep.bound(4.0) == pytest.approx(bound) and sweep.bound(4.1) < bound

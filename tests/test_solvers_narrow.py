@@ -1,5 +1,6 @@
 """Elimination over what dual ascent leaves affordable: exact where it says so, and never a wrong bound where it doesn't."""
 
+import itertools
 import math
 from contextlib import contextmanager
 from dataclasses import replace
@@ -177,3 +178,48 @@ def test_a_table_over_more_nodes_than_an_array_has_dims():
     way = replace(elimination(problem), order=tuple(range(100)))  # the middle of the star first: a table over all others
     choice, bound = eliminate(problem, 10**7, incumbent_of(problem), way)
     assert evaluate(problem, choice).cost == pytest.approx(min(evaluate(problem, (k, *[0] * 99)).cost for k in (0, 1))) == bound
+
+
+@pytest.mark.parametrize("outcomes", [*itertools.product(("settled", "nothing is near", "too much work"), repeat=3)])
+def test_shares_of_the_gap_are_tried_until_one_is_too_much_work(outcomes, monkeypatch):
+    shares, tried = [0.1, 0.2, 0.3], []
+    messages, incumbent = ascended(frustrated(0), 0)
+
+    def restricted(problem, incumbent, share, complete):
+        if outcomes[shares.index(share)] == "nothing is near":
+            return None
+        tried.append(share)
+        return incumbent
+
+    monkeypatch.setattr(messages, "near", lambda incumbent, share: share)
+    monkeypatch.setattr(narrow_module, "restrict", restricted)
+    monkeypatch.setattr(narrow_module, "_eliminate", lambda *_: outcomes[shares.index(tried[-1])] == "settled")
+    monkeypatch.setattr(narrow_module, "_exhaust", lambda *_: tried.append("exhaust"))
+    last = next((k for k, outcome in enumerate(outcomes) if outcome == "too much work"), 2)
+    near = [shares[k] for k in range(last + 1) if outcomes[k] != "nothing is near"]
+    needed = narrow_module.RESTRICTED * (9 + 12) * (last + 1)  # nodes and edges of the grid
+    for spare in (0, -1):
+        assert narrow(messages, incumbent, work := Work(needed + spare), shares) is (None if spare == 0 else False) and work.left == spare
+        assert tried == near + ["exhaust"] if spare == 0 else tried in (near, near[:-1])
+        tried.clear()
+    incumbent.close()
+    assert narrow(messages, incumbent, work, shares) and not tried
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("cells", [*itertools.product((settle.SMALL, settle.SMALL + 1, settle.LARGE, settle.LARGE + 1), repeat=3)])
+def test_choices_near_the_bound_are_tried_while_they_are_not_too_many(cells, done, monkeypatch):
+    tried, sizes = [], dict(zip(settle.Settling.SHARES, cells, strict=True))
+    incumbent = incumbent_of(frustrated(0), clock=lambda: 0.0)
+    if done:
+        incumbent.close()
+    settling = settle.Settling(incumbent, True)
+    monkeypatch.setattr(settling.messages, "near", lambda incumbent, share: share)
+    monkeypatch.setattr(settling.messages, "affordable", lambda incumbent: settle.Settling.SHARES[-1])
+    monkeypatch.setattr(settle, "cells_of", lambda share, problem: sizes[share])
+    monkeypatch.setattr(settle, "solve_part", lambda incumbent, share, seconds: tried.append((share, seconds)))
+    monkeypatch.setattr(settle, "improve", lambda messages, incumbent, solved, futile: tried.append(futile))
+    settling.explore()
+    near = [] if done else itertools.takewhile(lambda share: sizes[share] <= settle.LARGE, settle.Settling.SHARES)
+    further = [] if cells[-1] <= settle.SMALL else [math.inf if cells[-1] > settle.LARGE else settle.Settling.FUTILE]
+    assert tried == [(share, 1e9 / 4) for share in near] + further
