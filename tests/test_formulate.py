@@ -359,7 +359,13 @@ def test_a_second_name_of_a_parameter_costs_nothing():
     tied, alone = small(*ops, results=results, tied=(("head", "w"),)), small(*ops, results=results)
     assert usages(tied, "head") == [] and usages(alone, "head") != []
     assert not tied.problem.node_costs[2].any()
-    assert layouts_of(tied, solve(tied.problem).choice)["head"] == layouts_of(tied, solve(tied.problem).choice)["w"]
+    best = solve(tied.problem).choice
+    for other in range(len(tied.problem.node_costs[2])):
+        layouts = layouts_of(tied, (*best[:2], other, *best[3:]))
+        assert layouts["head"] == layouts["w"] == layouts_of(tied, best)["w"] and [*layouts] == ["x", "w", "head", "g"]
+    ops, results = (X, W, unary("g", "exp", (1, 0))), (Result("output", "0", (2, 0)),)
+    unread = small(*ops, results=results, tied=(("head", "w"),))  # the second name is of a module that does not run
+    assert [*layouts_of(unread, solve(unread.problem).choice)] == ["x", "w", "g"]
 
 
 # -- what can be chosen ------------------------------------------------------------------------------------------------------------

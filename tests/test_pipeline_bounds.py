@@ -17,7 +17,7 @@ from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_bounds import StepWork
 from autoshard.pipeline.stage_division import step_seconds
 from autoshard.pipeline.stage_planner import StagePlanner
-from autoshard.pipeline.stage_plans import Job, JobRunner, SharedOnMesh, StageProblem
+from autoshard.pipeline.stage_plans import Job, JobRunner, SharedOnMesh, StageProblem, options_on_mesh
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster, Kind
@@ -132,6 +132,19 @@ def test_a_price_of_bytes_is_paid_for_what_stays_and_for_what_every_microbatch_i
         option = stage.option(choice)
         assert option.static_bytes > option.saved_bytes > 0
         assert priced - free == pytest.approx(1e-9 * (option.static_bytes + 3 * option.saved_bytes), rel=1e-6)
+
+
+def test_a_jobs_prices_are_in_seconds_per_byte_over_the_slowest_axis():
+    """A price of 1 is what a byte takes over the slowest axis: sharding pays where it costs less than the bytes that it frees."""
+    graph, mesh = capture(*mlp.tiny(batch=1024, width=64), training=True), Mesh.from_bandwidths((2, 2), devices_per_node=2, **SLOW_LINKS)
+    prices = (0.0, 1e-3, 0.1, 1.0, 10.0, 1e3)
+    (found,) = options_on_mesh([Job(graph, "", mesh, 4, 3, "adamw", prices)])
+    cost = [one.forward + one.backward + (one.weight + one.once) / 4 for one in found]
+    held = [one.static_bytes + 3 * one.saved_bytes for one in found]
+    unit = max(1 / axis.device_bandwidth for axis in mesh.axes)
+    stage = StageProblem(Job(graph, "", mesh, 4, 3, "adamw", ()), SharedOnMesh(mesh))
+    assert found == tuple(stage.solved(price * unit) for price in prices)
+    assert sorted(held, reverse=True) == held and len(set(held)) > 3 and cost[0] < cost[-1]
 
 
 SLOW_LINKS = {"intra_node_bandwidth": 2e9, "inter_node_bandwidth": 1e9}

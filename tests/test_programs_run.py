@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import Program
+from autoshard.layout import all_layouts
 from autoshard.lower.collectives import CollectiveCall
 from autoshard.lower.unsharded import materialized
-from autoshard.runtime.parameter_copies import Sent
+from autoshard.routes import DeviceSet, Transfers
+from autoshard.runtime.distribute import Where
+from autoshard.runtime.parameter_copies import Mover, Sent
 from autoshard.runtime.programs import RunningProgram
 from models import llama, mlp
 from tests.helpers import fast_mesh
@@ -159,6 +163,38 @@ def test_a_switch_moves_what_was_predicted_and_no_bit_changes(shape, devices):
     assert predicted > 0 and abs(sent - predicted) <= 0.05 * predicted
     assert SWITCHES * gathered_bytes(plan) >= 3 * sent
     assert {bool(copies) for _, _, copies in made} == {True, False}  # ranks outside hold none
+
+
+def moves_every_layout(rank, devices):
+    """(source, target, whether the shard is right, bytes sent) of every transfer between layouts without Partial."""
+    mesh, part = fast_mesh((2, 2)), fast_mesh((2,))
+    device_mesh = init_device_mesh("cpu", (2, 2))
+    where, every, made = Where.on(mesh, device_mesh), DeviceSet(mesh, (0, 1, 2, 3)), []
+    target = every if devices is None else DeviceSet(part, devices)
+    own = where if devices is None else Where.among(part, devices, "cpu", torch.distributed.new_group(list(devices)))
+    transfers, full = Transfers(mesh, every, target), torch.arange(48.0).reshape(4, 12)
+    for a, b in product(all_layouts((4, 12), mesh), all_layouts((4, 12), target.mesh)):
+        sent = Sent()
+        held, wanted = ([full[tuple(slice(*one) for one in box)] for box in of.boxes((4, 12), x)] for of, x in ((every, a), (target, b)))
+        moved = Mover(every, target, transfers, own, sent).of(full, a, b)(held[rank].contiguous())
+        expected = wanted[target.numbers.index(rank)] if rank in target.numbers else None
+        made.append((a, b, moved is expected if expected is None else torch.equal(moved, expected), sent.bytes))
+    return made
+
+
+@pytest.mark.parametrize("devices", [None, (1, 2)])
+def test_a_copy_is_its_shard_of_the_original_and_a_route_sends_what_it_is_priced_with(devices):
+    made = results(4, moves_every_layout, devices)
+    assert all(right for of_rank in made for *_, right, _ in of_rank)
+    mesh, part = fast_mesh((2, 2)), fast_mesh((2,))
+    every = DeviceSet(mesh, (0, 1, 2, 3))
+    transfers = Transfers(mesh, every, every if devices is None else DeviceSet(part, devices))
+    for (a, b, _, sent), *others in zip(*made, strict=True):
+        total = sent + sum(one[3] for one in others)
+        if devices is None:
+            assert total == 4 * sum(step.bytes for step in transfers.routes.route((4, 12), 4, a, b).steps)
+        else:
+            assert total == transfers.transfer((4, 12), 4, a, b).bytes
 
 
 def a_planted_fault(rank, plan):

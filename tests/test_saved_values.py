@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +14,7 @@ from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture
 from autoshard.exports import checkpoint_contexts, export
 from autoshard.formulate import Training, formulate, with_saved_values
+from autoshard.formulate.saved_values import OFFLOADED_MODE, RECOMPUTED_MODE, chosen_of
 from autoshard.graph import (
     OFFLOADED,
     RELOADED,
@@ -114,6 +116,43 @@ def test_the_optimum_is_that_of_all_choices_one_by_one():
     assert found.cost == pytest.approx(min(costs.values()), rel=1e-9)
     assert found.bound == pytest.approx(min(costs.values()), rel=1e-6)
     assert costs[()] > min(costs.values()) * (1 + 1e-6)
+
+
+class Exponential(torch.nn.Module):
+    """The last op of its backward pass reads a value that can run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x):
+        return (x.exp() @ self.weight).sum()
+
+
+@pytest.mark.parametrize("model", ["mlp", "exponential"])
+def test_what_runs_again_is_what_an_op_that_always_runs_depends_on(model):
+    """By definition: what the other ops and the results need, value by value, through the kept one or the copy, as a random choice says."""
+    graph = small() if model == "mlp" else capture(Exponential(), (torch.ones(64, 16),), training=True)
+    formulation, rng = joint(graph, None, 0.0), np.random.default_rng(0)
+    graph, known = formulation.graph, formulation.alternatives
+    seen = set()
+    for _ in range(40):
+        choice = [int(rng.integers(len(costs))) for costs in formulation.problem.node_costs]
+        runs, offloaded = set(), set()
+        stack = [i for i, op in enumerate(graph.ops) if op.kind != SELECTED and op.name not in known.copies]
+        stack += [result.value[0] for result in graph.results]
+        while stack:
+            runs.add(i := stack.pop())
+            mode = formulation.mode(i, choice) if graph.ops[i].kind == SELECTED else None
+            offloaded |= {known.selected[graph.ops[i].name]} if mode == OFFLOADED_MODE else set()
+            inputs = graph.ops[i].inputs if graph.ops[i].kind != SELECTED else [graph.ops[i].inputs[1]] if mode == RECOMPUTED_MODE else []
+            stack += {a for a, _ in inputs} - runs
+        chosen = chosen_of(formulation, choice, 0.25)
+        assert chosen.recomputed == {known.copies[graph.ops[i].name] for i in runs if graph.ops[i].name in known.copies}
+        assert [*chosen.offloaded] == sorted(offloaded) and {one.exposed for one in chosen.offloaded.values()} <= {0.25}
+        assert {one.exposed for one in chosen_of(formulation, choice).offloaded.values()} <= {0.0}
+        seen.add((len(chosen.recomputed), len(offloaded)))
+    assert len(seen) > (5 if model == "mlp" else 1)
 
 
 def deep():

@@ -16,7 +16,7 @@ from autoshard.capture.huggingface import load_huggingface
 from autoshard.mesh import DEVICES, Mesh
 from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
 from autoshard.serving.step_prices import price_of
-from autoshard.serving.steps import steps_of
+from autoshard.serving.steps import Stored, paged_attention, steps_of
 from benchmarks.coverage import HF
 from tests.helpers_command import record_of, refusal, run
 from tests.helpers_models import scheme_plan
@@ -40,6 +40,30 @@ def llama(layers=2, kv_heads=4, dtype=torch.bfloat16, **more):
 
 def mesh(n, device="h100"):
     return Mesh.from_bandwidths((n,), device=device)
+
+
+def attention(q, k, v, mask, scale):
+    """In float64, head by head; query heads h of H read key heads h // (H / K)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+    scores = (scale * q.double() @ k.transpose(2, 3)).masked_fill(~mask, -math.inf)
+    return (scores.softmax(3) @ v).transpose(1, 2).float()
+
+
+@pytest.mark.parametrize("stored", [0, 5])
+@pytest.mark.parametrize(("new", "known"), [(1, 1), (1, 4), (2, 2), (3, 3)])
+@pytest.mark.parametrize("head_dim", [1, 4])
+def test_new_tokens_see_the_new_ones_before_them_and_all_stored_ones(stored, new, known, head_dim):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, head_dim) for heads, length in ((4, new), (2, known), (2, known)))
+    old = [torch.randn(2, 2, stored, head_dim) for _ in range(2)]
+    pairs = [Stored(x, y) for x, y in zip((k, v), old)] if stored else [k, v]
+    causal = torch.ones(new, known, dtype=torch.bool).tril() if new > 1 else torch.ones(1, known, dtype=torch.bool)
+    expected = attention(q, k, v, causal, 0.3)
+    expected = expected + attention(q, *old, torch.ones(new, stored, dtype=torch.bool), 0.3) if stored else expected
+    found, weights = paged_attention(None, q, *pairs, None, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+    assert found.is_contiguous() and weights is None and found.shape == (2, new, 4, head_dim)
 
 
 # -- the cache ------------------------------------------------------------------------------------------------------------------

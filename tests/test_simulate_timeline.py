@@ -17,7 +17,7 @@ from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
-from autoshard.simulate.tasks import program_of
+from autoshard.simulate.tasks import _Builder, program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
 from tests.helpers_models import scheme_plan
@@ -59,6 +59,17 @@ def test_without_overlap_seconds_are_the_cost_and_the_peak_is_the_plans(plans, m
     assert math.fsum(task.seconds for task in serial.tasks) == pytest.approx(solution.cost, rel=1e-9)
     assert serial.peak_bytes == pytest.approx(solution.peak_bytes, rel=1e-12)
     assert serial.exposed_communication_seconds == pytest.approx(serial.communication_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(("mesh", "scheme"), [("2x2", "fsdp"), ("4", "megatron_sp")])
+def test_the_bytes_during_an_op_are_those_of_all_that_is_alive_then(plans, mesh, scheme):
+    graph, solution = plans("gpt2", mesh, scheme)
+    formulation, choice = formulation_of_solution(graph, solution)
+    problem, places = formulation.problem, _Builder(formulation, tuple(choice), False, 1).places
+    alive = [math.fsum(u.held(choice) for u in problem.usages if u.start <= i < u.end) for i in range(len(graph.ops))]
+    assert places.live.tolist() == pytest.approx(alive) and max(alive) <= solution.peak_bytes < places.limit
+    moved = [math.fsum(u.held(choice) for u in problem.usages if u.edge == k) for k in range(len(problem.edges))]
+    assert places.sizes == pytest.approx(moved[: len(places.sizes)]) and sum(moved) > 0
 
 
 @pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)
