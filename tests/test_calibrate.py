@@ -11,17 +11,20 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from autoshard.calibrate import device_rates, fit, rates, summary
+from autoshard.calibrate import device_rates, fit, fitted, rates, summary, turning_sizes
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
+from autoshard.calibrate.measure import measure
 from autoshard.calibrate.rates import OpSample, fit_roofline
+from autoshard.cli.calibrate_verb import _drawn
 from autoshard.cost import collective_seconds, op_seconds, presets
-from autoshard.cost.curves import load, load_cluster, save_cluster
+from autoshard.cost.curves import Series, load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
 from tests.helpers_command import record_of, refusal, run
 from tests.helpers_refusals import assert_refused, refusals
@@ -202,6 +205,20 @@ def test_fit_draws_and_says_errors_in_percent(tmp_path):
     assert "│ all  " not in run("calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"))[1]  # of one collective
 
 
+@pytest.mark.parametrize("points", [2, 5, 6, 12])
+def test_a_figure_has_the_points_a_line_through_their_range_and_what_it_misses(points):
+    sizes = [1000.0 * 2**k for k in range(points)]
+    times = [1e-5 + x / (1e9 if x < 2e4 else 4e9) for x in sizes]
+    one = fitted(Series("all_reduce", 4, tuple(reversed(sizes)), tuple(reversed(times)), "ours"), "piecewise", ())
+    drawn = _drawn(one)
+    assert drawn["points"] == list(zip(sizes, times)) and (drawn["name"], drawn["collective"]) == (one.series.name, "all_reduce")
+    xs, seconds = zip(*drawn["line"])
+    assert len(xs) == 201 and (xs[0], xs[-1]) == pytest.approx((sizes[0], sizes[-1])) and list(seconds) == one.curve.seconds(xs).tolist()
+    assert [y / x for x, y in zip(xs, xs[1:])] == pytest.approx([(sizes[-1] / sizes[0]) ** (1 / 200)] * 200)
+    assert drawn["turning"] == (turning_sizes(sizes, times) if points >= 6 else [])
+    assert drawn["errors"] == pytest.approx([one.curve.seconds([x])[0] / t - 1 for x, t in zip(sizes, times)], abs=1e-12)
+
+
 REFUSED = [
     (["calibrate", "fit", "missing.csv"], "there is no file missing.csv"),
     (["calibrate", "fit", str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
@@ -290,6 +307,38 @@ def test_one_device_measures_itself_without_torchrun(tmp_path):
     record = record_of("calibrate", "measure", "--mesh", "1", "--backend", "gloo", "--seconds", "1", "--out", str(tmp_path / "one.json"))
     assert record["complete"] is True and load_cluster(str(tmp_path / "one.json")).shape == (1,)
     assert {row["op"] for row in record["roofline"]["ops"]} == {"attention", "launch", "matmul", "memory"}
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 5), (1, 4)])
+def test_sizes_are_whole_floats_on_every_rank_and_their_buffers_have_these_bytes(shape, monkeypatch):
+    """Without other processes: a call takes 1 us and a nanosecond per byte of the largest buffer."""
+    calls, now, module = [], [0.0], sys.modules["autoshard.calibrate.measure"]
+
+    def timed(call, *_):
+        call()
+        if calls:
+            now[0] += (taken := 1e-6 + calls[-1][2] * 1e-9)
+        return taken
+
+    def answered(ask):
+        n = shape[ask.axis]
+        calls.append((ask.axis, ask.collective, ask.tensor.nbytes * (n if ask.collective == "all_gather" else 1)))
+
+    monkeypatch.setattr(module, "agree_on", lambda device: lambda value: value)
+    monkeypatch.setattr(module, "measure_device", lambda *_, **__: [])
+    monkeypatch.setattr(module, "median_seconds", timed)
+    monkeypatch.setattr(module.Groups, "of", lambda device_mesh: SimpleNamespace(answer=answered))
+    mesh = SimpleNamespace(shape=shape, device_type="cpu", get_coordinate=lambda: (0,) * len(shape))
+    *_, (said, done, measured) = measure(mesh, clock=lambda: now[0], seconds=0.3, largest=2.0**16)
+    assert (said, done) == ("done", 1.0) and measured.complete
+    for (axis, collective), times in measured.collectives.items():
+        of_this = [size for k, name, size in calls if (k, name) == (axis, collective)]
+        assert set(times) == set(of_this) and all(size % (4 * shape[axis]) == 0 for size in times)
+        coarse = [2.0**k for k in (10, 12, 14, 16)]
+        assert [min(times, key=lambda size: abs(size - x)) for x in coarse] == pytest.approx(coarse, abs=2 * shape[axis])
+        assert list(times.values()) == pytest.approx([1e-6 + size * 1e-9 for size in times])
+    assert {key[0] for key in measured.collectives} == {k for k, n in enumerate(shape) if n > 1}
+    assert measured.alone.keys() == ({0, 1} if shape == (2, 5) else set())
 
 
 @pytest.mark.slow
