@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
@@ -12,12 +13,15 @@ from autoshard.cli import main, verbs_without_model
 from autoshard.cli.app import app
 from autoshard.cli.kinds import check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
+from autoshard.cli.plan_verbs import check_mesh_words, mesh_of, one_mesh
 from autoshard.cli.table import option_of
+from autoshard.mesh import MOST_DEVICES, Mesh
 from autoshard.options import parse_bytes, parse_pins
 from autoshard.solution import load
 from autoshard.solvers import restrict
 from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import linear_solution
+from tests.test_schemas import measured
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(Path(__file__).parent / "data" / "iopddl" / "example.json")
@@ -42,6 +46,47 @@ def check_refused(capsys, argv: tuple[str, ...], sentence: str) -> None:
 def plan_file(tmp_path) -> str:
     linear_solution().save(tmp_path / "plan.json")
     return str(tmp_path / "plan.json")
+
+
+# --- the mesh
+
+
+MESH_WORDS = [  # mesh, cluster, keep, devices, what is wrong with them
+    ((None, None, None, None), "Missing option '--mesh'"), (((2,), None, None, None), None), ((None, "c", None, None), None),
+    ((None, None, "k", None), None), (("auto", None, None, None), "how many devices"), (("auto", None, None, 4), None),
+    (("auto", None, None, MOST_DEVICES), None), (("auto", None, None, MOST_DEVICES + 1), f"expected {MOST_DEVICES} at most"),
+    (((2, 4), None, None, 8), "the mesh here is 2x4"), ((None, "c", None, 8), "the mesh here is None"),
+    (("auto", "c", None, 4), "leave out the mesh"), (("auto", None, "k", 4), "leave out the mesh"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "sentence"), MESH_WORDS)
+def test_words_about_the_mesh_that_contradict_each_other_are_refused(words, sentence):
+    if sentence is None:
+        return check_mesh_words(*words)
+    assert_refused(sentence, check_mesh_words, *words)
+
+
+def test_the_mesh_is_the_measured_one_or_that_of_its_shape_and_the_kept_plans_where_none_is_named(tmp_path):
+    measured(tmp_path / "cluster.json")
+    kept = SimpleNamespace(mesh=Mesh.from_bandwidths((4,), device="a100"))
+    links = {"intra_node_bandwidth": 1e9, "inter_node_bandwidth": 1e8}
+
+    def asked(**given):
+        words = {"cluster": None, "prices": None, "device": "h100", "tf32": False, "mesh": None, "devices_per_node": None, "keep": "k"}
+        return SimpleNamespace(**{**words, "links": links, **given})
+
+    cluster, plain = asked(cluster=str(tmp_path / "cluster.json")), asked()
+    assert mesh_of(cluster, None, None) == mesh_of(cluster, (2,), None) == one_mesh(cluster, None)
+    assert mesh_of(cluster, None, None).device.name == "cpu"
+    assert_refused("--mesh is 4, but .* was measured as 2; leave --mesh out", mesh_of, cluster, (4,), None)
+    for shape, per_node in (((4,), None), ((2, 2), None), ((2, 2), 1)):
+        expected = Mesh.from_bandwidths(shape, device="h100", devices_per_node=per_node, **links)
+        assert mesh_of(plain, shape, per_node) == one_mesh(asked(mesh=shape, devices_per_node=per_node), None) == expected
+    assert mesh_of(asked(prices="h100"), (4,), None) != mesh_of(plain, (4,), None)
+    assert one_mesh(plain, kept) is kept.mesh and one_mesh(asked(mesh=(4,)), kept) == mesh_of(plain, (4,), None)
+    assert_refused("the mesh is 2x2, but k shards tensors over 4; leave the mesh out", one_mesh, asked(mesh=(2, 2)), kept)
+    assert_refused("the mesh is 2, but k shards tensors over 4; leave the mesh out", one_mesh, cluster, kept)
 
 
 # --- words to values

@@ -3,6 +3,7 @@
 import json
 import math
 from importlib import import_module
+from itertools import product
 
 import pytest
 import torch
@@ -14,16 +15,20 @@ from autoshard.api import autosharding_pass
 from autoshard.capture import capture_deep
 from autoshard.cli import main
 from autoshard.exports import FORMATS, HOLDS_WITHIN, NotHeld, fully_shard
+from autoshard.graph import Result
 from autoshard.lower.unsharded import materialized
 from autoshard.mesh import Mesh
+from autoshard.planning.module_schemes import _gathered_again
 from autoshard.planning.plan import baseline_only
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.precision import Precision
+from autoshard.solvers import solve
 from models import gpt2, llama, mlp, moe
 from tests.helpers_models import asked
 from tests.helpers_ranks import results
 from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import export_anyway
+from tests.test_formulate import W, X, small, unary
 
 STEPS, BATCH, SEQ, VOCAB = 3, 8, 16, 128
 MODELS = {"gpt2": gpt2.tiny, "llama": llama.tiny}
@@ -203,6 +208,21 @@ def test_an_axis_like_another_is_priced_once_and_as_it_would_be_alone(monkeypatc
     for name in ("axis0", "axis1", "axis2"):
         assert once[name]["seconds"]["modules"] == pytest.approx(alone[name]["seconds"]["modules"], rel=1e-12)
         assert once[name]["seconds"]["fully_shard"] <= alone[name]["seconds"]["fully_shard"] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_parameter_is_gathered_again_where_it_is_sharded_and_what_all_its_readers_share_is_too(viewed):
+    view = [unary("t", "t", (1, 0), alias=0)] if viewed else []
+    ops = [X, W, *view, *(unary(name, "exp", (1 + viewed, 0)) for name in ("a", "b")), unary("c", "exp", (0, 0))]
+    f = small(*ops, results=tuple(Result("output", str(k), (len(ops) - 3 + k, 0)) for k in range(3)))
+    value, best, seen = (1 + viewed, 0), solve(f.problem).choice, set()
+    for (j, stored), (h, shared) in product(enumerate(f.candidates.of[1]), enumerate(f.hub_layouts[value])):
+        choice = list(best)
+        choice[1], choice[f.hubs[value]] = j, h
+        sharded = [any(p.is_shard() for p in layout) for layout in (stored.outputs[0], shared)]
+        assert _gathered_again(f, choice) == all(sharded)
+        seen.add(tuple(sharded))
+    assert len(seen) == 4
 
 
 # -- steps of several microbatches: when parameters are gathered and gradients reduced, and what is lost of the plan -------------------

@@ -11,7 +11,9 @@ import autoshard
 from autoshard.api import plan, verify
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, Training, formulate
+from autoshard.graph import repeated_blocks
 from autoshard.planning.few_layers import FewLayers, correspondence, corresponding_ops
+from autoshard.planning.instance import SMALL, layers_of_nodes
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import evaluate
 from autoshard.solvers import certified, converged, solve
@@ -28,6 +30,21 @@ MESH = fast_mesh((2, 2))
 def formulated(name: str, layers: int) -> Formulation:
     graph = capture(*MODELS[name](layers=layers), training=True)
     return formulate(graph, candidates(graph, MESH), MESH, training=Training())
+
+
+@pytest.mark.parametrize(("name", "layers"), [("mlp", 5), ("gpt2", 3)])
+def test_a_node_is_in_the_layer_of_its_op_or_of_the_value_that_it_stands_for(name, layers):
+    f = formulated(name, layers)
+    found, places = layers_of_nodes(f), repeated_blocks(f.graph).places
+    assert len(found) == len(f.problem.node_costs)
+    members = {}
+    for i, place in enumerate(places):
+        members.setdefault(place and place[:2], []).append(i)
+    large = sorted(key for key, ops in members.items() if key and len(ops) >= SMALL)
+    expected = {i: large.index(key) + 1 if key in large else 0 for key, ops in members.items() for i in ops}
+    assert {i: found[i] for i in range(len(places))} == expected and len(large) >= layers
+    for value, node in f.hubs.items():
+        assert found[node] == found[value[0]]
 
 
 # -- corresponding ops and nodes -----------------------------------------------------------------------------------------------------

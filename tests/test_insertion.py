@@ -51,6 +51,15 @@ def every_layer_reads_the_input(n):
     return b.graph(h)
 
 
+def every_layer_reads_two_below(n):
+    """The second one reads the first twice: a read that no other layer has, below all of them."""
+    b = Built(n)
+    seen = [b.x]
+    for w in b.weights:
+        seen.append(b.op("mul", b.op("add", seen[-1], seen[-2 if len(seen) > 2 else -1]), w))
+    return b.graph(seen[-1])
+
+
 def every_layer_reads_the_last_one_of_a_first_pass(n):
     """As the layers of a decoder read what the encoder returns: the same value, which moves up."""
     b = Built(n)
@@ -108,8 +117,8 @@ def layers_of_two_kinds(n):
 
 
 PERIODS = {
-    chain: 1, every_layer_reads_the_input: 1, every_layer_reads_the_last_one_of_a_first_pass: 1, two_chains_that_meet_at_the_top: 1,
-    the_last_one_of_a_first_pass_in_another_order: 1, forward_and_backward: 1, layers_of_two_kinds: 2,
+    chain: 1, every_layer_reads_the_input: 1, every_layer_reads_two_below: 1, every_layer_reads_the_last_one_of_a_first_pass: 1,
+    two_chains_that_meet_at_the_top: 1, the_last_one_of_a_first_pass_in_another_order: 1, forward_and_backward: 1, layers_of_two_kinds: 2,
 }  # fmt: skip
 
 

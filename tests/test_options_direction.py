@@ -5,7 +5,11 @@ from functools import cache
 
 import pytest
 
+import autoshard
+from autoshard import Cluster
 from autoshard.cli.table import ONLY, OWN, options_of_verb
+from autoshard.options.pipelines import PipelineOptions
+from models import mlp
 from tests.helpers_command import record_of
 from tests.helpers_options import MIXTRAL, MLP, ROOT, TITAN, prepare
 
@@ -140,3 +144,11 @@ def test_seconds_move_where_physics_says(verb, option, tmp_path, monkeypatch):
     slow, fast = (before, after) if direction == FASTER else (after, before)
     assert fast <= slow * (1 + 1e-3)  # plans are proven to within a thousandth
     assert (fast < slow) == ((verb, option) not in SAME)
+
+
+def test_a_runtimes_overhead_is_none_unless_it_is_given_and_each_unit_of_the_bottleneck_takes_it():
+    """Two equal stages in a row, 4 microbatches and 1F1B: 5 forward and 5 backward units, one after the other."""
+    given = {"microbatches": (4,), "schedules": ("1f1b",), "stages": 2, "grid": False}
+    overheads = {}, {"unit_seconds": 0.0}, {"unit_seconds": 1.0}
+    plain, zero, slow = (autoshard.plan(*mlp.tiny(layers=4), Cluster.of(2), **given, **more).seconds for more in overheads)
+    assert plain == zero and PipelineOptions().unit_seconds == 0.0 and slow - plain == pytest.approx(2 * (4 + 1), rel=1e-3)

@@ -18,7 +18,7 @@ from autoshard.pipeline.stage_bounds import StepWork
 from autoshard.pipeline.stage_division import step_seconds
 from autoshard.pipeline.stage_planner import StagePlanner
 from autoshard.pipeline.stage_plans import Job, JobRunner, SharedOnMesh, StageProblem, options_on_mesh
-from autoshard.pipeline.stage_programs import stage_program
+from autoshard.pipeline.stage_programs import second_half, stage_program
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.problem import evaluate
@@ -132,6 +132,31 @@ def test_a_price_of_bytes_is_paid_for_what_stays_and_for_what_every_microbatch_i
         option = stage.option(choice)
         assert option.static_bytes > option.saved_bytes > 0
         assert priced - free == pytest.approx(1e-9 * (option.static_bytes + 3 * option.saved_bytes), rel=1e-6)
+
+
+def test_what_every_microbatch_in_flight_saves_is_computed_from_it_before_the_backward_pass_and_read_by_that():
+    """By definition, usage by usage; a tangent arrives when the backward pass begins: it is saved for the second half alone."""
+    layers, mesh = layers_of(capture(*mlp.tiny(layers=4), training=True)), Mesh.from_bandwidths((2,))
+    graph = stage_program(layers, 1, 3, halved=True).graph
+    stage = StageProblem(Job(graph, "", mesh, 4, 3, "adamw", (), halved=True), SharedOnMesh(mesh))
+    f, turn = stage.formulated, next(i for i, op in enumerate(graph.ops) if op.backward)
+    half, hubs = len(graph.ops) - len(second_half(graph)), {node: value[0] for value, node in f.hubs.items()}
+    varies: set[int] = set()
+    for i, op in enumerate(graph.ops):
+        if op.kind in ("input", "tangent") or any(a in varies for a, _ in op.inputs):
+            varies.add(i)
+    for saved, at in ((stage.saved, turn), (stage.kept, half)):
+        expected = set()
+        for k, (usage, kind) in enumerate(zip(f.problem.usages, f.held, strict=True)):
+            i = f.tensor_edges[usage.edge].value[0] if usage.edge is not None else hubs.get(usage.ends[0], usage.ends[0])
+            lives = usage.start < at < usage.end and not (kind == "inputs" and graph.last_use.get((i, 0), 0) < at)
+            arrives_later = i < len(graph.ops) and graph.ops[i].kind == "tangent" and at == turn
+            if i in varies and lives and kind not in ("parameters", "gradients", "optimizer_state") and not arrives_later:
+                expected.add(k)
+        assert saved == expected and expected
+    tangents = {i for i, op in enumerate(graph.ops) if op.kind == "tangent"}
+    of_tangents = {k for k, usage in enumerate(f.problem.usages) if usage.edge is None and usage.ends[0] in tangents}
+    assert of_tangents and not of_tangents & stage.saved
 
 
 def test_a_jobs_prices_are_in_seconds_per_byte_over_the_slowest_axis():

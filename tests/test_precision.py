@@ -16,7 +16,7 @@ from autoshard.api import simulate
 from autoshard.capture import capture, capture_deep, capture_module
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph, checkpointed, forward_blocks, pending
-from autoshard.graph.casts import CAST, CAST_THEN_REDUCE, REDUCE_THEN_CAST
+from autoshard.graph.casts import CAST, CAST_THEN_REDUCE, LAG, REDUCE_THEN_CAST
 from autoshard.layout import parse
 from autoshard.lower.collectives import Groups
 from autoshard.lower.fx_program import trace
@@ -214,6 +214,15 @@ def test_parameters_of_bfloat16_are_reduced_in_float32():
     chain = [graph.ops[i].kind for i, op in enumerate(graph.ops) if op.kind in (CAST_THEN_REDUCE, REDUCE_THEN_CAST)]
     assert chain.count(CAST_THEN_REDUCE) == chain.count(REDUCE_THEN_CAST) > 0
     right_plan(module, inputs, fast_mesh((4,)), training=True, precision=Precision("bf16", "fp32"))
+
+
+def test_a_sum_is_cast_when_so_many_more_gradients_are_computed():
+    kinds = [op.kind for op in captured("gpt2", "bf16:reduce=bf16").ops]
+    sums, gradients = (kinds.count(kind) for kind in (REDUCE_THEN_CAST, CAST_THEN_REDUCE))
+    assert sums > 2 * LAG and gradients == 0
+    kinds = [op.kind for op in captured("gpt2", "bf16:reduce=fp16").ops if op.kind in (REDUCE_THEN_CAST, CAST_THEN_REDUCE)]
+    before = [kinds[:i].count(CAST_THEN_REDUCE) for i, kind in enumerate(kinds) if kind == REDUCE_THEN_CAST]
+    assert before == [min(k + 1 + LAG, len(before)) for k in range(len(before))] and len(before) > 2 * LAG
 
 
 def test_files_hold_the_policy_and_old_files_have_none(tmp_path):

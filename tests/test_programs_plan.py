@@ -13,6 +13,7 @@ import autoshard
 from autoshard import Mesh, Program
 from autoshard.cli import main
 from autoshard.layout import all_layouts, rank_bounds, text
+from autoshard.planning import programs as planning
 from autoshard.planning.programs import sub_mesh
 from autoshard.report.changes import comparison
 from autoshard.report.programs import programs_record, programs_report
@@ -109,6 +110,34 @@ def test_a_program_with_almost_all_weight_loses_nothing():
         assert plan.loss(("train", "use")[weights.index(1e6)]) <= 1e-5 and not plan.copies
         layouts = [{name: row["layout"] for name, row in plan[one].parameters.items()} for one in plan]
         assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize("switches", [1.0, None])
+def test_programs_with_few_layers_correspond_node_by_node_to_those_with_all(switches, monkeypatch):
+    module, batch = mlp.tiny(layers=30)
+    known = []
+
+    def noted(joined, pieces, alone):
+        known.append((joined, alone, real(joined, pieces, alone)))
+        return known[-1][-1]
+
+    real = planning._few_layers
+    monkeypatch.setattr(planning, "_few_layers", noted)
+    autoshard.plan({"train": Program(module, batch, training=True), "use": Program(module, batch)}, MESH, switches=switches)
+    ((joined, alone, few),) = known
+    again, to = few.formulated, few.correspondence
+    for name, one in alone.items():
+        own = one.instance.few_layers.correspondence
+        assert [to.nodes[v] for v in joined.nodes[name]] == [again.nodes[name][w] for w in own.nodes]
+        edges = range(joined.edges[name], joined.edges[name] + len(own.edges))
+        assert [to.edges[e] for e in edges] == [again.edges[name] + other for other in own.edges]
+    assert bool(joined.copies) == (switches is not None)
+    for copy in joined.copies:
+        edge = again.problem.edges[to.edges[copy.edge]]
+        assert (edge.a, edge.b) == (to.nodes[copy.node], to.nodes[copy.other])
+    for deep, shallow in zip(joined.problem.node_costs, (again.problem.node_costs[v] for v in to.nodes), strict=True):
+        assert deep.shape == shallow.shape
+    assert len(again.problem.node_costs) < len(joined.problem.node_costs) and few.layers == again.homes
 
 
 def test_nothing_fits_is_said_of_all_programs():

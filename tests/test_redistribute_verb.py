@@ -3,8 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from autoshard.report import redistribution
 from tests.helpers_command import record_of, refusal, run
 
 DATA = Path(__file__).parent / "data" / "redistribution" / "problems.json"
@@ -83,3 +85,24 @@ def test_bad_problems_and_options_are_one_sentence(tmp_path, text, options, sent
     path = tmp_path / "bad.json"
     path.write_text(text)
     assert sentence in refusal("redistribute", str(path), *options)
+
+
+@pytest.mark.parametrize("ranks", [3, 16, 17, 25])
+@pytest.mark.parametrize(("layouts", "dims"), [(1, 1), (2, 1), (3, 2)])
+def test_a_picture_has_a_panel_per_layout_and_dim_in_which_each_rank_has_its_color(layouts, dims, ranks, monkeypatch):
+    saved, rng = [], np.random.default_rng(0)
+    panels = rng.integers(0, 2, (layouts, dims, ranks, 12)).tolist()
+    monkeypatch.setattr(redistribution, "save", lambda *words, **options: saved.append((*words, options)))
+    names = [f"layout {k}" for k in range(layouts)]
+    redistribution.draw("route.png", "a route", names, panels)
+    ((figure, path, options),) = saved
+    assert (path, options, figure.get_suptitle()) == ("route.png", {"dpi": 120}, "a route")
+    assert figure.get_size_inches().tolist() == pytest.approx([1.5 + 2.6 * dims, 1.0 + 1.6 * layouts])  # a panel is 2.6 by 1.6 inches
+    axes = np.array(figure.axes).reshape(layouts, dims)
+    for row, d in np.ndindex(layouts, dims):
+        axis, (image,) = axes[row, d], axes[row, d].images
+        expected = [[(1 + rank % 20) * held for held in line] for rank, line in enumerate(panels[row][d])]
+        assert image.get_array().tolist() == expected and image.get_clim() == (0, 20) and image.get_cmap().N == 21
+        assert len(axis.get_yticks()) == (ranks if ranks <= 16 else 0) and len(axis.get_xticks()) == 0
+        assert axis.get_xlabel() == (f"dim {d}" if row == layouts - 1 else "")
+        assert (axis.get_ylabel(), axis.get_title(loc="left")) == (("rank", names[row]) if d == 0 else ("", ""))

@@ -13,6 +13,7 @@ from autoshard import Mesh
 from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture
 from autoshard.exports import checkpoint_contexts, export
+from autoshard.exports.checkpoint_policy import of_block
 from autoshard.formulate import Training, formulate, with_saved_values
 from autoshard.formulate.saved_values import OFFLOADED_MODE, RECOMPUTED_MODE, chosen_of
 from autoshard.graph import (
@@ -218,6 +219,32 @@ def test_the_policy_is_what_selective_checkpointing_takes():
     rule = {"": {"aten.mm.default": "MUST_SAVE", "aten.gelu.default": "PREFER_RECOMPUTE"}}
     y = checkpoint(lambda t: torch.nn.functional.gelu(t @ t.T), x, use_reentrant=False, context_fn=checkpoint_contexts(rule, ""))
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(torch.nn.functional.gelu(x @ x.T).sum(), x)[0])
+
+
+def test_the_policy_of_a_block_is_that_of_its_modules_and_saves_what_they_treat_differently():
+    policy = {
+        "layers.3": {"mm": "MUST_SAVE", "add": "PREFER_RECOMPUTE"}, "layers.3.up": {"mm": "PREFER_RECOMPUTE", "gelu": "MUST_CPU_OFFLOAD"},
+        "layers.33": {"add": "MUST_SAVE", "exp": "MUST_SAVE"}, "layers.3x.up": {"exp": "MUST_SAVE"}, "layers": {"sin": "MUST_SAVE"},
+    }  # fmt: skip
+    assert of_block(policy, "layers.3") == {"mm": "MUST_SAVE", "add": "PREFER_RECOMPUTE", "gelu": "MUST_CPU_OFFLOAD"}
+    assert of_block(policy, "layers.33") == policy["layers.33"] and of_block(policy, "layers.3.up") == policy["layers.3.up"]
+    assert of_block(policy, "layers.4") == {} and of_block(policy, "layers").keys() == {"mm", "add", "gelu", "exp", "sin"}
+
+
+@pytest.mark.parametrize(("recomputed", "offloaded"), [(("add",), ()), (("add", "gelu"), ()), (("add",), ("gelu.0", "addmm.0"))])
+def test_a_plan_says_of_every_op_that_computes_what_is_read_later_how_it_is_saved(recomputed, offloaded):
+    graph = small()
+    chosen = chosen_with(graph, recomputed, offloaded)
+    ways = {}
+    for i, op in enumerate(graph.ops):
+        readers = [graph.ops[j] for j, other in enumerate(graph.ops) if i in {a for a, _ in other.inputs}]
+        way = "recomputed" if op.name in chosen.recomputed else "offloaded" if f"{op.name}.0" in offloaded else "kept"
+        is_view_or_no_op = op.alias is not None or op.is_placeholder or op.backward
+        if not is_view_or_no_op and (way != "kept" or any(reader.backward for reader in readers)):
+            ways.setdefault((op.module, op.target), set()).add(way)
+    saved = noted_choice(chosen, graph)["saved"]
+    assert {(module, target): set(way) for module, targets in saved.items() for target, way in targets.items()} == ways
+    assert noted_choice(Chosen(frozenset()), graph) == {}
 
 
 @pytest.mark.parametrize("width", [4, 8, 16])
