@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.baselines import Pin, allowed, baselines
+from autoshard.baselines import Pin, allowed, baselines, parameter_uses, uses
+from autoshard.baselines.launched import _lone_dims
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, with_pins
 from autoshard.graph import Graph
@@ -286,3 +287,44 @@ def test_equal_pins_are_completed_once_for_each_gap(monkeypatch):
     assert len(searches) == 2 + 3
     baselining.scheme_price(context, instance, schemes[0], gap=0.01)
     assert searches[-1] == 0.01 and len(searches) == 6
+
+
+class Lone(nn.Module):
+    """Weights as models hold them: (out, in), (in, out), cast before they are turned, turned before they are cast, and a table."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"linear": (6, 10), "conv1d": (6, 10), "cast": (12, 10), "turned": (6, 12), "table": (14, 10)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=torch.float32)))
+
+    def forward(self, tokens):
+        x = nn.functional.embedding(tokens, self.table)
+        x = nn.functional.linear(x, self.linear) @ self.conv1d
+        x = nn.functional.linear(x.half(), self.cast.half())
+        return x @ self.turned.t().half()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_weight_without_a_group_is_followed_through_its_views_to_the_op_that_reads_it(dim):
+    """By definition: the sharded dim is the one of the weight's size there; all sizes of a weight differ."""
+    graph = capture(Lone(), (torch.zeros(3, 4, dtype=torch.int64),), training=False)
+    options = candidates(graph, Mesh.from_bandwidths((2,)))
+    known = {use.parameter: use for use in parameter_uses(graph, options, 2).uses}
+    assert known.keys() == {"linear", "conv1d", "cast", "turned", "table"}
+    for name, use in known.items():
+        size, reader = graph.tensor(use.trail[0]).shape[dim], graph.ops[use.index]
+        expected = [(use.trail[0], dim)] + ([((use.index, 0), len(reader.output.shape) - 1)] if dim == use.kept else [])
+        expected += [(value, graph.tensor(value).shape.index(size)) for value in use.trail[1:]]
+        assert graph.ops[use.trail[0][0]].name == name and use.trail[-1] in reader.inputs and {use.kept, use.contracted} == {0, 1}
+        assert [graph.tensor(use.trail[-1]).shape[d] for d in use.w[1:]] == [
+            graph.tensor(use.trail[0]).shape[d] for d in (use.kept, use.contracted)
+        ]
+        assert _lone_dims(graph, [(use, dim)]) == expected
+
+
+def test_the_dim_of_a_split_is_where_torchs_schema_has_it():
+    for target, position in uses.SPLITS.items():
+        _, name, overload = target.split(".")
+        schema = getattr(getattr(torch.ops.aten, name), overload)._schema
+        assert schema.arguments[position].name == "dim"

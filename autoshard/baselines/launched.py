@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autoshard.baselines.pins import FIRST, Priorities
 from autoshard.baselines.schemes import fully_sharded
 from autoshard.baselines.setting import AxisSharding, Baseline, Setting
-from autoshard.baselines.uses import Use, Uses
+from autoshard.baselines.uses import Use, Uses, swaps
 from autoshard.graph import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidates
@@ -44,12 +44,12 @@ def _lone_dims(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Valu
     """The values that are sharded because of a weight without a group (it, its views, the op's output), with the sharded dim."""
     dims = []
     for use, dim in lone:
-        op = graph.ops[use.index]
+        op, swapped = graph.ops[use.index], False
         dims.append((use.trail[0], dim))
         if dim == use.kept:
             dims.append(((use.index, 0), len(op.output.shape) - 1))
         for value in use.trail[1:]:
             rank = len(graph.tensor(value).shape)
-            swapped = value == use.trail[-1] and use.w[1] % rank != use.kept
+            swapped ^= swaps(graph.ops[value[0]], rank)
             dims.append((value, rank - 1 - dim if swapped else dim))
     return dims

@@ -90,7 +90,7 @@ def _linears(graph: Graph, matmuls: dict[int, ParameterMatmul]) -> Iterator[Use]
         value, rank = m.contracted[0], len(graph.tensor(m.contracted[0]).shape)
         trail, swapped = [value], False
         while not graph.ops[value[0]].is_placeholder and len(graph.ops[value[0]].inputs) == 1:
-            swapped ^= _swaps(graph.ops[value[0]], len(graph.tensor(graph.ops[value[0]].inputs[0]).shape))
+            swapped ^= swaps(graph.ops[value[0]], len(graph.tensor(graph.ops[value[0]].inputs[0]).shape))
             value = graph.ops[value[0]].inputs[0]
             trail.append(value)
         op = graph.ops[value[0]]
@@ -100,7 +100,7 @@ def _linears(graph: Graph, matmuls: dict[int, ParameterMatmul]) -> Iterator[Use]
             yield Use(op.name, i, "linear", 1 if last else 0, 0 if last else 1, tuple(reversed(trail)), w)
 
 
-def _swaps(op: Op, rank: int) -> bool:
+def swaps(op: Op, rank: int) -> bool:
     """Whether the last two dims change places."""
     if op.target not in SWAPS or rank < 2:
         return False
