@@ -53,9 +53,9 @@ def by_kind(
     title: str, what: str, parts: Mapping[str, float], say: Callable[[float], str], colors: Mapping[str, str] | None = None
 ) -> ReportTable:  # fmt: skip
     """Seconds or bytes by kind, with a bar each. colors: the kinds whose colour they have, where it isn't their own."""
-    total = math.fsum(parts.values()) or 1.0
+    total, colors = math.fsum(parts.values()), colors or {}
     rows = [
-        TableRow((kind.replace("_", " "), say(part), share(part, total)), kind=(colors or {}).get(kind, kind), share=100 * part / total)
+        TableRow((kind.replace("_", " "), say(part), share(part, total)), kind=colors.get(kind, kind), share=100 * part / (total or 1))
         for kind, part in parts.items()
     ]
     return ReportTable(title, ("what", *numbers(what, "share")), [*rows, TableRow(("together", say(total), ""), strong=True)])
