@@ -309,7 +309,7 @@ def test_one_device_measures_itself_without_torchrun(tmp_path):
     assert {row["op"] for row in record["roofline"]["ops"]} == {"attention", "launch", "matmul", "memory"}
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 5), (1, 4)])
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 5), (1, 4), (300,)])
 def test_sizes_are_whole_floats_on_every_rank_and_their_buffers_have_these_bytes(shape, monkeypatch):
     """Without other processes: a call takes 1 us and a nanosecond per byte of the largest buffer."""
     calls, now, module = [], [0.0], sys.modules["autoshard.calibrate.measure"]

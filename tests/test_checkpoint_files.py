@@ -286,6 +286,26 @@ def saves_and_loads(rank: int, folder: str) -> list:
     return facts
 
 
+def resumes(rank: int, folder: str, restored: bool) -> list[bool]:
+    """Saved, trained further, loaded with or without the optimizer: whether values are back, and whether the optimizer's are."""
+    module, optimizer = module_and_optimizer()
+    autoshard.save_checkpoint(folder, module, optimizer)
+    saved = values(module)
+    moments = [full(row["exp_avg"]).clone() for row in optimizer.state.values()]
+    module(*(torch.ones(16, 32) * k for k in (3, -1))).backward()
+    optimizer.step()
+    assert not any(torch.equal(x, saved[key]) for key, x in values(module).items())
+    autoshard.load_checkpoint(folder, module, optimizer if restored else None)
+    equal = [all(torch.equal(x, saved[key]) for key, x in values(module).items())]
+    return equal + [torch.equal(full(row["exp_avg"]), before) for row, before in zip(optimizer.state.values(), moments, strict=True)]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_the_optimizers_state_is_loaded_where_an_optimizer_is_given(tmp_path, restored):
+    for back, *moments in results(2, resumes, str(tmp_path / "saved"), restored):
+        assert back and set(moments) == {restored}
+
+
 def loads(rank: int, folders: list[str]) -> list[str]:
     """The sentence of each damaged checkpoint; nothing may be loaded."""
     module, optimizer = module_and_optimizer()

@@ -178,6 +178,7 @@ def test_a_program_is_in_the_joined_problem_as_it_is_alone():
     joined = joined_of(a, b, problems, mesh, weights, 1.0, None)
     own = {"a": tuple(0 for _ in problems[0].node_costs), "b": tuple(0 for _ in problems[1].node_costs)}
     choice = joined.joined_choice(own)
+    assert joined.begins["a"] == 0
     assert {name: joined.choice_of(name, choice) for name in own} == own
     moves = sum(float(joined.problem.edges[c.edge].table[choice[c.node], choice[c.other]]) for c in joined.copies)
     parts = [w * evaluate(p, own[name]).cost for w, p, name in zip(weights, problems, own)]
