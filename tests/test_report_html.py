@@ -8,6 +8,7 @@ import tomllib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -402,3 +403,15 @@ def test_report_refuses_what_it_cannot_do(plan_file, words, said, tmp_path, caps
     monkeypatch.chdir(tmp_path)
     assert main(["show", plan_file, *(["--html", "report.html"] if "--html" not in words else []), *words]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("interval", [None, (0.5, 2.0)])
+@pytest.mark.parametrize("simulated", [None, 0.25])
+@pytest.mark.parametrize("overlapped", [{}, {"seconds": 0.25}])
+def test_a_page_says_which_of_both_times_the_plans_seconds_are(overlapped, simulated, interval, monkeypatch):
+    solution = replace(linear_solution(), overlapped=overlapped, prices={})
+    monkeypatch.setattr(Solution, "interval", interval)
+    said = page_of_plan._time_words(solution, simulated and SimpleNamespace(seconds=simulated))
+    serial, hidden = f"; {seconds(solution.cost)} one task after the other", f"; {seconds(0.25)} with what overlap hides taken off"
+    between = "; between 500 ms and 2 s, if every price is off by its usual error, all in one direction" if interval else ""
+    assert said == (f" with overlap{serial}" if overlapped else hidden if simulated else "") + between
