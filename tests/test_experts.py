@@ -96,15 +96,15 @@ ROUTINGS = {
 }
 
 
-def simulated(mesh, axes, sent, backward, tensors):
-    """All ranks together; tensors by rank."""
+def simulated(mesh, axes, sent, backward, tensors, kept=()):
+    """All ranks together; tensors by rank. kept: the local shape of hidden values."""
     E = tensors[0][4].shape[0] * [mesh.shape[a] for a in axes][0]
     for a in axes[1:]:
         E *= mesh.shape[a]
     dispatch = expert_parallel.Dispatch(axes, tuple(mesh.shape[a] for a in axes), sent, E)
     function = expert_parallel.experts_backward if backward else expert_parallel.experts
     own = [t if backward else t[1:] for t in tensors]
-    programs = [function(dispatch, [rank.place[a] for a in axes], t, ACTIVATION) for rank, t in zip(ranks(mesh), own, strict=True)]
+    programs = [function(dispatch, [rank.place[a] for a in axes], t, ACTIVATION, kept) for rank, t in zip(ranks(mesh), own, strict=True)]
     return run_together(programs, lambda axis: groups(mesh, axis))
 
 

@@ -4,13 +4,14 @@ A slot is one dim of one value. A sharding rule S(i) -> S(o) of an op links the 
 these links is a class: the batch, the heads of a block, its hidden features, the vocabulary. A gradient is linked to its parameter.
 
 With a divisor n, only rules whose slots all divide by n are links: a mesh axis of size n can apply exactly these evenly.
+Values whose layout is that of their op and no other's (`private_values`) are in no class.
 Example: with 4 key-value heads on 8 devices, the query heads stay one class, and the key and value weights are not in it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.graph import Graph, Value
+from autoshard.graph import Graph, Value, private_values
 from autoshard.strategies import Candidates, Row, one_axis_rows, sends_tokens
 
 RowSlots = tuple[tuple[bool, int, int], ...]  # (is an output, which one, dim)
@@ -54,6 +55,7 @@ def number_slots(graph: Graph, candidates: Candidates) -> Slots:
 
 def _groups(graph: Graph, candidates: Candidates, first: dict[Value, int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     row_slots: dict[int, list[RowSlots]] = {}  # by signature: ops of one signature share their candidates
+    private = private_values(graph)
     for i, op in enumerate(graph.ops):
         if op.is_placeholder:
             continue
@@ -61,7 +63,8 @@ def _groups(graph: Graph, candidates: Candidates, first: dict[Value, int], sizes
         if signature not in row_slots:
             row_slots[signature] = [_sharded_slots(r) for r in one_axis_rows(op, graph.input_tensors(i)) or () if not sends_tokens(op, r)]
         for row in row_slots[signature]:
-            slots = tuple(first[(i, k) if is_output else op.inputs[k]] + dim for is_output, k, dim in row)
+            values = ((i, k) if is_output else op.inputs[k] for is_output, k, _ in row)
+            slots = tuple(first[value] + dim for value, (*_, dim) in zip(values, row) if value not in private)
             yield tuple(slot for slot in slots if sizes[slot] > 1)
     for result in graph.results:
         if result.kind in ("gradient", "buffer") and result.value is not None and result.name in graph.index:

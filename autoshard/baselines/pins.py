@@ -19,7 +19,7 @@ from autoshard.layout import Layout
 from autoshard.strategies import REPLICATED, Candidates, code
 
 Code = tuple[int, ...]  # a layout as numbers: strategies.code of every placement
-Priorities = tuple[tuple[int, ...], ...]  # per axis, per dim: the priority with which it is to be sharded, 0 not at all
+Priorities = tuple[tuple[int, ...], ...]  # per axis, per dim: with which it is to be sharded, 0 not at all; () of private values
 Source = tuple[Code, bool]  # the output layout of an input's producer, and whether it has no other reader
 SECOND, STAYS_PARTIAL, FIRST = 1, 2, 3  # priorities: of a sequence, of sums that are reduced later, of batch and tensor parallel classes
 
@@ -102,12 +102,12 @@ def _best(inputs: np.ndarray, outputs: np.ndarray, priorities: Sequence[Prioriti
     for k, (source, alone) in enumerate(sources):
         partial = inputs[:, k] < REPLICATED
         other = (inputs[:, k] != source) | (partial & (not alone))
-        admissible &= ~(other & partial).any(axis=1)
+        admissible &= ~(other & (partial if priorities[k] else True)).any(axis=1)
         resharded += other.sum(axis=1)
     shape = (len(outputs), outputs.shape[2])
     reached, partial = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=bool)
     for placed, rows in zip([*inputs.swapaxes(0, 1), *outputs.swapaxes(0, 1)], priorities, strict=True):
-        if not rows:  # an output that is no tensor
+        if not rows:  # an output that is no tensor, or a private value
             continue
         for a, of_dim in enumerate(rows):
             of_axis = np.array([*of_dim, STAYS_PARTIAL])[np.where(placed[:, a] >= 0, placed[:, a], -1)]

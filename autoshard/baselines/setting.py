@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import from_parameters
 from autoshard.baselines.pins import FIRST, SECOND, Pin, Priorities, settle
-from autoshard.graph import REDUCE_THEN_CAST, Graph, Value
+from autoshard.graph import REDUCE_THEN_CAST, Graph, Value, private_values
 from autoshard.layout import Layout, shards_of
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidate, Candidates
@@ -93,7 +93,7 @@ class Setting:
     def wanted(self, sharding: AxisShardings) -> Wanted:
         """Of the classes that each axis shards. A placeholder has no priority below FIRST, nor a view as a matrix: a batch of one sequence
         can be flattened in shards, but readers of several views would each gather it, where what they view is gathered once."""
-        known: dict[Value, Priorities] = {}
+        known: dict[Value, Priorities] = dict.fromkeys(private_values(self.graph), ())
 
         def of_axis(k: int, value: Value, rank: int) -> tuple[int, ...]:
             return sharding[k].classes.priorities(value, rank, sharding[k].priority) if k in sharding else (0,) * rank

@@ -6,7 +6,9 @@ x [T, H], ids [T, k], weights [T, k], up [E, H, F], down [E, I, H]; `biased_expe
 result has the wider dtype of x and weights. The activation is text: the ATen calls between the two matmuls as JSON, each call a list of its
 name and arguments, "$0" for v up[e], "$n" for the result of the n-th call. `lower.kernels.expert_parallel` runs all of this.
 
-The backward reads the inputs only: hidden values are computed again, so that no tensor whose size depends on the routing is kept.
+The backward reads the inputs only: hidden values v up[e] + up_bias[e] are computed again. `experts_with_hidden` returns them too, and its
+backward reads them (`graph.hidden_values` puts these in place of the others): [T k / E, E, F], whatever the routing is. A row of F numbers
+belongs to a pair of a token and an expert, sorted by expert; a rank has the first of its pairs, as many as a balanced routing gives it.
 
 `experts_as_one_op` makes the nodes of an fx graph that sort tokens by expert, multiply them in groups and add them up again (`grouped_mm`
 of transformers is written so) this operator.
@@ -36,11 +38,22 @@ def _fake_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *rest:
     return tuple(t.new_empty(t.shape) for t in (x, weights, *rest[:-1]))
 
 
+def _fake_with_hidden(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fake(x, ids, weights), x.new_empty(ids.numel() // up.shape[0], up.shape[0], up.shape[2])
+
+
+def _fake_backward_of_hidden(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _fake_backward(grad, x, ids, weights, *rest[:-1])
+
+
 def _defined(name: str, biases: Sequence[str] = ()) -> OpOverload:
-    """Experts with these biases, and the backward of it."""
+    """Experts with these biases, and the backward of it; and both of those that keep hidden values."""
     read, gradients = OPERANDS + "".join(f", Tensor {b}" for b in biases), GRADIENTS + "".join(f", Tensor grad_{b}" for b in biases)
     experts = define(name, f"({read}, str activation) -> Tensor", _fake)
     differentiate(experts, define(f"{name}_backward", f"(Tensor grad, {read}, str activation) -> ({gradients})", _fake_backward))
+    define(f"{name}_with_hidden", f"({read}, str activation) -> (Tensor y, Tensor hidden)", _fake_with_hidden)
+    reading = f"(Tensor grad, {read}, Tensor hidden, str activation) -> ({gradients})"
+    define(f"{name}_with_hidden_backward", reading, _fake_backward_of_hidden)
     return experts
 
 

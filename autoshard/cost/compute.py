@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,7 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
     if name in FLOPS:
         return FLOPS[name](i, o)
     if name in SEVERAL:
-        kernels = SEVERAL[name](_with_rows(inputs, name) if name in EXPERTS else inputs, backward="backward" in name)
+        kernels = SEVERAL[name](_with_rows(inputs, name) if name in EXPERTS + KEEPING else inputs, backward="backward" in name)
         return sum(op_flops(kernel, ins, outs) for kernel, ins, outs in kernels)
     return most(0, *(math.prod(shape) for shape in [*i, *o] if shape is not None))
 
@@ -248,9 +248,11 @@ HELD_SCORES: dict[str, tuple[int, Callable[[list[Shape], list], Shape]]] = {
 }
 
 EXPERTS = ("experts", "biased_experts", "experts_backward", "biased_experts_backward")
+KEEPING = tuple(name.replace("experts", "experts_with_hidden") for name in EXPERTS)
 # Operators whose local program is several kernels, one after the other.
 SEVERAL: dict[str, Callable[..., list[Kernel]]] = {
     **dict.fromkeys(EXPERTS, expert_kernels),
+    **dict.fromkeys(KEEPING, partial(expert_kernels, keeps=True)),
     **dict.fromkeys(("chunked_loss", "chunked_loss_backward"), loss_kernels),
 }
 

@@ -5,6 +5,7 @@ Experts (the operator of capture/experts.py): rows r, hidden F, after the activa
     forward     take x      grouped matmul -> [r, F]     activation      grouped matmul -> [r, H]     put back, weigh, add up
     backward    take x, g   grouped matmul -> [r, F]     activation      and of g, transposed -> [r, N]
                 weigh       gradient of the activation   grouped matmuls -> [r, H], and of both parameters    put back, add up
+                the first of its matmuls is for the rows whose hidden values are not kept: all, or those beyond a balanced routing
 
 A cross entropy in chunks of tokens (`graph.chunked_loss`): z has all tokens here, a chunk has as many as plans give it, `graph.ROWS`
 
@@ -25,8 +26,8 @@ Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 Kernel = tuple[str, tuple[Described, ...], tuple[Described, ...]]  # name, inputs, outputs
 
 
-def expert_kernels(inputs: Sequence[Described], *, backward: bool) -> list[Kernel]:
-    """inputs: those of the operator on a device, with the shape of ids [r, 1]."""
+def expert_kernels(inputs: Sequence[Described], *, backward: bool, keeps: bool = False) -> list[Kernel]:
+    """inputs: those of the operator on a device, with the shape of ids [r, 1]. keeps: hidden values, the last input of the backward."""
     (x_shape, dtype), (ids, _), (_, wide), (up, _), (down, _) = inputs[1:6] if backward else inputs[:5]
     t, r, ends = x_shape, ids[0], ((up[0],), "int32")
     H, F, N = x_shape[1], up[2], down[1]
@@ -39,16 +40,18 @@ def expert_kernels(inputs: Sequence[Described], *, backward: bool) -> list[Kerne
 
     e = min(up[0], r)  # experts without a row are not read
     up_by_rows, down_by_rows = ((e, H, F), dtype), ((e, N, H), dtype)
-    to_hidden: Kernel = ("_grouped_mm", (rows(H), up_by_rows, ends), (rows(F),))
+    again = max(r - math.prod(inputs[-1][0]) // F, 0) if keeps and backward else r  # rows whose hidden values are computed here
+    hidden_of: tuple[Described, ...] = (((again, H), dtype), ((min(up[0], again), H, F), dtype), ends)
+    to_hidden: list[Kernel] = [("_grouped_mm", hidden_of, (((again, F), dtype),))] if again else []
     activation = [elementwise([rows(F - N or N)], rows(N)), elementwise([rows(N), rows(N)], rows(N))]
     take, put = elementwise([rows(H)], rows(H)), elementwise([rows(H)], rows(H))
     if not backward:
         to_out: Kernel = ("_grouped_mm", (rows(N), down_by_rows, ends), (rows(H),))
-        return [take, to_hidden, *activation, to_out, put, elementwise([rows(H)], rows(H, wide)), elementwise([rows(H, wide)], (t, wide))]
+        return [take, *to_hidden, *activation, to_out, put, elementwise([rows(H)], rows(H, wide)), elementwise([rows(H, wide)], (t, wide))]
     return [
         take,
         take,
-        to_hidden,
+        *to_hidden,
         *activation,
         ("_grouped_mm", (rows(H), ((up[0], H, N), dtype), ends), (rows(N),)),
         elementwise([rows(N), rows(N)], rows(1)),

@@ -37,6 +37,7 @@ from autoshard.graph import (
     Value,
     early_casts,
     pending,
+    private_values,
 )
 from autoshard.layout import Layout, all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
@@ -75,6 +76,7 @@ class _Builder:
         self.tables, self.more_hubs, self.choices = tables, more_hubs, OpChoices(graph, candidates, tables)
         self.trained = self._trained()
         self.pending, casts = pending(graph), early_casts(graph)
+        self.private = private_values(graph)
         self.cast = {value for value, users in graph.users.items() if all(i in casts for i, _ in users)}  # and gathered after that
         self.names: list[str] = []
         self.node_costs: list[np.ndarray] = []
@@ -187,8 +189,8 @@ class _Builder:
     def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
         move, times = self.tables.move(tensor, source_layouts, target_layouts), self._times(a, b)
-        on_host = b < len(self.graph.ops) and self.graph.ops[b].kind == RELOADED
-        seconds = move.seconds_on_host if on_host else move.seconds_of(times, pending=value in self.pending, silent=value in self.cast)
+        stays = value in self.private or (b < len(self.graph.ops) and self.graph.ops[b].kind == RELOADED)
+        seconds = move.seconds_of_none if stays else move.seconds_of(times, pending=value in self.pending, silent=value in self.cast)
         self.edges.append(Edge(a, b, seconds))
         self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value, times))
         return len(self.edges) - 1, move

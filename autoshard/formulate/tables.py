@@ -104,8 +104,8 @@ class MoveTables:
         return np.asarray(by_axis > 0)[cells].any(axis=-1)
 
     @cached_property
-    def seconds_on_host(self) -> np.ndarray:
-        """Zero where the layouts are equal: nothing moves between the ranks of a tensor that is in the hosts' memory."""
+    def seconds_of_none(self) -> np.ndarray:
+        """Zero where the layouts are equal: nothing moves between the ranks of a tensor in the hosts' memory, or of a private one."""
         return np.where(self._differ, np.inf, 0.0)
 
     @cached_property

@@ -15,6 +15,10 @@ from autoshard.graph.chunked_loss import ROWS as ROWS
 from autoshard.graph.chunked_loss import chunked_loss as chunked_loss
 from autoshard.graph.chunked_loss import losses_of as losses_of
 from autoshard.graph.evaluation import is_without_dropout as is_without_dropout
+from autoshard.graph.hidden_values import KEEPING as KEEPING
+from autoshard.graph.hidden_values import READING as READING
+from autoshard.graph.hidden_values import private_values as private_values
+from autoshard.graph.hidden_values import with_hidden_values as with_hidden_values
 from autoshard.graph.order import ATTENTION as ATTENTION
 from autoshard.graph.order import Runs as Runs
 from autoshard.graph.order import SequenceOrder as SequenceOrder

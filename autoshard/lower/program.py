@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from autoshard.graph import Graph, Op, Tensor, Value
+from autoshard.graph import Graph, Op, Tensor, Value, private_values
 from autoshard.layout import Layout, is_even, local_shape, parse, rank_shape, text, why_illegal
 from autoshard.lower.collectives import check_step
 from autoshard.lower.kernels.table import Kernel, kernel_for
@@ -160,6 +160,7 @@ class _Lowering:
             if result.value is not None:
                 key = f"{result.kind}:{result.name}"
                 self.wanted.setdefault(result.value, []).append((key, results.get(key)))
+        self.private = private_values(graph)
         self.records: list[Record] = []
         self.at: dict[Value, Slot] = {}
 
@@ -203,6 +204,9 @@ class _Lowering:
         if source.layout == layout:
             return source
         tensor = self.graph.tensor(source.value)
+        if source.value in self.private:
+            layouts = f"from {text(source.layout)} to {text(layout)}"
+            raise ValueError(f"{name} reads {source.name} {layouts}, but only the ranks that computed it know its rows; give it one layout")
         target = self._slot(name, source.value, tensor, layout)
         self.records.append(redistribution(source, target, tensor, self.routes))
         return target

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.graph import Graph, Op, Value
+from autoshard.graph import Graph, Op, Value, private_values
 from autoshard.layout import Layout, P, R, S, is_legal, rank_bounds, rank_shape, text
 from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
 from autoshard.lower.issue_order import out_of_step
@@ -213,6 +213,7 @@ class _Comparison:
         self.simulated = SimulatedRanks(self.mesh, device)
         self.unsharded = _Unsharded(graph, values, None, seed, device)
         self.perturbed = _Unsharded(graph, values, (self.eps, seed), seed, device)
+        self.private = private_values(graph)  # only what reads them can be compared
         self.read = {*graph.users, *(result.value for result in graph.results)}
         self.roundings: list[dict[str, Tensor]] | None = None  # the results of programs with other roundings, once they are needed
         self.is_random = any(draws(op.target) for op in graph.ops if not op.is_placeholder)
@@ -281,7 +282,7 @@ class _Comparison:
             return
         if _is_per_shard(record):
             tensors = local_tensors(self.unsharded.held[slot.value], slot.layout, self.mesh)
-        skipped = self.graph.ops[record.op].target in UNINITIALISED or slot.value not in self.read
+        skipped = self.graph.ops[record.op].target in UNINITIALISED or slot.value not in self.read - self.private
         error = 0.0 if skipped else self._error(tensors, slot, self.unsharded.held[slot.value], self.op_tolerance)
         if error > self.op_tolerance:
             if self._is_decided_by_rounding(record, slot, tensors):
@@ -296,6 +297,9 @@ class _Comparison:
         inputs = []
         for source in record.inputs:
             held, right = self.simulated.held[source.name], self.unsharded.held[source.value]
+            if source.value in self.private:
+                inputs.append(right)
+                continue
             if draws(record.target) or self._error(held, source, right, self.op_tolerance) > self.op_tolerance:
                 return False
             inputs.append(joined(held, source.layout, self.mesh).to(right.dtype))

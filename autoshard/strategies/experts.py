@@ -9,6 +9,8 @@ Rows of experts as one operator (capture/experts.py); tokens are x, ids and weig
     tokens S(0), experts S(0)           expert parallelism: all_to_all to the experts and back
     tokens replicated, experts S(0)     expert parallelism without all_to_all: y is P
 
+Hidden values that are kept (graph/hidden_values.py) are S(0), S(1) and S(2) in these; a rank keeps those of t k / n_o pairs.
+
 Batched experts (x[e, c, k] @ w[e, k, n], a bmm) need no row here: the batch dim of the bmm is the experts, and tokens go from
 shards of the batch to shards of the experts by all-to-all. Local programs with sharded experts are in `lower.kernels.experts`
 and `lower.kernels.expert_parallel`.
@@ -30,7 +32,7 @@ On the busiest rank both are `Mesh.expert_imbalance` times that. Each axis that 
 import math
 from dataclasses import dataclass
 
-from autoshard.graph import Op
+from autoshard.graph import KEEPING, READING, Op
 from autoshard.layout import Layout, P, R, S, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.rows import EVEN_ONLY, Inputs, Row, argument, row, rule
@@ -65,28 +67,27 @@ def grouped_mm_backward(op: Op, inputs: Inputs) -> list[Row]:
     ]
 
 
-EXPERTS = ("autoshard.experts.default", "autoshard.biased_experts.default")
-EXPERTS_BACKWARD = ("autoshard.experts_backward.default", "autoshard.biased_experts_backward.default")
+EXPERTS, EXPERTS_BACKWARD = (*KEEPING, *KEEPING.values()), (*READING, *READING.values())
+# y and gradients of tokens, gradients of parameters, hidden values; tokens, parameters. Each has hidden values of its own layout, so that
+# forward and backward of one hidden tensor, which can't be redistributed, are sharded alike
+ROWS = ((S(0), P(), S(0), S(0), R), (S(0), S(0), S(1), S(0), S(0)), (P(), S(0), S(2), R, S(0)))
 EVEN_ONLY.update((*EXPERTS, *EXPERTS_BACKWARD))
 
 
 @rule(*EXPERTS)
 def experts(op: Op, inputs: Inputs) -> list[Row]:
-    """x, ids, weights, parameters -> y."""
+    """x, ids, weights, parameters -> y, hidden."""
     parameters = len(inputs) - 3
-    return [
-        Row((y,), (tokens,) * 3 + (of_experts,) * parameters)
-        for y, tokens, of_experts in ((S(0), S(0), R), (S(0), S(0), S(0)), (P(), R, S(0)))
-    ]
+    return [Row((y, hidden)[: len(op.outputs)], (tokens,) * 3 + (of,) * parameters) for y, _, hidden, tokens, of in ROWS]
 
 
 @rule(*EXPERTS_BACKWARD)
 def experts_backward(op: Op, inputs: Inputs) -> list[Row]:
-    """The gradient of y, x, ids, weights, parameters -> gradients of x, weights and parameters."""
-    parameters = len(inputs) - 4
+    """The gradient of y, x, ids, weights, parameters, hidden -> gradients of x, weights and parameters."""
+    parameters = len(op.outputs) - 2
     return [
-        Row((of_tokens,) * 2 + (of_parameters,) * parameters, (tokens,) * 4 + (of_experts,) * parameters)
-        for of_tokens, of_parameters, tokens, of_experts in ((S(0), P(), S(0), R), (S(0), S(0), S(0), S(0)), (P(), S(0), R, S(0)))
+        Row((of_tokens,) * 2 + (gradients,) * parameters, ((tokens,) * 4 + (of,) * parameters + (hidden,))[: len(inputs)])
+        for of_tokens, gradients, hidden, tokens, of in ROWS
     ]
 
 
@@ -150,6 +151,16 @@ def worked_shapes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mes
     return shapes
 
 
+def expert_passes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
+    """Bytes of copies: the busiest rank has more pairs than it keeps hidden values of, which are copied out of all, and back beside the
+    others."""
+    sent, own = _axes(op, layouts, mesh)
+    if op.target in KEEPING or op.target in READING or not (sent or own):
+        return 0
+    up = _operands(op, inputs)[3]
+    return 2 * _load(op, inputs, layouts, mesh).pairs * up.shape[2] * up.itemsize
+
+
 def expert_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[tuple[str, int, int]]:
     x, _, weights, *_ = _operands(op, inputs)
     width, load = x.shape[1] * x.itemsize, _load(op, inputs, layouts, mesh)
@@ -170,9 +181,10 @@ def expert_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh
     load = _load(op, inputs, layouts, mesh)
     H, F, N = x.shape[1], up.shape[2], down.shape[1]
     b, wide = x.itemsize, max(x.itemsize, weights.itemsize)
+    computes = op.target in KEEPING or op.target in READING or any(_axes(op, layouts, mesh))  # else hidden is an output, or an input
     rows = max(load.rows, default=load.tokens)
     if op.target in EXPERTS:
-        sending, multiplying = 3 * b * rows * H, b * load.pairs * max(H + F + 2 * N, 2 * H + N)
+        sending, multiplying = 3 * b * rows * H, b * load.pairs * max(H + F * computes + 2 * N, 2 * H + N)
     else:
-        sending, multiplying = 2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + 2 * F + 5 * N)
+        sending, multiplying = 2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + F + F * computes + 5 * N)
     return max(sending, multiplying, (load.pairs * H + rows * H) * wide + b * load.pairs * H)

@@ -12,7 +12,7 @@ from autoshard.graph import BACKWARD, FORWARD, Op, drawn_by, is_drawn_in_full, i
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.attention import ATTENTION, attention_bytes
-from autoshard.strategies.experts import expert_bytes, expert_collectives, is_experts
+from autoshard.strategies.experts import expert_bytes, expert_collectives, expert_passes, is_experts
 from autoshard.strategies.matmuls_and_losses import loss_bytes, loss_collectives
 from autoshard.strategies.rows import Inputs, argument
 
@@ -74,6 +74,8 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
 def internal_passes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
     """Bytes that the local program of `op` reads and writes besides those of the op's own kernel: that of a softmax over a sharded dim is
     several kernels, of which a compiled program joins all but one."""
+    if is_experts(op):
+        return expert_passes(op, inputs, layouts, mesh)
     if op.alias is not None and _puts_by_position(op, inputs, layouts):  # it can't write in place
         return 2 * math.prod(local_shape(inputs[0].shape, layouts[0], mesh)) * inputs[0].itemsize
     if op.target not in PASSES or not _over_dim(op, inputs, layouts, mesh, 1, WIDE_TENSORS[op.target][0] or 0):

@@ -186,17 +186,38 @@ def _hidden(rows: Tensor, ids: Tensor, ends: Tensor, own: Parameters) -> Tensor:
     return hidden if own.up_bias is None else hidden + own.up_bias[ids]
 
 
-def multiply(rows: Tensor, ids: Tensor, own: Parameters) -> Tensor:
-    """Rows [s, H], sorted by their local experts ids [s], through the MLPs of these."""
-    ends = own.ends(ids)
-    out = _grouped(activate(own.activation, _hidden(rows, ids, ends, own)), own.down, ends)
-    return out if own.down_bias is None else out + own.down_bias[ids]
+def _kept(hidden: Tensor, count: int) -> Tensor:
+    """The first rows of hidden values, so many whatever the routing is: 0 behind those of a rank with fewer, a copy where it has more."""
+    if hidden.shape[0] > count:
+        return hidden[:count].clone()
+    return F.pad(hidden, (0, 0, 0, count - hidden.shape[0])) if hidden.shape[0] < count else hidden
 
 
-def multiply_backward(grad: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, own: Parameters) -> tuple[Tensor, ...]:
-    """Gradients of rows [s, H], of weights [s], and of the parameters, from those of the weighted outputs, [s, H]."""
+def _completed(kept: Tensor, rows: Tensor, ids: Tensor, own: Parameters) -> Tensor:
+    """The hidden values of all rows; those of rows beyond the kept ones are computed again."""
+    count, rest = kept.shape[0], ids[kept.shape[0] :]
+    if rows.shape[0] <= count:
+        return kept[: rows.shape[0]]
+    return torch.cat([kept, _hidden(rows[count:], rest, own.ends(rest), own)])
+
+
+def multiply(rows: Tensor, ids: Tensor, own: Parameters, kept: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """Rows [s, H], sorted by their local experts ids [s], through the MLPs of these; and the hidden values of the first `kept` rows."""
     ends = own.ends(ids)
     hidden = _hidden(rows, ids, ends, own)
+    active, hidden = activate(own.activation, hidden), None if kept is None else _kept(hidden, kept)  # type: ignore[assignment]
+    out = _grouped(active, own.down, ends)
+    del active
+    return out if own.down_bias is None else out + own.down_bias[ids], hidden
+
+
+def multiply_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, own: Parameters, kept: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Gradients of rows [s, H], of weights [s], and of the parameters, from those of the weighted outputs, [s, H], and the hidden values
+    that are kept."""
+    ends = own.ends(ids)
+    hidden = _hidden(rows, ids, ends, own) if kept is None else _completed(kept, rows, ids, own)
     active = activate(own.activation, hidden)
     through = _grouped(grad, own.down.transpose(1, 2), ends)
     grad_weights = (through * active).sum(1, dtype=weights.dtype)
