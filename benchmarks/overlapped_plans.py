@@ -21,6 +21,7 @@ from pathlib import Path
 
 import autoshard
 from autoshard.cli.model import load_model
+from autoshard.graph import with_hidden_values
 from autoshard.planning.describe import choice_of
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch
@@ -134,6 +135,8 @@ def tries(formulated, problem, ours: tuple[int, ...], seed: int) -> Iterator[flo
 def searched(solution: autoshard.Solution, given: tuple, seed: int = 0) -> dict:
     module, inputs, mesh, asked = given
     question = with_recomputed_blocks(ask(module, inputs, mesh, Options(**asked), Stopwatch(None)))
+    if parts := solution.hidden_values:
+        question = question.map(lambda graph: with_hidden_values(graph, parts))
     instance = instance_of(question)
     found = list(tries(instance.formulated, instance.problem, choice_of(instance.formulated, solution), seed))
     shortest = min(found)

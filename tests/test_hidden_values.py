@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from autoshard import api
 from autoshard.baselines import baseline
 from autoshard.baselines.schemes import RULES
 from autoshard.capture import capture, capture_deep
@@ -19,12 +20,17 @@ from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import expert_parallel, experts
 from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
+from autoshard.planning import Infeasible
+from autoshard.planning import hidden_values as kind
 from autoshard.planning.baselining import masks_of
 from autoshard.precision import Precision
+from autoshard.solution import load, replay
 from autoshard.strategies import candidates, internal_bytes, internal_passes, is_experts
 from tests.helpers_lower import mesh_of, values_of
-from tests.helpers_models import scheme_plan
-from tests.test_experts import ACTIVATION, HF, ROUTINGS, TARGETS, captured, mixtral, simulated
+from tests.helpers_models import right_plan, scheme_plan
+from tests.helpers_ranks import results
+from tests.helpers_refusals import assert_refused
+from tests.test_experts import ACTIVATION, HF, ROUTINGS, TARGETS, _train, captured, mixtral, real_model, simulated, train
 
 
 @cache
@@ -121,6 +127,34 @@ def test_one_device_passes_hidden_values_through():
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
+def test_every_row_is_verified_and_no_route_changes_the_layout():
+    module, inputs, _ = captured()
+    plan = right_plan(module, inputs, mesh_of(2, 2), random=4, training=True)
+    assert plan.hidden_values == 4
+    graph = replay(plan, captured()[2]).checked()
+    f = formulate(graph, candidates(graph, plan.mesh), plan.mesh)
+    (table,) = (e.table for e, link in zip(f.problem.edges, f.tensor_edges, strict=True) if link.value in private_values(graph))
+    ends = [link for link in f.tensor_edges if link.value in private_values(graph)][0]
+    same = np.array([[a == b for b in ends.target_layouts] for a in ends.source_layouts])
+    assert np.array_equal(np.isfinite(table), same) and not table[same].any()
+    placed = plan.layouts["experts_backward"]
+    moved = {**plan.layouts, "experts_backward": replace(placed, inputs=(*placed.inputs[:-1], "S(0),S(2)"))}
+    assert_refused("only the ranks that computed it know its rows", lower, graph, moved, plan.results, plan.mesh)
+
+
+@pytest.mark.parametrize("wrong", ["shifted", "of no surplus"])
+def test_wrong_rows_are_found(wrong, monkeypatch):
+    """Rows shifted by one; and those of a rank with more pairs than it keeps taken for others."""
+    module, inputs, _ = captured()
+    plan = scheme_plan(keeping(), mesh_of(2, 2), "expert_parallel", training=True)
+    plan = replace(plan, assumptions={**plan.assumptions, "hidden_values": 4})
+    assert api.verify(module, inputs, plan)["ok"]
+    right = experts._kept
+    monkeypatch.setattr(experts, "_kept", lambda *of: right(*of).roll(1, 0) if wrong == "shifted" else right(of[0][1:], of[1]))
+    report = api.verify(module, inputs, plan)
+    assert not report["ok"] and {m["op"] for m in report["plans"][0]["placement_mismatches"]} == {"experts_backward"}
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_usual_plans_shard_experts_as_they_did(name):
     for shape in ((4,), (2, 2)):
@@ -171,3 +205,75 @@ def test_the_backward_lacks_a_matmul_but_for_rows_beyond_a_balanced_routing():
     assert internal_passes(kept.ops[i], kept.input_tensors(i), tuple(alone), mesh) == 0
     less = [internal_bytes(g.ops[i], g.input_tensors(i), tuple(alone)[: len(g.ops[i].inputs)], mesh) for g in (plain, kept)]
     assert less[0] - less[1] == 32 * 256 * 4
+
+
+# -- which of them is planned ------------------------------------------------------------------------------------------------------
+
+
+def planned(**options):
+    module, inputs, _ = captured()
+    return api.plan(module, inputs, mesh_of(2), training=True, objective="serial", baselines=False, **options)
+
+
+def tried_notes(monkeypatch):
+    notes, variants = [], kind.hidden_values
+
+    def noting(question, tried):
+        for variant in variants(question, tried):
+            notes.append(variant.note.rpartition(" ")[2])
+            yield variant
+
+    search = __import__("sys").modules["autoshard.planning.search"]
+    monkeypatch.setattr(search, "KINDS", tuple(noting if one is variants else one for one in search.KINDS))
+    monkeypatch.setattr(search.search, "__defaults__", (search.KINDS,))
+    return notes
+
+
+def test_they_are_kept_where_memory_allows_and_both_ways_are_planned_where_it_binds(monkeypatch):
+    notes = tried_notes(monkeypatch)
+    free = planned()
+    assert notes == ["kept"] and free.hidden_values == 2
+    assert planned(memory_limit=2 * free.peak_bytes).hidden_values == 2 and notes == ["kept"] * 2
+    tight = planned(memory_limit=1.05 * free.peak_bytes)
+    assert notes[2:] == ["kept", "again"] and tight.hidden_values == 2 and tight.cost == free.cost  # kept is the faster one
+    assert planned(recompute="all").hidden_values == 0 and notes[4:] == ["again"]
+    with pytest.raises(Infeasible) as refused:
+        planned(memory_limit=1e5)
+    assert "hidden" not in str(refused.value) and notes[5:] == ["kept", "again"]
+
+
+def test_where_they_do_not_fit_they_are_computed_again():
+    """On one device, where no other layouts need less memory."""
+    (module, inputs), options = mixtral(batch=32, seq=32, layers=3), {"training": True, "objective": "serial", "baselines": False}
+    kept = api.plan(module, inputs, mesh_of(1), **options)
+    less = api.plan(module, inputs, mesh_of(1), memory_limit=0.95 * kept.peak_bytes, **options)
+    assert (kept.hidden_values, less.hidden_values, less.recompute) == (1, 0, 0) and less.cost > kept.cost
+
+
+def test_a_saved_plan_is_read_verified_and_checked(tmp_path):
+    module, inputs, _ = captured()
+    plan = planned(microbatches=2)
+    plan.save(tmp_path / "plan.json")
+    again = load(tmp_path / "plan.json")
+    assert again.hidden_values == 2 and api.verify(module, inputs, again)["ok"] and api.check(module, inputs, again).ok
+    old = replace(again, assumptions={key: value for key, value in again.assumptions.items() if key != "hidden_values"})
+    assert_refused("experts: has 5 inputs and 1 outputs, planned were 5 and 2", replay(old, captured()[2]).checked)
+
+
+# -- gloo ranks --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "scheme", "one_expert"), [
+    ((2,), "zero3", False), ((4,), "expert_parallel", False), ((2, 2), "expert_parallel", True), ((4,), "megatron_experts", True),
+])  # fmt: skip
+def test_training_on_gloo_ranks_is_that_of_one_process(shape, scheme, one_expert):
+    module, inputs = mixtral(batch=8, seq=8)
+    module, n = real_model(module, one_expert=one_expert), int(np.prod(shape))
+    graph = with_hidden_values(capture_deep(module, inputs, training=True)[0], n)
+    solution = scheme_plan(graph, mesh_of(*shape), scheme, training=True)
+    solution = replace(solution, assumptions={**solution.assumptions, "hidden_values": n})
+    ranks_losses = results(n, _train, module, solution, 4, (8, 8))
+    expected = train(module, 4, 8, 8)
+    for losses, _ in ranks_losses:
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -68,6 +68,12 @@ def test_variants_of_a_kind_are_tried_under_each_of_those_before(outcomes):
     assert tried_by(two, three) == "b z" and not outcomes
 
 
+@pytest.mark.parametrize(("second", "best"), [(2.0, "x"), (0.5, "y"), (Infeasible(""), "x")])
+def test_a_variant_that_competes_is_the_answer_where_it_is_the_fastest(outcomes, second, best):
+    outcomes |= {"x": 1.0, "y": second}
+    assert tried_by(lambda question, tried: iter((noting("x"), noting("y", competes=True)))) == best and not outcomes
+
+
 def test_where_the_last_variant_has_no_plan_the_cheapest_of_the_others_is_the_answer(outcomes):
     outcomes |= {"x": 2.0, "y": 1.0, "z": NoAnswer("no time")}
     assert tried_by(three) == "y" and not outcomes

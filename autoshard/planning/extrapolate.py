@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture import capture, containers, in_turn, shrunk
-from autoshard.graph import chunked_loss, in_order
+from autoshard.graph import chunked_loss, in_order, with_hidden_values
 from autoshard.planning.describe import choice_of, described
 from autoshard.planning.few_layers import completed, op_choices
 from autoshard.planning.instance import Instance, extended_from, formulate_for
@@ -56,6 +56,9 @@ def extrapolate(solution: Solution, model: nn.Module, example_inputs: Any, *, pr
         if rows := solution.chunked_loss:
             few_layers = chunked_loss(few_layers, rows)
             question = question.map(lambda graph: chunked_loss(graph, rows), chunked_loss=rows)
+        if parts := solution.hidden_values:
+            few_layers = with_hidden_values(few_layers, parts)
+            question = question.map(lambda graph: with_hidden_values(graph, parts), hidden_values=parts)
         question, few_layers = question.stepped(), stepped(few_layers, chosen)
         if reasons := differences(solution, few_layers, mesh):
             layers = ", ".join(f"{n} of {name}" for name, n in depths.items())

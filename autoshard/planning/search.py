@@ -13,6 +13,7 @@ from autoshard.planning.baselining import solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.chunking import chunks
 from autoshard.planning.describe import described
+from autoshard.planning.hidden_values import hidden_values
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
@@ -26,7 +27,7 @@ from autoshard.planning.variants import Answered, Kind, Tried
 from autoshard.planning.warm_starts import start_from
 from autoshard.solvers import TIME_LIMIT
 
-KINDS: tuple[Kind, ...] = (orders, chunks, recomputations)  # the variants of a kind are tried under each of those before it
+KINDS: tuple[Kind, ...] = (orders, chunks, hidden_values, recomputations)  # the variants of a kind are tried under each of those before it
 ROOM = 0.75  # of the memory limit, for the saved values where the first ones leave no room
 SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where the shortest time line is wanted
 
@@ -34,8 +35,8 @@ SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where th
 def search(question: Question, kinds: Sequence[Kind] = KINDS) -> Answered:
     """The answer to the question in the best variant of every kind; its bound is that of this variant.
 
-    Of a kind the last variant that it yields is the answer; where that one has no plan, or Ctrl-C ends the search, the cheapest of those
-    before. `Infeasible` where none of them has a plan, KeyboardInterrupt where none is known yet.
+    Of a kind the last variant that it yields is the answer; where that one competes with those before, has no plan, or Ctrl-C ends the
+    search, the cheapest of all. `Infeasible` where none of them has a plan, KeyboardInterrupt where none is known yet.
     """
     if not kinds:
         return answered(question)
@@ -62,7 +63,7 @@ def trials(question: Question, kinds: Sequence[Kind], tried: list[Tried]) -> Ite
 
 def _best(tried: Sequence[Tried]) -> Answered:
     last, known = tried[-1], [one.answered for one in tried if one.answered is not None]
-    if last.answered is not None and not last.is_interrupted:
+    if last.answered is not None and not last.is_interrupted and not last.variant.competes:
         return last.answered
     if known:
         return min(known, key=lambda one: one.seconds)

@@ -5,7 +5,7 @@ A kind of variant is one function in a file of its own, and a row of `KINDS` in 
     def kind(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]
 
 It yields the variants one after the other, in the order in which they are tried. After each, `tried` ends with what became of it, so
-that the next may depend on it. The last variant that it yields is meant to be the answer.
+that the next may depend on it. The last variant that it yields is meant to be the answer, or where it competes the fastest.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Variant:
     transform: Callable[[Question], Question] = lambda question: question
     share: float = 1.0  # of the time that is left
     is_last_resort: bool = False
+    competes: bool = False  # with those before it: the fastest is the answer
 
 
 @dataclass(frozen=True, eq=False)

@@ -195,6 +195,11 @@ class Solution(ModelPlan):
         return int(self.assumptions.get("chunked_loss") or 0)
 
     @property
+    def hidden_values(self) -> int:
+        """Into how many equal parts the hidden values of experts, kept between forward and backward, can be divided; 0: none are kept."""
+        return int(self.assumptions.get("hidden_values") or 0)
+
+    @property
     def dynamic_shapes(self) -> DynamicShapes | None:
         """The ranges of sizes that the plan is for; None where it is for one shape. ValueError where a file has something else there."""
         noted = self.assumptions.get("dynamic_shapes")

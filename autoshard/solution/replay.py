@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, chunked_loss, in_order, selective, with_microbatches
+from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, chunked_loss, in_order, selective, with_hidden_values, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.solution.compare import misfits
 from autoshard.solution.record import Placed, Solution
@@ -44,11 +44,13 @@ class Replay:
 
 
 def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay:
-    """A plan on the captured graph of a model, with its sequence in the plan's order, its losses in chunks, the blocks and values
-    recomputed that the plan recomputes, and the copies and sums of its microbatches where it has several."""
+    """A plan on the captured graph of a model, with its sequence in the plan's order, its losses in chunks, the hidden values of experts
+    kept, the blocks and values recomputed that the plan recomputes, and the copies and sums of its microbatches where it has several."""
     graph = in_order(_with_planned_views(graph, solution), solution.sequence_order)
     if solution.chunked_loss:
         graph = chunked_loss(graph, solution.chunked_loss)
+    if solution.hidden_values:
+        graph = with_hidden_values(graph, solution.hidden_values)
     graph = selective(checkpointed(graph, solution.recompute), solution.chosen)
     if solution.microbatches == 1:
         return Replay(solution, graph, mesh)

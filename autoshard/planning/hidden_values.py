@@ -1,0 +1,37 @@
+"""The hidden values of experts in a training step: kept between forward and backward, or computed again.
+
+Kept they save the first matmul of the backward and need memory. So plans keep them; where no such plan fits, or where its peak shows that
+the memory limit binds, plans that compute them again are looked for too, and the faster plan is the answer. With recomputation they are not
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from autoshard.graph import with_hidden_values
+from autoshard.planning.question import Question
+from autoshard.planning.variants import Tried, Variant
+
+FULL = 0.9  # of the memory limit, from which on more room may make a faster plan
+
+
+def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
+    """Kept, and where memory is short computed again; only as the graph has them where it has none to keep, or something is recomputed."""
+    limit, again = question.options.memory_limit, Variant("hidden values of experts computed again", competes=True)
+    parts = question.mesh.num_devices
+    if question.options.recompute == 0 and with_hidden_values(question.graph, parts) is not question.graph:
+        explains = question.explains and limit is None
+        yield Variant(
+            "hidden values of experts kept",
+            lambda part: replace(part, explains=explains).map(partial(with_hidden_values, parts=parts), hidden_values=parts),
+        )
+        if not (tried[-1].has_no_plan or _is_full(tried[-1], limit)) or question.is_over:
+            return
+    yield again
+
+
+def _is_full(one: Tried, limit: float | None) -> bool:
+    return limit is not None and one.answered is not None and (one.answered.plan.peak or 0.0) > FULL * limit
