@@ -37,11 +37,14 @@ FORMS = {  # by the name here: one form for each range of versions
     "pytree": [Form("torch.utils._pytree")],  # torch.utils.pytree is in none of these versions
     # operators and the dispatcher
     "DispatchKey": [Form("torch._C:DispatchKey")],
+    "ForceDispatchKeyGuard": [Form("torch._C:_ForceDispatchKeyGuard")],
     "HigherOrderOperator": [Form("torch._ops:HigherOrderOperator")],
     "OpOverload": [Form("torch._ops:OpOverload")],
     "c10d_functional": [Form("torch:ops._c10d_functional")],  # the operators that dynamo traces collectives to
     "enter_autocast": [Form("torch.amp.autocast_mode:_enter_autocast")],
     "has_computed_kernel": [Form("torch._C:_dispatch_has_computed_kernel_for_dispatch_key")],
+    "local_exclude_set": [Form("torch._C:_dispatch_tls_local_exclude_set")],
+    "local_include_set": [Form("torch._C:_dispatch_tls_local_include_set")],
     "TransformGetItemToIndex": [Form("torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex")],
     "over_places": [Form("torch.nn.attention.flex_attention:_vmap_for_bhqkv")],
     "parse_to": [Form("torch._C._nn:_parse_to")],

@@ -240,7 +240,7 @@ def train(model, steps, batch, seq):
     return losses_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches(steps, batch, seq))
 
 
-def _train(rank, model, solution, steps, sizes):
+def _train(rank, model, solution, steps, sizes, compiled=False):
     sent = []
     answer = Groups.answer
 
@@ -256,6 +256,8 @@ def _train(rank, model, solution, steps, sizes):
     Groups.answer = counting
     device_mesh = init_device_mesh("cpu", solution.mesh.shape, mesh_dim_names=solution.mesh.axis_names)
     sharded = api.parallelize(model, solution, device_mesh)
+    if compiled:
+        sharded.compile()
     return train(sharded, steps, *sizes), sum(sent) / steps
 
 

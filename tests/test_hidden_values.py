@@ -264,16 +264,17 @@ def test_a_saved_plan_is_read_verified_and_checked(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "scheme", "one_expert"), [
-    ((2,), "zero3", False), ((4,), "expert_parallel", False), ((2, 2), "expert_parallel", True), ((4,), "megatron_experts", True),
+@pytest.mark.parametrize(("shape", "scheme", "one_expert", "compiled"), [
+    ((2,), "zero3", False, True), ((4,), "expert_parallel", False, False), ((2,), "expert_parallel", True, True),
+    ((2, 2), "expert_parallel", True, False), ((4,), "megatron_experts", True, False),
 ])  # fmt: skip
-def test_training_on_gloo_ranks_is_that_of_one_process(shape, scheme, one_expert):
+def test_training_on_gloo_ranks_is_that_of_one_process(shape, scheme, one_expert, compiled):
     module, inputs = mixtral(batch=8, seq=8)
     module, n = real_model(module, one_expert=one_expert), int(np.prod(shape))
     graph = with_hidden_values(capture_deep(module, inputs, training=True)[0], n)
     solution = scheme_plan(graph, mesh_of(*shape), scheme, training=True)
     solution = replace(solution, assumptions={**solution.assumptions, "hidden_values": n})
-    ranks_losses = results(n, _train, module, solution, 4, (8, 8))
+    ranks_losses = results(n, _train, module, solution, 4, (8, 8), compiled)
     expected = train(module, 4, 8, 8)
     for losses, _ in ranks_losses:
         assert losses == pytest.approx(expected, rel=1e-5)
