@@ -41,6 +41,7 @@ def eager(module: nn.Module, inputs, training: bool) -> dict[str, torch.Tensor]:
     flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     found = {f"output:{k}": y.detach() for k, y in enumerate(flat)}
     if training:
+        flat = [y for y in flat if y.requires_grad]
         torch.autograd.backward(flat, [torch.ones_like(y) for y in flat])
         found |= {f"gradient:{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
     return found
@@ -124,6 +125,11 @@ def in_place(m, x):
     return y.sum()
 
 
+def returns(several):
+    """Results that share storage, each of which is differentiated."""
+    return lambda m, x: several(m, m.linear(x))
+
+
 def normed():
     return Model(lambda m, x: m.norm(m.linear(x)).square().sum(), linear=nn.Linear(8, 8), norm=nn.BatchNorm1d(8))
 
@@ -136,6 +142,9 @@ ODD = {
     "writes its input": (linear(writes_input), (X,), ("buffer:input_0",)),
     "batch norm": (normed, (X,), ("buffer:norm.running_mean", "buffer:norm.running_var", "buffer:norm.num_batches_tracked")),
     "in place": (linear(in_place), (X,), ()),
+    "returns a view beside": (linear(returns(lambda m, h: (h, h[:2], {"h": h.detach()}))), (X,), ()),
+    "returns views": (linear(returns(lambda m, h: (h[:, 0], h[:, 1], h.t()))), (X,), ()),
+    "returns parameters": (linear(returns(lambda m, h: (h, m.linear.weight, m.linear.weight.t()))), (X,), ()),
 }
 
 

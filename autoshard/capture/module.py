@@ -13,7 +13,7 @@ import inspect
 import io
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +64,7 @@ from autoshard.torch_private import (
     FakeTensorMode,
     HigherOrderOperator,
     aot_export_joint_with_descriptors,
+    descriptors,
     disable_current_modes,
     dynamo_config,
     dynamo_graph_capture_for_export,
@@ -396,7 +397,12 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
         mode.allow_non_fake_inputs = True  # constants, which torch 2.12 leaves in the graph
         moved = autocast_on_cpu(captured)
         experts_as_one_op(captured)
-        joint = aot_export_joint_with_descriptors(stack, captured, *listed((args, kwargs)))
+        args, kwargs = listed((args, kwargs))
+        joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
+        if without_tangent := _without_tangent(joint):
+            returning = captured.graph._codegen  # type: ignore[union-attr]
+            returning.process_outputs = _with_copies(returning.process_outputs, without_tangent)  # type: ignore[union-attr]
+            joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
     with_dense_factors(traced)
@@ -412,6 +418,23 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for (kind, _), leaf in results if kind == "output")
     returned = Returned(joint.out_spec, constants, templates[-1] if templates else None)
     return Captured(graph, traced, mapped, returned, {op.name: node for op, node in zip(graph.ops, nodes, strict=True)}, moved)
+
+
+def _without_tangent(joint: Any) -> set[int]:
+    """The outputs that require a gradient and have no tangent: AOTAutograd regenerates views of outputs and inputs outside of its graph."""
+    described = [node.meta["desc"] for node in joint.graph_module.graph.nodes if node.op == "placeholder"]
+    tangents = {getattr(desc.output, "idx", None) for desc in described if isinstance(desc, descriptors.TangentAOTInput)}
+    return {k for k, output in enumerate(joint._aot_state.fw_metadata.output_info) if output.requires_grad} - tangents
+
+
+def _with_copies(process_outputs: Callable, outputs: set[int]) -> Callable:
+    """A graph's return value from its outputs, with copies of some of its leaves, which have tangents."""
+
+    def processed(values: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(process_outputs(values))
+        return pytree.tree_unflatten([leaf.clone() if k in outputs else leaf for k, leaf in enumerate(leaves)], structure)
+
+    return processed
 
 
 def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Returned:
