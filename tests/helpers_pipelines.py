@@ -104,3 +104,26 @@ def dropping():
     torch.manual_seed(0)
     model, inputs = Drops(), (torch.randn(8, 8), torch.randn(8, 8))
     return model, inputs, autoshard.plan(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)
+
+
+class Shares(nn.Module):
+    """Layers behind one layer and one gain that all share; what it returns beside its loss is differentiable too."""
+
+    def __init__(self, layers=4, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.shared, self.gain = nn.Linear(width, width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x, target):
+        for layer in self.layers:
+            x = x + layer(self.shared(x).relu() * self.gain)
+        loss = nn.functional.mse_loss(x, target)
+        return {"loss": loss, "logits": x, "twice": loss * 2}
+
+
+@cache
+def sharing():
+    torch.manual_seed(0)
+    model, inputs = Shares(), (torch.randn(8, 8), torch.randn(8, 8))
+    cluster = autoshard.Cluster.of(2, device=SMALL)
+    return model, inputs, autoshard.plan(model, inputs, cluster, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)

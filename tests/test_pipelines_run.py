@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from helpers_pipelines import apart, as_pipeline, batch_of, dropping, in_one_process, model_of, planned, train, whole
+from helpers_pipelines import apart, as_pipeline, batch_of, dropping, in_one_process, model_of, planned, sharing, train, whole
 from helpers_ranks import results, run_ranks
 
 import autoshard
@@ -41,6 +41,22 @@ def test_two_stages_of_two_devices_train_as_one_process_does():
     found = _check("gpt2", plan, 2, 3)
     tied = [held["wte.weight"] for _, held, _ in found]
     assert len(plan.stages) == 2 and all(torch.equal(tied[0], x) for x in tied)  # both stages hold the table, and their copies stay equal
+
+
+def _gradients(rank):
+    model, inputs, plan = sharing()
+    sharded, _ = as_pipeline(model, inputs, plan)
+    return sharded.step(*inputs), {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
+
+
+def test_stages_share_layers_and_the_loss_alone_is_differentiated():
+    model, inputs, _ = sharing()
+    loss = model(*inputs)["loss"]
+    expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
+    held = results(2, _gradients)
+    assert {name for _, gradients in held for name in gradients} == set(expected)
+    for found, gradients in held:
+        torch.testing.assert_close((found, gradients), (loss.detach(), {name: expected[name] for name in gradients}))
 
 
 def _refused(rank, model, inputs, plan):

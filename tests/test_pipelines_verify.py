@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers_command import record_of, refusal, run
-from helpers_pipelines import CLUSTER, MODELS, SMALL, dropping, planned
+from helpers_pipelines import CLUSTER, MODELS, SMALL, dropping, planned, sharing
 
 import autoshard
 from autoshard.layout import R, S
@@ -27,6 +27,11 @@ def test_two_stages_compute_what_the_model_computes():
     found = autoshard.verify(model, inputs, plan)
     assert found["ok"] and found["ranks"] == 4 and found["max_relative_error_gradients"] <= 1e-5
     assert not autoshard.verify(model, inputs, plan, plant_fault=True)["ok"]
+
+
+def test_stages_share_layers_and_the_loss_alone_is_differentiated():
+    found = autoshard.verify(*sharing())
+    assert found["ok"] and 0 < found["max_relative_error_gradients"] <= 1e-5
 
 
 def test_a_file_of_a_pipeline_is_the_pipeline(tmp_path):

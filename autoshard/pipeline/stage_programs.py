@@ -193,8 +193,8 @@ class _Extraction:
         return [*results, *(replace(result, value=place[result.value]) for result in mine if result.value is not None)]
 
     def _readers_outside(self, value: Value) -> list[int]:
-        """Ops of other stages that read the value, also through views. Of a view, only adds of gradients, if its base can be sent."""
-        if self._is_view(value[0]) and not self.graph.ops[self.graph.ops[value[0]].inputs[0][0]].is_placeholder:
+        """Ops of other stages that read the value, also through views. Of a view, only adds of gradients: others compute it again."""
+        if self._is_view(value[0]):
             return [j for j, _ in self.graph.users.get(value, ()) if j in self.partial and j not in self.of_stage]
         users = self.graph.users
         views = reached([value], lambda v: ((j, 0) for j, _ in users.get(v, ()) if self._is_view(j)))

@@ -41,7 +41,7 @@ from autoshard.lower import (
     state_of_generator,
     state_of_module,
 )
-from autoshard.runtime.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
+from autoshard.runtime.stages import LOSS_TANGENT, LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.runtime.transfers import simulated
 from autoshard.solution import RECEIVED, SENT, PipelineToRun
 from autoshard.torch_private import TorchDispatchMode, pytree
@@ -223,7 +223,8 @@ class _StageRanks(SimulatedRanks):
 
 
 def _tangent(op: Any, plan: PipelineToRun) -> Tensor:
-    return torch.full(op.output.shape, 1.0 / plan.microbatches, dtype=getattr(torch, op.output.dtype))
+    weight = 1.0 / plan.microbatches if op.name == LOSS_TANGENT else 0.0
+    return torch.full(op.output.shape, weight, dtype=getattr(torch, op.output.dtype))
 
 
 def _reduced(stage: LoweredStage, sums: Values) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from autoshard.runtime.distribute import Where, local
 from autoshard.runtime.microbatches import OpenStep, StepMoves
 from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.runtime.stage_graphs import StageGraphs
-from autoshard.runtime.stages import LoweredStage
+from autoshard.runtime.stages import LOSS_TANGENT, LoweredStage
 from autoshard.runtime.transfers import Incoming, exchange, outgoing
 from autoshard.solution import RECEIVED, SENT
 from autoshard.torch_private import PipelineStageBase
@@ -153,7 +153,8 @@ class StageRun(PipelineStageBase):
             return received[name.removeprefix(RECEIVED)]
         assert self.inputs is not None
         slot = self.graphs.of.slots[name]
-        return torch.full(slot.shape, self.inputs.weights[k], dtype=getattr(torch, slot.dtype), device=self.device)
+        weight = self.inputs.weights[k] if name == LOSS_TANGENT else 0.0
+        return torch.full(slot.shape, weight, dtype=getattr(torch, slot.dtype), device=self.device)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the stage's last backward pass: its sums are reduced to the layouts of the parameters."""

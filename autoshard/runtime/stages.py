@@ -23,6 +23,8 @@ from autoshard.routes import Routes
 from autoshard.runtime.transfers import Held, StageTransfer, transfer
 from autoshard.solution import RECEIVED, SENT, PipelineToRun, Placed, StageToRun
 
+LOSS_TANGENT = "tangent_0"  # of what a model returns, a pipeline differentiates its loss alone
+
 
 @dataclass(frozen=True, eq=False)
 class LoweredStage:
