@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -166,6 +167,20 @@ WORKS = {
 }
 
 
+# a target ends at its first -1: none, all, one that is repeated behind the end
+MARGINS = torch.tensor([[1, 2, -1, 0, 0, 0, 0, 0], [3, -1, 3, 4, 0, 0, 0, 0], [-1] * 8, list(range(8))])
+WORKS |= {
+    "a loss of labels": lambda: (of_parts(lambda p, x: F.multilabel_margin_loss(p[0](x), MARGINS), nn.Linear(8, 8)), (torch.randn(4, 8),)),
+    "a loss of one row's labels": lambda: (
+        of_parts(lambda p, x, t: F.multilabel_margin_loss(p[0](x), t), nn.Linear(8, 8)),
+        (torch.randn(8), MARGINS[0]),
+    ),
+    "a loss of one label": lambda: (
+        of_parts(lambda p, x, t: F.cross_entropy(p[0](x), t), nn.Linear(8, 8)), (torch.randn(8), torch.tensor(2))
+    ),
+}
+
+
 def built(make, training):
     torch.manual_seed(0)
     model, inputs = make()
@@ -181,6 +196,16 @@ def test_it_is_captured_planned_and_verified(name, training):
     assert not [op.target for op in graph.ops if "as_strided" in op.target]
     right_plan(model, inputs, MESH, training=training)
     assert not torch._dynamo.config.allow_rnn  # set for the time of a capture only
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bidirectional": True}], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_drop_out_between_them(kind, options):
+    model, inputs = built(lambda: (last(kind(8, 8, 3, dropout=0.5, **options)), (torch.randn(4, 2, 8),)), True)
+    model.train()
+    targets = [op.target for op in capture(model, inputs, training=True).ops]
+    assert targets.count("aten.native_dropout.default") == 2  # of three layers
+    right_plan(model, inputs, MESH, training=True)  # the model draws the same numbers
 
 
 @BOTH
@@ -264,6 +289,20 @@ def keeps(m, x):
     return m.linear(x) + m.kept[0]
 
 
+def buffer8():
+    return nn.Buffer(torch.ones(8, 8).to(torch.float8_e4m3fn))
+
+
+def bag(kind):
+    return of_parts(lambda parts, i: parts[1](parts[0](i)).sum(), kind(16, 8, sparse=True), nn.Linear(8, 8)), (torch.ones(4, 2).long(),)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")], ids=str)
+def test_sparse_gradients_are_refused(kind):
+    assert_refused("the program has a sparse tensor .*give embeddings sparse=False", capture, *bag(kind), training=True)
+    assert capture(*bag(kind), training=False).ops
+
+
 def script():
     return torch.jit.script(nn.Linear(8, 8)), (torch.randn(4, 8),)
 
@@ -282,6 +321,10 @@ REFUSED = {
         "a tensor of torch.qint8 is quantized",
     ),
     "sparse": (lambda: (nn.Linear(8, 8), (torch.eye(8).to_sparse(),)), "a tensor of layout torch.sparse_coo is sparse"),
+    "float8": (
+        lambda: (Model(lambda m, x: m.linear(x) @ m.w.float(), linear=nn.Linear(8, 8), w=buffer8()), (torch.randn(4, 8),)),
+        r"a tensor of torch.float8_e4m3fn .*plan with tensor.to\(torch.bfloat16\)",
+    ),
     "no end": (linear(endless), "nested deeper than Python's recursion limit .*setrecursionlimit"),
     "torch.jit": (script, "is compiled by torch.jit"),
     "cond": (

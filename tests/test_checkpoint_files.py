@@ -306,6 +306,39 @@ def test_the_optimizers_state_is_loaded_where_an_optimizer_is_given(tmp_path, re
         assert back and set(moments) == {restored}
 
 
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+def goes_on(rank: int, folder: str) -> tuple[list, str]:
+    """The names of the parameters that have a state after loading; what is said of an optimizer that had none."""
+    plan = autoshard.plan(Spare(), (torch.ones(4, 8),), fast_mesh((2,)), training=True, baselines=False)
+    module, other = parallel(Spare(), plan), parallel(Spare(), plan)
+    optimizer, plain = torch.optim.AdamW(module.parameters()), torch.optim.SGD(module.parameters())
+    module(torch.ones(4, 8)).backward()
+    optimizer.step()
+    autoshard.save_checkpoint(folder, module, optimizer)
+    fresh = torch.optim.AdamW(other.parameters())
+    autoshard.load_checkpoint(folder, other, fresh)
+    names = [name for name, p in other.named_parameters() if fresh.state.get(p)]
+    autoshard.save_checkpoint(folder, module, plain)
+    try:
+        autoshard.load_checkpoint(folder, other, fresh)
+    except ValueError as error:
+        return names, str(error)
+    return names, ""
+
+
+def test_a_parameter_without_gradient_has_no_state_in_a_checkpoint_and_none_afterwards(tmp_path):
+    for names, said in results(2, goes_on, str(tmp_path / "saved")):
+        assert names == ["used.weight", "used.bias"] and "optimizer.state" in said
+
+
 def loads(rank: int, folders: list[str]) -> list[str]:
     """The sentence of each damaged checkpoint; nothing may be loaded."""
     module, optimizer = module_and_optimizer()

@@ -91,6 +91,16 @@ def test_independent_reductions_of_a_group_are_joined_and_give_the_same(pace):
     assert all(torch.equal(x, y) for x, y in zip(module(*given), expected))
 
 
+def test_a_reduction_that_nothing_reads_is_left_out(pace):
+    def evaluated(x, y):
+        reduced(y.sum(), pace.groups.names[0])  # of a loss whose weights are summed for its backward
+        return reduced(x * 2, pace.groups.names[0])
+
+    module = traced(evaluated, SMALL, SMALL)
+    (rows,) = scheduled([module], pace, 1e9)
+    assert len(rows) == len(starts(module)) == 1 and list(module.graph.nodes)[-1].op == "output"
+
+
 USES = {  # of a gathered tensor, and whether it is copied in another order of dims
     "as it is": (lambda x: x.sin(), False), "turned": (lambda x: x.permute(1, 0, 2).sin(), False),
     "turned twice": (lambda x: x.permute(1, 0, 2).transpose(0, 1).sin(), False), "copied": (lambda x: x.clone(), False),

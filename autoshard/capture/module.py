@@ -13,7 +13,7 @@ import inspect
 import io
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -293,8 +293,11 @@ def _called(graph: Graph, values: Mapping[fx.Node, Any], origins: Mapping[str, f
 
 
 def _check_operators(traced: fx.GraphModule) -> None:
-    """ValueError where an operator of the program contains a program."""
+    """ValueError where an operator of the program contains a program, or makes a sparse tensor."""
     for node in traced.graph.nodes:
+        if getattr(node.meta.get("val"), "layout", torch.strided) is not torch.strided:
+            line = line_of(node.meta.get("stack_trace") or "")
+            raise ValueError(f"the program has a sparse tensor ({node}){line}, which no layout shards: give embeddings sparse=False")
         if isinstance(node.target, HigherOrderOperator):
             change = FLEX if "flex" in node.target.name() else "write it with plain operators, cond with torch.where"
             line = line_of(node.meta.get("stack_trace") or "")
@@ -398,10 +401,10 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
         moved = autocast_on_cpu(captured)
         experts_as_one_op(captured)
         args, kwargs = listed((args, kwargs))
+        differentiable, copied = _with_copies(captured.graph._codegen)  # type: ignore[union-attr]
         joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
-        if without_tangent := _without_tangent(joint):
-            returning = captured.graph._codegen  # type: ignore[union-attr]
-            returning.process_outputs = _with_copies(returning.process_outputs, without_tangent)  # type: ignore[union-attr]
+        copied |= differentiable - _with_tangent(joint.graph_module)
+        if copied:
             joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
@@ -420,21 +423,23 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
     return Captured(graph, traced, mapped, returned, {op.name: node for op, node in zip(graph.ops, nodes, strict=True)}, moved)
 
 
-def _without_tangent(joint: Any) -> set[int]:
-    """The outputs that require a gradient and have no tangent: AOTAutograd regenerates views of outputs and inputs outside of its graph."""
-    described = [node.meta["desc"] for node in joint.graph_module.graph.nodes if node.op == "placeholder"]
-    tangents = {getattr(desc.output, "idx", None) for desc in described if isinstance(desc, descriptors.TangentAOTInput)}
-    return {k for k, output in enumerate(joint._aot_state.fw_metadata.output_info) if output.requires_grad} - tangents
+def _with_tangent(joint: fx.GraphModule) -> set[int]:
+    """The outputs with a tangent. Others that need a gradient are views of outputs or inputs, or inputs: AOTAutograd makes them anew."""
+    described = [node.meta["desc"] for node in joint.graph.nodes if node.op == "placeholder"]
+    return {getattr(desc.output, "idx", -1) for desc in described if isinstance(desc, descriptors.TangentAOTInput)}
 
 
-def _with_copies(process_outputs: Callable, outputs: set[int]) -> Callable:
-    """A graph's return value from its outputs, with copies of some of its leaves, which have tangents."""
+def _with_copies(returning: Any) -> tuple[set[int], set[int]]:
+    """Two empty sets of leaves of what the graph returns: those that require a gradient, filled when it runs, and those that it copies."""
+    differentiable, copied, process = set[int](), set[int](), returning.process_outputs
 
     def processed(values: Any) -> Any:
-        leaves, structure = pytree.tree_flatten(process_outputs(values))
-        return pytree.tree_unflatten([leaf.clone() if k in outputs else leaf for k, leaf in enumerate(leaves)], structure)
+        leaves, structure = pytree.tree_flatten(process(values))
+        differentiable.update(k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        return pytree.tree_unflatten([leaf.clone() if k in copied else leaf for k, leaf in enumerate(leaves)], structure)
 
-    return processed
+    returning.process_outputs = processed
+    return differentiable, copied
 
 
 def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Returned:

@@ -85,6 +85,8 @@ def unsupported_kind(tensor: torch.Tensor) -> str:
         return f"a tensor of {tensor.dtype} is quantized, and no rule shards its scales: plan with tensor.dequantize()"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} is sparse: plan with tensor.to_dense()"
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        return f"a tensor of {tensor.dtype} can be neither compared nor sent by all backends: plan with tensor.to(torch.bfloat16)"
     return ""
 
 

@@ -7,6 +7,8 @@
                                      tensors stand for all devices in a capture, and is compiled when it is called
         without a score_mod          scaled dot product attention with the mask that the block mask stands for
         with one                     P = softmax over s of (score_mod(scale q . k) where the mask is, else -inf);  out = P v
+    LSTM, GRU, RNN                   with dropout between their layers, which torch's own decomposition (2.14) leaves out
+    F.multilabel_margin_loss         torch's decomposition (2.14) reads a target's row for a column where each row has other targets
     grouped_mm                       has a fake kernel for every type that torch multiplies: torch's own (2.13) knows bfloat16 only
 
 mask[b, h, t, s] = mask_mod(b, h, t, s), or the block mask's blocks where it has no mask_mod.
@@ -16,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +38,7 @@ def replaced_operators(device: str = "CPU") -> Iterator[None]:
     one_op: dict[str, Callable] = {
         "scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss,
     }  # fmt: skip
-    with _kernels(one_op, f"Autograd{device}"), flex_as_attention(), fake_grouped_mm():
+    with _kernels(one_op, f"Autograd{device}"), flex_as_attention(), fake_grouped_mm(), mended():
         register_effectful_op(checks, None)
         try:
             yield
@@ -173,6 +176,56 @@ def _as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths
     return torch.stack([targets.new_full((), length, dtype=torch.int64) for length in lengths])
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """Inside the block decompositions that are wrong in torch (2.14) are right."""
+    stacks = [aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]
+    margin = aten.multilabel_margin_loss_forward.default
+    mends = [*((op, partial(_with_dropout, op.py_kernels[AUTOGRAD])) for op in stacks), (margin, _multilabel_margin_loss)]
+    replaced = [(op, key, op.py_kernels[key]) for op, _ in mends for key in (AUTOGRAD, COMPOSITE) if key in op.py_kernels]
+    try:
+        for op, kernel in mends:
+            op.py_kernels.update({key: kernel for key in (AUTOGRAD, COMPOSITE) if key in op.py_kernels})
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in replaced:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+AUTOGRAD, COMPOSITE = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+
+
+def _with_dropout(  # type: ignore[no-untyped-def]
+    stack, x, states, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+):
+    """The layers of a recurrent stack (torch's decomposition of it) one by one, with dropout between them."""
+    if not (train and dropout and num_layers > 1):
+        return stack(x, states, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    directions, number, last = 1 + bidirectional, len(params) // num_layers, []
+    x = x.transpose(0, 1) if batch_first else x
+    for i in range(num_layers):
+        x = torch.dropout(x, dropout, train) if i else x
+        own = [state[i * directions : (i + 1) * directions] for state in (states if isinstance(states, (list, tuple)) else [states])]
+        of_layer = own if isinstance(states, (list, tuple)) else own[0]
+        x, *ends = stack(x, of_layer, params[i * number : (i + 1) * number], has_biases, 1, 0.0, train, bidirectional, False)
+        last.append([end.reshape(-1, *end.shape[-2:]) for end in ends])  # torch 2.12 has a dim more in some
+    return (x.transpose(0, 1) if batch_first else x, *(torch.cat(ends) for ends in zip(*last)))
+
+
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """sum over targets t, up to a row's first -1, and classes c that are none of max(0, 1 - x[t] + x[c]) / C; and which c are targets."""
+    rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
+    is_given = (targets >= 0).cumprod(-1).bool()
+    own = torch.where(is_given, targets, 0)
+    is_target = ((own.unsqueeze(-1) == torch.arange(rows.shape[-1], device=x.device)) & is_given.unsqueeze(-1)).any(1)
+    margins = (1 - rows.gather(-1, own).unsqueeze(-1) + rows.unsqueeze(1)).clamp_min(0)  # [row, target, class]
+    losses = (margins * (is_given.unsqueeze(-1) & ~is_target.unsqueeze(1))).sum((1, 2)) / rows.shape[-1]
+    loss = losses.mean() if reduction == MEAN else losses.sum() if reduction else losses.reshape(x.shape[:-1])
+    return loss, is_target.to(x.dtype).reshape(x.shape)
 
 
 @contextmanager

@@ -214,7 +214,7 @@ def index_bounds(*graphs: Graph) -> dict[str, int]:
         for op in (op for op in graph.ops if op.target in INDEXES):
             holds, indexed, dim = INDEXES[op.target]
             shape = graph.tensor(op.inputs[indexed]).shape
-            size = shape[dim] if dim is not None else min(shape)
+            size = min(shape) if dim is None else shape[min(dim, len(shape) - 1)]  # of one row of logits, too
             name = graph.ops[graph.origin(op.inputs[holds])].name
             bounds[name] = min(size, bounds.get(name, size))
     return bounds

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -133,12 +134,15 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     broken = why_broken(path, held, dist.get_rank(), dist.get_world_size())
     agree(broken and f"{path} is not a complete checkpoint: {broken}; copy it again or load another one", f"reading the checkpoint {path}")
     agree(_misfit(path, state, sizes), f"reading the checkpoint {path}")
+    if optimizer is not None:
+        state["optimizer"]["state"] = _with_saved_state(state["optimizer"]["state"], sizes)
     _load(path, state, held)
     if isinstance(module, PipelineModule):
         state = of_this_rank(module, state)
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, state["optimizer"])
+        # not strict: torch wants a state of every parameter
+        set_optimizer_state_dict(module, optimizer, state["optimizer"], options=StateDictOptions(strict=False))
     if "random" in state and isinstance(module, ParallelModule):
         if state["random"].shape == state_of_generator(module._runner.device_type).shape:  # else it is of another kind of device
             module.random_state = state["random"]
@@ -162,6 +166,13 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer | None, extra: An
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)
     return state
+
+
+def _with_saved_state(state: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's state without parameters that the checkpoint has none of, as they had no gradient; all where it has none at all."""
+    keys = [key for key in sizes if key.startswith("optimizer.state.")]
+    saved = {name: x for name, x in state.items() if any(key.startswith(f"optimizer.state.{name}.") for key in keys)}
+    return saved or dict(state)
 
 
 def _misfit(path: Path, state: Mapping, sizes: Mapping[str, Any]) -> str | None:

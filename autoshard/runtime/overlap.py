@@ -67,6 +67,8 @@ def scheduled(
     second process group of an axis; None: there is one per axis. reference: the same passes of the rank whose order all take, where
     shards differ in size from rank to rank."""
     ranks = (reference, passes) if reference else (passes,)  # the first decides
+    for one in (one for of_rank in ranks for one in of_rank):  # on no rank a collective that nothing reads, as their graphs are alike
+        one.graph.eliminate_dead_code(lambda node: node.target not in (WAIT, *STARTS) and node.is_impure())
     if second_group is not None:
         pace, *_ = [_in_background(of_rank, pace, second_group) for of_rank in ranks]
     limit = room([one.graph for one in ranks[0]], spare)
