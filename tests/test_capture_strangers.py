@@ -289,6 +289,22 @@ def keeps(m, x):
     return m.linear(x) + m.kept[0]
 
 
+@torch.library.custom_op("tests::doubled", mutates_args=("x",))
+def doubled(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def doubles(layer, x):
+    y = layer(x)
+    doubled(y)
+    return layer(x) + y
+
+
+def test_batch_norm_that_counts_batches_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+    assert_refused("weighs a batch by the number of batches .*give it a momentum", capture, Loss(model), (torch.ones(4, 8),), training=True)
+
+
 def buffer8():
     return nn.Buffer(torch.ones(8, 8).to(torch.float8_e4m3fn))
 
@@ -325,6 +341,7 @@ REFUSED = {
         lambda: (Model(lambda m, x: m.linear(x) @ m.w.float(), linear=nn.Linear(8, 8), w=buffer8()), (torch.randn(4, 8),)),
         r"a tensor of torch.float8_e4m3fn .*plan with tensor.to\(torch.bfloat16\)",
     ),
+    "an operator that writes": (linear(doubles), "the program calls tests.doubled.default.*writes into its arguments"),
     "no end": (linear(endless), "nested deeper than Python's recursion limit .*setrecursionlimit"),
     "torch.jit": (script, "is compiled by torch.jit"),
     "cond": (

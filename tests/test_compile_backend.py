@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.api.compiling import DynamoGraph
 from tests.helpers import fast_mesh
+from tests.helpers_models import Model
 from tests.helpers_ranks import results, run_ranks
 from tests.test_examples import load
 
@@ -68,6 +70,67 @@ def test_parameters_have_the_names_of_the_model():
         torch.compile(module, backend=lambda graph, example: graphs.append(DynamoGraph(graph, example)) or graph)(*inputs)
     names = [{name for name, _ in (*g.named_parameters(), *g.named_buffers())} for g in graphs]
     assert names == [{"up.weight", "up.bias", "scale"}, {"down.weight"}]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.mean.add_(x.mean(0))
+        self.calls.add_(1)
+        return self.linear(x) + self.mean + self.calls
+
+
+def calls_of(module):
+    """Of batches of two sizes, each a graph, with a buffer that the caller resets in between."""
+    rows = [module(torch.ones(n, 8)).clone() for n in (4, 8, 4)]
+    module.mean.zero_()
+    return [*rows, module(torch.ones(4, 8)), module.mean, module.calls]
+
+
+def counted(rank):
+    torch.manual_seed(0)
+    module = Counting()
+    module.compile(backend=autoshard.backend(fast_mesh((2,))), dynamic=False)
+    with torch.no_grad():
+        return calls_of(module)
+
+
+def test_graphs_share_the_buffers_of_the_model():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        expected = calls_of(Counting())
+    for found in results(2, counted):
+        torch.testing.assert_close(found, expected)
+
+
+def casting(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.up(x)
+        with torch.autocast("cpu", enabled=False):
+            return m.up(y.float()) * y
+
+
+def refused_models():
+    torch.manual_seed(0)
+    up = nn.Linear(8, 8)
+    yield Model(lambda m, x: checkpoint(m.up, x, use_reentrant=False), up=up)
+    yield Model(casting, up=up)
+
+
+@pytest.mark.parametrize("model", refused_models(), ids=("checkpoint", "autocast"))
+def test_what_is_applied_when_a_graph_is_traced_is_refused(model):
+    compiled = torch.compile(model, backend=lambda graph, example: planned(DynamoGraph(graph, example), example))
+    with torch.no_grad(), pytest.raises(Exception, match="is in a graph that was traced before .* give the model itself to autoshard.plan"):
+        compiled(torch.randn(4, 8))
+
+
+def planned(module, example):
+    return autoshard.plan(module, module.inputs_of(example), fast_mesh((2,)), baselines=False)
 
 
 def refusal(rank, number, options, grad):

@@ -129,6 +129,32 @@ def test_whole_inputs_and_shards_are_told_apart_and_every_shape_is_captured_once
         assert found["kinds"] == ["tuple", "list", "DTensor", "dict"] and found["extra"] == "int"
 
 
+def attempts(rank: int, solution) -> dict[str, str]:
+    """What is said of inputs and calls for which there is no gradient."""
+    model = Model(lambda m, x: m.linear(x).sum(), linear=nn.Linear(8, 8))
+    module, x = parallel(model, solution), torch.randn(4, 8, requires_grad=True)
+    values = dict(module.named_parameters())
+    found = {
+        "func": said(torch.func.grad(lambda held: torch.func.functional_call(module, held, x)), values),
+        "double": said(module, x.detach().double()),
+        "upstream": said(module, x * 2),
+        "sharded": said(module, module.shard_inputs(x)),
+        "detached": said(module, x.detach()),
+    }
+    with torch.no_grad():
+        return found | {"no_grad": said(module, x)}
+
+
+def test_what_would_get_no_gradient_is_refused():
+    model = Model(lambda m, x: m.linear(x).sum(), linear=nn.Linear(8, 8))
+    solution = autoshard.plan(model, (torch.randn(4, 8),), fast_mesh((2,)), training=True, baselines=False)
+    for found in results(2, attempts, solution):
+        assert "torch.func and vmap can't transform a parallel module" in found["func"]
+        assert "input_0 is torch.float64, which no parameter is" in found["double"]
+        assert all("input_0 requires a gradient, and the plan has none for inputs" in found[key] for key in ("upstream", "sharded"))
+        assert found["detached"] == found["no_grad"] == "nothing"
+
+
 def parts(rank: int, solution) -> dict[str, str]:
     module = parallel(build(), solution)
     fired: list[str] = []

@@ -37,7 +37,8 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
 
     options: those of `plan`; of `pins` and `forbid` each graph has those on its own parameters and buffers, by name or glob. Every rank
     calls the compiled model with the same global tensors and gets global tensors. The parameters are sharded once, when a graph is
-    compiled: what is written into the model's own parameters afterwards isn't seen. ValueError where a parameter requires a gradient, as
+    compiled: what is written into the model's own parameters afterwards isn't seen. Buffers that the forward writes are read from the
+    model's own in each call, and written there. ValueError where a parameter requires a gradient, as
     the gradients would not reach the model: use `parallelize` for training; and where the number of ranks isn't the mesh's.
     """
     if not isinstance(mesh, Mesh):
@@ -51,13 +52,24 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
         own: dict[str, Any] = {key: module.named(pins) for key, pins in pinned.items()}
         solution = plan(module, module.inputs_of(example_inputs), mesh, **options, **own)
         sharded = parallelize(module, solution, device_mesh(solution))
+        written = {k: name for k, name in module.held.items() if f"buffer:{name}" in solution.results}
 
         def run(*inputs: Any) -> Sequence[Tensor]:
-            return tuple(x.full_tensor() if isinstance(x, DTensor) else x for x in sharded(*module.inputs_of(inputs)))
+            if written:  # the model's own buffers have the values: other graphs and the caller may write into them, too
+                sharded.load_state_dict({name: inputs[k] for k, name in written.items()}, strict=False)
+            outputs = tuple(_global(x) for x in sharded(*module.inputs_of(inputs)))
+            with torch.no_grad():
+                for k, name in written.items():
+                    inputs[k].copy_(_global(sharded.get_buffer(name)))
+            return outputs
 
         return run
 
     return compile_graph
+
+
+def _global(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 class DynamoGraph(nn.Module):

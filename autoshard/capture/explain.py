@@ -43,6 +43,8 @@ CHANGES = (
      "a nested tensor has no one shape to shard", "pad it (torch.nested.to_padded_tensor) and give a mask"),
     (r"missing a required argument|too many positional arguments|got an unexpected keyword argument",
      "", "give example inputs that its forward accepts, one for each argument without a default"),
+    (r"(?is)data.dependent.*/nn/modules/batchnorm\.py", "BatchNorm(momentum=None) weighs a batch by the number of batches before it",
+     "give it a momentum"),
     (r"memo disaster|DynamicOutputShape|(?i:data.dependent)", "its shapes or its control flow depend on the data",
      "compute the whole with masks, experts with batched or grouped matmuls"),
     (r"maximum recursion depth", "its modules are nested deeper than Python's recursion limit allows",
@@ -50,6 +52,9 @@ CHANGES = (
     (r"Constant .* is mutated in the forward|mutating a non-functional tensor|Unexpected fake buffer",
      "the forward writes into a tensor that is no buffer of the module",
      "register it with register_buffer, or pass it (or the cache that holds it) as an input"),
+    (r"_checkpoint_context_fn|Tensor dtype mismatch! Expected",
+     "torch.utils.checkpoint or torch.autocast is in a graph that was traced before",
+     "give the model itself to autoshard.plan, and run what parallelize returns"),
     (r"^invalid syntax \(proxy_tensor", "torch can't write a call of random_ with two bounds", "use torch.randint"),
 )  # fmt: skip
 

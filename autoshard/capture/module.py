@@ -301,6 +301,8 @@ def _check_operators(traced: fx.GraphModule) -> None:
         if isinstance(node.target, HigherOrderOperator):
             change = FLEX if "flex" in node.target.name() else "write it with plain operators, cond with torch.where"
             line = line_of(node.meta.get("stack_trace") or "")
+            if "auto_functionalized" in node.target.name():
+                raise ValueError(f"the program calls {node.args[0]}{line}, which writes into its arguments: let it return a new tensor")
             raise ValueError(f"the program calls {node.target.name()}{line}, an operator with a program inside: {change}")
 
 

@@ -224,7 +224,7 @@ class CallInputs:
             return x.redistribute(placements=list(layout))
         shape = self._shape_of_shards(name, x, layout) if local else tuple(x.shape)
         shard = x.to(self.where.device).contiguous() if local else self.where.shard(x, layout)
-        return self.where.dtensor(shard, shape, layout)
+        return self.where.dtensor(shard, shape, layout).requires_grad_(x.requires_grad)
 
     def _shape_of_shards(self, name: str, shard: Tensor, layout: Layout) -> Shape:
         """The global shape of which `shard` is this rank's shard: the planned one where that fits, otherwise that of equal shards."""

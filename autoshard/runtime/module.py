@@ -30,6 +30,7 @@ from autoshard.runtime.microbatches import Microbatches, OpenStep
 from autoshard.runtime.overlap import described
 from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.runtime.traced_call import TracedCall
+from autoshard.torch_private import functorch
 
 
 @dataclass(eq=False)
@@ -87,6 +88,12 @@ class Runner:
         held = state_of_module(module)
         if unfrozen := [name for name in self.frozen if name in held and held[name].requires_grad]:
             raise ValueError(f"{min(unfrozen)} requires a gradient and the plan has none for it; plan the model with what is to be trained")
+        gradients = traced.graphs.gradients if torch.is_grad_enabled() else ()
+        if ahead := [name for name, x in inputs.items() if gradients and x.requires_grad and f"gradient:{name}" not in gradients]:
+            raise ValueError(
+                f"{ahead[0]} requires a gradient, and the plan has none for inputs: what computed it would not be trained. Plan a module "
+                f"that computes it, too, or give {ahead[0]}.detach()"
+            )
         results = traced(held, shards, self.step or OpenStep(), self.random)
         with torch.no_grad():
             for key, value in results.items():
@@ -189,6 +196,8 @@ class ParallelModule(nn.Module):
 @torch.compiler.disable
 def _call(module: ParallelModule, args: tuple, kwargs: dict, compiling: bool) -> Any:
     """Runs outside of dynamo: the graphs are traced already, and are compiled without it."""
+    if functorch.peek_interpreter_stack() is not None:
+        raise ValueError("torch.func and vmap can't transform a parallel module, whose forward is a graph: call backward() on its output")
     return module._runner.call(module, args, kwargs, compiling)
 
 

@@ -244,7 +244,7 @@ class _Builder:
                 reasons = (*reasons, UNLIKE)
         _check_shareable(program.returned)
         if reasons:
-            raise ValueError(self._misfit("; ".join(reasons), resized))
+            raise ValueError(self._misfit("; ".join([*reasons, *self._other_dtypes(inputs)]), resized))
         return program
 
     def _misfit(self, reasons: str, resized: str) -> str:
@@ -256,6 +256,12 @@ class _Builder:
         if torch.is_autocast_enabled(self.where.device.type):
             reasons += "; this call is made under torch.autocast, so the plan must be, too"
         return f"the solution is of another model: {reasons}; plan this model"
+
+    def _other_dtypes(self, inputs: Any) -> Iterator[str]:
+        known = {p.dtype for p in self.model.parameters()}
+        for name, x in self._named(inputs):
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype not in known:
+                yield f"{name} is {x.dtype}, which no parameter is: give it in the dtype in which it was planned"
 
     def _captured(self, inputs: Any, modes: Sequence[bool]) -> tuple[_Captured, tuple[str, ...], Graph]:
         """The program with the modules of the model in these modes, the reasons why the plan does not fit it, and the model's graph."""
