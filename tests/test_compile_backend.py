@@ -75,21 +75,21 @@ def test_parameters_have_the_names_of_the_model():
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.table = nn.Linear(8, 8), nn.Embedding(4, 8, max_norm=0.5)  # which writes into its weight
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
         self.mean.add_(x.mean(0))
         self.calls.add_(1)
-        return self.linear(x) + self.mean + self.calls
+        return self.linear(x) + self.mean + self.calls + self.table(x[:, 0].long())
 
 
 def calls_of(module):
     """Of batches of two sizes, each a graph, with a buffer that the caller resets in between."""
     rows = [module(torch.ones(n, 8)).clone() for n in (4, 8, 4)]
     module.mean.zero_()
-    return [*rows, module(torch.ones(4, 8)), module.mean, module.calls]
+    return [*rows, module(torch.ones(4, 8)), module.mean, module.calls, module.table.weight]
 
 
 def counted(rank):

@@ -12,6 +12,7 @@ from helpers_ranks import results, run_ranks
 import autoshard
 from autoshard.api.running import captured_pipeline
 from autoshard.runtime.pipeline_verify import DrawsOfStages
+from tests.helpers_models import said
 
 LOSSES = 1e-5  # relative
 
@@ -46,6 +47,7 @@ def test_two_stages_of_two_devices_train_as_one_process_does():
 def _gradients(rank):
     model, inputs, plan = sharing()
     sharded, _ = as_pipeline(model, inputs, plan)
+    assert "input_0 requires a gradient, and a pipeline has none" in said(sharded.step, inputs[0].clone().requires_grad_(), inputs[1])
     return sharded.step(*inputs), {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
 
 

@@ -12,6 +12,7 @@ import fnmatch
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
             outputs = tuple(_global(x) for x in sharded(*module.inputs_of(inputs)))
             with torch.no_grad():
                 for k, name in written.items():
-                    inputs[k].copy_(_global(sharded.get_buffer(name)))
+                    inputs[k].copy_(_global(attrgetter(name)(sharded)))
             return outputs
 
         return run

@@ -48,7 +48,10 @@ class PipelineRunner:
         shares = [1.0 / K] * K if weights is None else list(map(float, weights))
         if len(shares) != K:
             raise ValueError(f"a step has {len(shares)} weights; expected one for each of the {K} microbatches")
-        inputs = StepInputs(self._microbatches(self._bound(args, kwargs)), dict(enumerate(shares)))
+        bound = self._bound(args, kwargs)
+        if ahead := [name for name, x in bound.tensors.items() if training and x.requires_grad]:
+            raise ValueError(f"{ahead[0]} requires a gradient, and a pipeline has none for inputs: give {ahead[0]}.detach()")
+        inputs = StepInputs(self._microbatches(bound), dict(enumerate(shares)))
         losses: list[Tensor] = []
         with rank_lost("running a step of the pipeline"):
             for one in self.runs:
