@@ -1,0 +1,59 @@
+"""Seconds of a step: beside torch's own schedules, unit by unit."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
+
+from autoshard.launch.block_time import Block
+from autoshard.launch.runs import LOOPED, V_SHAPED, TrainingRuns
+from autoshard.launch.step_time import bubbles
+
+KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "BW", _ComputationType.BACKWARD_INPUT: "B",
+         _ComputationType.BACKWARD_WEIGHT: "W"}  # fmt: skip
+
+
+def units_of(name, p, m, v):
+    """Of each device, in order: kinds, stages and microbatches that it runs at once."""
+    stages = [SimpleNamespace(num_stages=p * v, group_size=p, group_rank=0, stage_index=i, is_first=i == 0, is_last=False, submod=None,
+                              has_backward=True, device="cpu", group=None) for i in range(v)]  # fmt: skip
+    order = get_schedule_class(name)(stages, m, loss_fn=None).pipeline_order
+    units = [[getattr(action, "sub_actions", None) or (action,) for action in order[rank] if action is not None] for rank in range(p)]
+    return [[[(KINDS[one.computation_type], one.stage_index, one.microbatch_index) for one in some] for some in rank] for rank in units]
+
+
+def seconds_of(name, p, m, v, times):
+    """Of one pass, by running every unit as soon as what it reads is there; times of a device: F, B without W, W."""
+    ready, clock, lists, last = {}, [0.0] * p, units_of(name, p, m, v), p * v - 1
+    while any(lists):
+        for rank, units in enumerate(lists):
+            while units:
+                needs = [("F", stage - 1, i) for kind, stage, i in units[0] if kind == "F" and stage]
+                needs += [("B", stage + 1, i) if stage < last else ("F", stage, i) for kind, stage, i in units[0] if "B" in kind]
+                if not all(need in ready for need in needs):
+                    break
+                took = sum(times[letter] / v for kind, *_ in units[0] for letter in kind)
+                clock[rank] = max([clock[rank], *(ready[need] for need in needs)]) + took
+                ready.update({(kind[0], stage, i): clock[rank] for kind, stage, i in units.pop(0)})
+    return max(clock)
+
+
+TIMES = ({"F": 1.0, "B": 1.0, "W": 1.0}, {"F": 1.3, "B": 1.4, "W": 1.0}, {"F": 1.0, "B": 1.0, "W": 0.7})
+
+
+@pytest.mark.parametrize("name", [*LOOPED, *V_SHAPED])
+def test_a_step_takes_as_long_as_torchs_list_of_units(name):
+    within = {"InterleavedZeroBubble": (-1e-9, 0.14), "ZBVZeroBubble": (-0.04, 0.04), "DualPipeV": (-0.02, 0.02)}
+    low, high = within.get(name, (-1e-9, 1e-9))
+    for p, m in [(4, 1), (4, 3), (8, 1), (8, 2), (8, 7), (8, 8), (8, 16), (4, 32)]:
+        for v in (2,) if name in V_SHAPED else (2, 4):
+            if m < 2 * p and name == "DualPipeV":  # it refuses them
+                continue
+            columns = {"devices": p, "pipeline": p, "virtual": v, "global_batch": m, "data": 1, "microbatch": 1, "schedule": name}
+            runs = TrainingRuns({key: np.array([value]) for key, value in columns.items()})
+            for times in TIMES:
+                one = Block({"matmul": times["W"], "elementwise": times["F"] - times["W"]}, {"matmul": times["B"] + times["W"]}, np.ones(1))
+                work = sum(times.values())
+                error = (m + (p - 1) * float(bubbles(runs, one)[0])) * work / seconds_of(name, p, m, v, times) - 1
+                assert low < error < high, (name, p, m, v, times)
