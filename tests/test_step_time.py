@@ -1,4 +1,4 @@
-"""Seconds of a step: beside torch's own schedules, unit by unit."""
+"""Seconds of a step: beside torch's own schedules, unit by unit; and of more work."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,12 @@ import pytest
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 
 from autoshard.launch.block_time import Block
-from autoshard.launch.runs import LOOPED, V_SHAPED, TrainingRuns
+from autoshard.launch.launch_prices import Site, prices_of
+from autoshard.launch.launch_space import launches, structures
+from autoshard.launch.legality import legal
+from autoshard.launch.runs import LOOPED, V_SHAPED, Launch, TrainingRuns
 from autoshard.launch.step_time import bubbles
+from autoshard.launch.torchtitan import FLAVORS
 
 KINDS = {_ComputationType.FORWARD: "F", _ComputationType.FULL_BACKWARD: "BW", _ComputationType.BACKWARD_INPUT: "B",
          _ComputationType.BACKWARD_WEIGHT: "W"}  # fmt: skip
@@ -57,3 +61,16 @@ def test_a_step_takes_as_long_as_torchs_list_of_units(name):
                 work = sum(times.values())
                 error = (m + (p - 1) * float(bubbles(runs, one)[0])) * work / seconds_of(name, p, m, v, times) - 1
                 assert low < error < high, (name, p, m, v, times)
+
+
+@pytest.mark.parametrize("launcher", ["torchtitan", "automodel", "megatron"])
+def test_more_work_is_never_faster_though_more_hides_behind_it(launcher):
+    """Parameters of experts and of the rest, and tokens on their way, hide behind the same kernels."""
+    sizes, site = FLAVORS["qwen3", "235B-A22B"], Site(network=12e9)
+    rows = launches(structures(Launch(256, 4096, 1024), launcher), sizes, launcher)
+    rows = rows[(rows.recompute == "none") & (rows.expert > 1)][::7]
+    again = rows.with_columns(recompute=np.full(len(rows), "full"))
+    both = legal(again, sizes, launcher)
+    assert both.sum() > 100
+    fast, slow = (prices_of(some[both], sizes, site, launcher).seconds for some in (rows, again))
+    assert (slow >= fast).all()

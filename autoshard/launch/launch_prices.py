@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.cost import beside, device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
+from autoshard.cost import device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
 from autoshard.devices import DEVICES
 
 from .block_time import Block, Parts, RunConstants, block, of_each_kind
@@ -23,7 +24,15 @@ from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import PRECISIONS, TrainingRuns
-from .step_time import OPTIMIZER_BYTES, bubbles, end_share, stage_parameters, step_parts
+from .step_time import (
+    OPTIMIZER_BYTES,
+    beside_block,
+    end_share,
+    stage_parameters,
+    step_parts,
+    transfers_of_fsdp,
+    transfers_per_microbatch,
+)  # fmt: skip
 
 STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate", "automodel": "torchtitan"}  # others have their own
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
@@ -170,7 +179,8 @@ def _priced(
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
     blocks = of_each_kind(block, runs, constants) if timed else ()
-    parts = step_parts(runs, constants, split, *blocks) if blocks else {}
+    of_experts, more_bytes, more = experts(runs, sizes, constants, split, *blocks[:1]) if sizes.experts else ({}, {}, 0.0)
+    parts = step_parts(runs, constants, split, blocks[0], blocks[1], more) if blocks else {}
     if parts and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
@@ -180,17 +190,15 @@ def _priced(
         parts["elementwise"] = parts["elementwise"] + runs.microbatches * added
     of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
     memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
-    if sizes.experts:
-        more, more_bytes = experts(runs, sizes, constants, split, *blocks[:1])
-        parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in more.items()}}
-        memory = memory.with_more(more_bytes)
-    return parts, runs, memory
+    parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in of_experts.items()}}
+    return parts, runs, memory.with_more(more_bytes)
 
 
 def experts(
     runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block | None = None
-) -> tuple[Parts, Kinds]:  # fmt: skip
-    """Seconds per step by kind, none without a block's, and bytes per device by kind, that a mixture needs beyond its dense model."""
+) -> tuple[Parts, Kinds, np.ndarray | float]:  # fmt: skip
+    """What a mixture needs beyond its dense model: seconds per step by kind, none without a block's; bytes per device by kind; and of the
+    seconds those of one block and microbatch, which other stages wait for."""
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
@@ -207,7 +215,7 @@ def experts(
     kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2 * 2.0 * local, 0.0)  # of a block and of the next, by FSDP
     kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
     if one is None:
-        return {}, kinds
+        return {}, kinds, 0.0
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
@@ -219,21 +227,20 @@ def experts(
     of, ffn = constants.in_program(constants.matmul), runs.ffn / runs.tensor
     dense = matmul_seconds(runs.tokens, runs.width, (1 + runs.gated) * ffn, of) + matmul_seconds(runs.tokens, ffn, runs.width, of)
     few = 3 * (device.training * routed - dense * sizes.active * sizes.expert_ffn / runs.ffn)
-    fsdp = constants.ring(runs, sharded, ranks)
-    gather = fsdp.gather((2 - runs.gather8) * local) * (1 + (runs.zero >= 3))
-    gathered = (runs.zero >= 2) * (gather + fsdp.gather(stack.gradient_bytes * local))
-    hidden_by = one.seconds[0] + one.seconds[1]
     owned = blocks * local / sharded
     reduce = constants.ring(runs, alike, ranks)
     exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
     reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (alike > 1)
-    once = np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0)  # as of other parameters
-    sent = (beside(hidden_by, gathered) - hidden_by) * once
-    exchanged = np.where(runs.async_expert > 0, beside(hidden_by, exchanged) - hidden_by, exchanged)
+    # behind what the transfers of other parameters leave, and tokens' behind what both leave, in the microbatches that have them
+    dense = transfers_of_fsdp(runs, constants, constants.ring(runs, runs.sharing, runs.tensor), runs.block_parameters / runs.tensor)
+    both = np.add(dense, transfers_of_fsdp(runs, constants, constants.ring(runs, sharded, ranks), local))
+    once, hidden, tokens_too = transfers_per_microbatch(runs), partial(beside_block, one, runs, constants), exchanged / 2
+    sent = (hidden(*both) - hidden(*dense)) * once
+    late = [hidden(*(some + tokens_too)) - hidden(*some) for some in (both, 0 * both)]
+    exchanged = np.where(runs.async_expert > 0, once * late[0] + (1 - once) * late[1], exchanged)
     times = blocks * runs.microbatches
-    waiting = blocks * bubbles(runs, one) * (runs.pipeline - largest) + times * (largest - 1)
     parts = {
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
-        "data parallel": times * sent + reduced, "bubble": waiting * (exchanged + few + sent),
+        "data parallel": times * sent + reduced,
     }  # fmt: skip
-    return parts, kinds
+    return parts, kinds, sizes.expert_layers / runs.layers * (exchanged + few + sent)

@@ -2,7 +2,7 @@
 
     block      forward f and backward b                                                                  (block_time.py)
     FSDP       one block ahead: f beside the gather of the next block's parameters, b beside another one and the reduction of the last
-               block's gradients; nothing hides the first gathers and the last reductions
+               block's gradients, those of experts too; nothing hides the first gathers and the last reductions
     stage      its blocks and the head of the vocabulary; or the host's launches, if these take longer
     pipeline   m (slowest stage + its transfers) + i z (all other stages + their transfers)
     step       pipeline + exposed part of the gradients' reduction + optimizer + parameter gather of ZeRO-1 + fixed   (`step_parts`)
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.cost import beside
+from autoshard.cost import Ring, beside
 
 from .block_time import Block, Parts, RunConstants
 from .blocks_of_stages import Stages
@@ -26,10 +26,13 @@ TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 
 
-def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block) -> Parts:
+def step_parts(
+    runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block, more: np.ndarray | float = 0.0
+) -> Parts:  # fmt: skip
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
     launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split:
-    `stages(runs, ...)`, which depends on no constant but `balanced`. one, ends: as `block` has them."""
+    `stages(runs, ...)`, which depends on no constant but `balanced`. one, ends: as `block` has them. more: seconds of a block besides, of
+    which only what waits for them is counted here."""
     (forward, backward), has = one.seconds, constants.has
     hidden, edges = _with_fsdp(one, runs, constants)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)
@@ -38,7 +41,7 @@ def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: 
     host, head_seconds = host_seconds(runs, constants, one), sum(head.values())
 
     def stage(blocks: np.ndarray, heads: np.ndarray | float) -> np.ndarray:
-        return np.maximum(blocks * hidden + heads * head_seconds, blocks * host)
+        return np.maximum(blocks * hidden + heads * head_seconds, blocks * host) + blocks * more
 
     p, m = runs.pipeline, runs.microbatches
     mean, blocks = stage(runs.layers / p, 1 / p), runs.layers / p
@@ -83,27 +86,42 @@ def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: 
     return bytes / constants.memory_rate * constants.has("accumulation")
 
 
-def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a block beside the gather of parameters (another one in the backward, unless only gradients are sharded) and the
-    reduction of gradients; and those that nothing hides."""
-    ring, stack = constants.ring(runs, runs.sharing, runs.tensor), constants.stack
-    sharded = (runs.zero >= 2) * constants.has("fsdp")
-    parameters, table = runs.block_parameters / runs.tensor, runs.table_parameters / runs.tensor
-    gather = sharded * ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters)
-    scatter = sharded * ring.gather(stack.gradient_bytes * parameters)
+def beside_block(one: Block, runs: TrainingRuns, constants: RunConstants, gather: np.ndarray, back: np.ndarray) -> np.ndarray:
+    """Seconds of a block whose forward runs beside the transfers `gather` and whose backward beside `back`: all that hide behind it at
+    once, for what one of them has hidden behind hides no other."""
     forward, backward = one.seconds
-    backward = backward + accumulation_seconds(parameters, runs, constants)
+    backward = backward + accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
     # where tensor parallel collectives use the same link, each waits for the other's share of the time
     same = (runs.tensor > 1) & (runs.tensor * runs.sharing <= runs.per_node)
     sent, sent_back = (same * way["tensor parallel"] / seconds for way, seconds in ((one.forward, forward), (one.backward, backward)))
-    back = gather * (runs.zero >= 3) + scatter
-    # with a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch
-    once = np.where(runs.pipeline > 1, runs.passes / runs.microbatches, 1.0)
-    more = beside(forward + np.minimum(gather, forward) * sent, gather) - forward
-    more_back = beside(backward + np.minimum(back, backward) * sent_back, back) - backward
-    hidden = forward + more * np.where(runs.zero >= 3, 1.0, once) + backward + more_back * np.where(runs.zero >= 3, 1.0, once)
-    edges = gather + scatter + sharded * (ring.gather(2 * table) + ring.gather(stack.gradient_bytes * table))
-    return hidden, edges
+    forward = beside(forward + np.minimum(gather, forward) * sent, gather)
+    return forward + beside(backward + np.minimum(back, backward) * sent_back, back)
+
+
+def transfers_of_fsdp(
+    runs: TrainingRuns, constants: RunConstants, ring: Ring, parameters: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Seconds of the gather of a block's `parameters` in the forward; and in the backward of another one, unless only gradients are
+    sharded, and the reduction of its gradients."""
+    sharded = (runs.zero >= 2) * constants.has("fsdp")
+    gather = sharded * ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters)
+    scatter = sharded * ring.gather(constants.stack.gradient_bytes * parameters)
+    return gather, gather * (runs.zero >= 3) + scatter
+
+
+def transfers_per_microbatch(runs: TrainingRuns) -> np.ndarray:
+    """With a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch."""
+    return np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0)
+
+
+def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a block beside the transfers of its parameters and gradients; and those that nothing hides."""
+    ring, table, zero = constants.ring(runs, runs.sharing, runs.tensor), runs.table_parameters / runs.tensor, np.zeros(1)
+    gather, back = transfers_of_fsdp(runs, constants, ring, runs.block_parameters / runs.tensor)
+    alone = beside_block(one, runs, constants, zero, zero)
+    hidden = alone + (beside_block(one, runs, constants, gather, back) - alone) * transfers_per_microbatch(runs)
+    of_tables = ring.gather(2 * table) + ring.gather(constants.stack.gradient_bytes * table)
+    return hidden, back + gather * (runs.zero < 3) + (runs.zero >= 2) * constants.has("fsdp") * of_tables
 
 
 def host_seconds(runs: TrainingRuns, constants: RunConstants, one: Block) -> np.ndarray:
