@@ -114,7 +114,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
             ok += [chunks.get(a.schedule, a.virtual > 1)]
             if a.schedule in ("1F1B", "DualPipeV"):
                 ok += [microbatches >= stages]
-            if a.schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
+            if a.schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
                 rounds = max(1, microbatches // a.pipeline)
                 ok += [microbatches % rounds == 0]
         if a.expert > 1 and launcher == "torchtitan":
@@ -130,8 +130,9 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [a.virtual == 1 or a.group == 1 or a.group >= a.pipeline]
         ok += [a.virtual == 1 or (a.pipeline > 1 and max(a.group, a.pipeline) <= microbatches and not 0 < rest < a.pipeline)]
         ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
+        ok += [not m.experts or a.tensor == 1 or a.sequence_parallel]
     if launcher == "automodel":
-        ok += [bool(a.split) or m.layers % stages == 0, stages <= m.layers, a.expert == 1 or a.data % a.expert == 0]
+        ok += [bool(a.split) or m.layers % stages == 0, stages <= m.layers, (a.data * a.context * a.tensor) % a.expert == 0]
         ok += [a.zero == 0 or a.context > 1 or a.shard > 1 or a.data == 1]
     if launcher == "deepspeed":
         ok += [a.pipeline == a.virtual == a.expert == 1, a.zero < 3 or a.tensor == 1, a.zero in (0, 3) or a.shard == a.data]
@@ -146,6 +147,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [a.pipeline == 1, a.virtual == 1, a.expert == 1]
         if a.shard == 1 and a.data > 1:
             ok += [a.tensor == a.context == 1]
+        ok += [a.recompute == "none" or a.zero > 0 or a.tensor * a.context > 1]
     return all(ok)
 
 
@@ -325,6 +327,34 @@ def test_a_configuration_means_what_it_says(file):
     assert (a.devices, a.global_batch, degrees, a.microbatch, a.recompute, a.precision) == FACTS[file]
 
 
+@pytest.mark.parametrize("frequency, expert_layers", [
+    ("1", 8), ("2", 4), ("3", 3), ("([0]*3+[1]*5)", 5), ("[0]*3+[1]*5", 5), ("([0,1]*4)", 4), ("'([0]*1+[1]*1)*4'", 4), ("[1]*5+[0]*3", 5),
+    ("([1]*3+[0]*1)*2", 6), ("[0, 0, 1, 1, 1, 1, 1, 1]", 6), ("([0] + [1]*7)", 7),
+])  # fmt: skip
+def test_a_pattern_of_experts_counts_the_layers_that_have_them(frequency, expert_layers):
+    sizes = "--num-layers 8 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 128 --swiglu --num-experts 4"
+    text = f"--nproc_per_node 8 {sizes} --moe-layer-freq {frequency} --micro-batch-size 1"
+    assert read_configuration("megatron", text, "a.sh").sizes.expert_layers == expert_layers
+
+
+def test_nanotrons_mixture_has_its_own_defaults_and_layers():
+    text = (DATA / "nanotron" / "tiny_llama.yaml").read_text().replace("    hidden_act:", "    moe_config: {%s}\n    hidden_act:")
+    assert "%s" in text
+    rows = {"top_k: 1": (8, 1, 1408, 0, 0), "num_experts: 4, enable_shared_expert: true": (4, 2, 1408, 5632, 0),
+            "layers: [1], moe_intermediate_size: 64": (8, 2, 64, 0, 1)}  # fmt: skip
+    for moe, sizes in rows.items():
+        m = read_configuration("nanotron", text % moe, "a.yaml").sizes
+        assert (m.experts, m.active, m.expert_ffn, m.shared_ffn, m.dense_layers) == sizes
+    with pytest.raises(ValueError, match="no key for latent attention"):
+        configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8), DEEPSEEK))
+
+
+def test_what_a_file_leaves_out_is_the_default_of_its_launcher():
+    plain, titan = (DATA / "nanotron" / "tiny_llama.yaml").read_text(), DATA / "torchtitan" / "llama3_8b.toml"
+    assert read_configuration("nanotron", plain.replace("pp_engine: 1f1b", ""), "a.yaml").launch.schedule == "GPipe"
+    assert described(titan, 'selective_ac_option = "op"', "").launch.recompute == "selective_layer"
+
+
 def test_a_recipe_of_megatron_bridge_is_read_as_its_fields_say():
     path = DATA / "recipes" / "deepseek_v3_h100_fp8.yaml"
     text, known = path.read_text(), Overrides(devices=1024)
@@ -368,8 +398,12 @@ ILLEGAL = [  # file, text, its replacement, the reason
     ("deepspeed/mics.json", '"stage": 3', '"stage": 2', "mics_shard_size needs stage 3"),
     ("deepspeed/zero2_offload_fp16.json", '"stage": 2', '"stage": 0', "offloads where it shards"),
     ("deepspeed/ulysses_zero1.json", '_size": 8', '_size": 64', "do not divide by sequence_parallel_size 64"),
-    ("automodel/deepseek_v3.yaml", "ep_size: 16", "ep_size: 32", "dp_size 16 is no multiple of ep_size 32"),
+    ("automodel/deepseek_v3.yaml", "ep_size: 16", "ep_size: 32", "dp_size 16 x cp_size 1 x tp_size 1 is no multiple of ep_size 32"),
     ("automodel/deepseek_v3.yaml", "interleaved1f1b", "1f1b", "1F1B has one stage per device, not 3"),
+    ("automodel/llama3_70b.yaml", "4\n    scale_grads_in_schedule: false\n    round_virtual_stages_to_pp_multiple: up", "3",
+     "stages that are listed are 27 with 80 layers; expected pp 4 x 6"),
+    ("megatron/mixtral_8x7b.sh", "--tensor-model-parallel-size 1", "--disable-bias-linear --tensor-model-parallel-size 2",
+     "experts with tp 2 need --sequence"),
     ("automodel/pipeline_1f1b.yaml", "local_batch_size: 16", "local_batch_size: 4", "2 microbatches are fewer than the 4 stages"),
 ]  # fmt: skip
 
@@ -394,6 +428,7 @@ def test_two_known_bad_recipes_are_caught():
 
 
 BOMB = "a: &a [1, 2, 3]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+PLAIN = "--nproc_per_node 8 --num-layers 4 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2 --bf16"
 BROKEN = [  # launcher, file's name, text, sentence
     ("torchtitan", "a.toml", "[model\n", "a.toml can't be read"),
     ("torchtitan", "a.toml", '[model]\nname = "gpt9"\n', "trains gpt9 of flavor \\?, known are llama3/debugmodel"),
@@ -422,6 +457,14 @@ BROKEN = [  # launcher, file's name, text, sentence
     ("deepspeed", "a.json", '{"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "TPU": 1}', "does not say the devices; add"),
     ("deepspeed", "a.json", '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "TPU": 1, "train_batch_size": 8, '
      '"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}', "keeps parameters on the host"),
+    *(("megatron", "a.sh", f"{PLAIN} {more}", said)
+      for more, said in (
+          ("--use-torch-fsdp2 --pipeline-model-parallel-size 2", "goes with no pipeline"), ("--use-torch-fsdp2", "needs --untie"),
+          ("--use-torch-fsdp2 --expert-model-parallel-size 2", "goes with no expert parallelism"),
+          ("--fp16", "fp16 goes with neither --bf16"), ("--optimizer-cpu-offload", "offload needs --use-precision-aware-optimizer"),
+          ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication", "of 3 devices"),
+          *((f"--num-experts 2 --moe-layer-freq {text}", "expected a number, or a pattern of 4 layers")
+            for text in ("[0]*3", "([1]*2", "[0]*999*999", "[2]*4", "[0,1]**2", "x")))),
     ("automodel", "a.yaml", "distributed: {tp_size: 2}", "does not say the sizes; add it after the file, as hf:DIR"),
 ]  # fmt: skip
 
@@ -455,7 +498,8 @@ KEPT_BY = {  # fields that a written configuration does not hold, and their valu
 }  # fmt: skip
 
 
-WRITTEN = [*product(LAUNCHERS, ("8B", "70B")), ("torchtitan", "671B"), ("megatron", "671B")]  # the others don't write expert parallelism
+WRITTEN = [*product(LAUNCHERS, ("8B", "70B", "mixtral")), ("torchtitan", "671B"), ("megatron", "671B")]
+WRITTEN.remove(("torchtitan", "mixtral"))  # has no flavor of it
 
 
 WRITTEN = [(*case, "bf16") for case in WRITTEN]
@@ -464,7 +508,7 @@ WRITTEN += [(launcher, "8B", precision) for launcher in LAUNCHERS for precision 
 
 @pytest.mark.parametrize("launcher, flavor, precision", WRITTEN)
 def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor, precision):
-    sizes = {"8B": LLAMA8, "70B": LLAMA70, "671B": DEEPSEEK}[flavor]
+    sizes = {**MODELS, "70B": LLAMA70}[flavor]
     for launch in sampled(launcher, sizes, 25 if precision == "bf16" else 9, precision=precision):
         multiple = 128 * launch.tensor if launcher == "megatron" else launch.tensor
         padded = sizes.with_padded_vocab(multiple) if launcher in ("megatron", "nanotron") else sizes
@@ -476,7 +520,7 @@ def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor, precisi
         back = read_configuration(launcher, text, ending, known)
         if launch.zero == 0:
             launch = replace(launch, shard=1)
-        assert replace(back.launch, expert_tensor=launch.expert_tensor) == replace(launch, **KEPT_BY[launcher]), text
+        assert back.launch == replace(launch, **KEPT_BY[launcher]), text
         assert back.sizes == padded
 
 

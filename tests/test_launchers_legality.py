@@ -32,6 +32,7 @@ def megatron(a, world):
     if a.get("num-experts"):
         yield a["num-experts"] % ep == 0 and a["moe-ffn-hidden-size"] % etp == 0  # moe/moe_layer.py
         yield world % (etp * ep * pp) == 0  # parallel_state.py:881
+        yield tp == 1 or bool(a.get("sequence-parallel"))  # moe/moe_layer.py:636
         yield etp == 1 or a["disable-bias-linear"]  # transformer_config.py: Bias in Moe is only supported when ETP==1
     else:
         yield ep == 1  # transformer_config.py:1595

@@ -65,10 +65,10 @@ def _described(room: Any, asked: Asked, launcher: str) -> Any:
     data = max(asked.devices // model, 1)
     zero = (1 if launcher in ("megatron", "nanotron") else 2 if asked.pp > 1 else 3) * (data > 1)
     launch = room.Launch(
-        asked.devices, asked.seq or 8192, asked.global_batch or data * microbatch * (2 * asked.pp if asked.pp > 1 else 1),
-        microbatch=microbatch, data=data, shard=data if zero else 1, zero=zero, tensor=asked.tp, pipeline=asked.pp, context=asked.cp,
-        expert_tensor=asked.tp, sequence_parallel=asked.tp > 1 and launcher not in ("accelerate", "deepspeed"), recompute=asked.recompute,
-        precision=asked.precision, compiled=asked.compiled, compiled_loss=asked.compiled,
+        asked.devices, asked.seq or 8192, asked.global_batch or data * microbatch * (2 * asked.pp if asked.pp > 1 else 1), microbatch,
+        data=data, shard=data if zero else 1, zero=zero, tensor=asked.tp, pipeline=asked.pp, context=asked.cp, recompute=asked.recompute,
+        expert_tensor=asked.tp if launcher in room.DIVIDE_EXPERTS else 1, precision=asked.precision, compiled=asked.compiled,
+        sequence_parallel=asked.tp > 1 and launcher not in ("accelerate", "deepspeed"), compiled_loss=asked.compiled,
     )  # fmt: skip
     return room.LaunchConfig(launch, sizes_of(asked.target, asked.settings))
 

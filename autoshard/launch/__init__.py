@@ -9,6 +9,7 @@ from .configurations import edited_text as edited_text
 from .configurations import read_configuration as read_configuration
 from .fitting import will_fit as will_fit
 from .launch_prices import Site as Site
+from .legality import DIVIDE_EXPERTS as DIVIDE_EXPERTS
 from .legality import why_illegal as why_illegal
 from .model_sizes import ModelSizes as ModelSizes
 from .model_sizes import sizes_of_config as sizes_of_config

@@ -49,7 +49,6 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         devices=processes, seq=known.need("seq", path, OPTION.format("seq")),
         global_batch=known.global_batch or data_parallel * microbatch * accumulated, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context,
-        expert_tensor=1 if sizes.experts else tensor,
         recompute="full" if section.flag("fsdp_config.fsdp_activation_checkpointing") else "none", precision=PRECISIONS[precision],
         compiled=compiled, compiled_loss=compiled,
     )  # fmt: skip

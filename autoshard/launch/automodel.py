@@ -54,7 +54,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         devices=devices, seq=seq or known.need("seq", path, "--seq"), global_batch=batch, microbatch=microbatch, data=data, shard=shard,
         zero=(3 if (pipeline == 1 if again is None else bool(again)) else 2) if shard * context > 1 and "ddp" not in strategy else 0,
         tensor=tensor, sequence_parallel=section.flag("distributed.sequence_parallel") and tensor > 1, context=context, expert=expert,
-        expert_tensor=1 if sizes.experts else tensor, pipeline=pipeline, virtual=virtual, schedule=schedule, split=split,
+        pipeline=pipeline, virtual=virtual, schedule=schedule, split=split,
         passes=max(batch // (local * data), 1) if pipeline > 1 else 1, recompute=RECOMPUTED.get(str(checkpointed).lower(), "none"),
         precision=precision, gather8=precision == "fp8" and section.flag(f"fp8.{GATHERS8}"),
         compiled=compiled, compiled_loss=False, async_tensor=section.flag("distributed.enable_async_tensor_parallel"),
@@ -75,11 +75,12 @@ def _stages(section: Nested, layers: int, pipeline: int) -> tuple[str, int, str]
     written = section.text(f"{PIPELINE}pp_schedule", f"{FORMER}pp_schedule", default="1f1b")
     schedule = next((name for name in SCHEDULES if name.lower() == written.lower()), written)
     each = section.number(f"{PIPELINE}layers_per_stage", f"{FORMER}layers_per_stage", default=0, least=0)
-    turns = math.ceil(layers / each) / pipeline if each else 1 if schedule in SINGLE else 2
-    up = section.text(f"{PIPELINE}round_virtual_stages_to_pp_multiple", f"{FORMER}round_virtual_stages_to_pp_multiple") == "up"
-    virtual = max(math.ceil(turns) if up else math.floor(turns), 1)
-    counts = spread(layers, pipeline * virtual, 0, 0)
-    return schedule, virtual, "" if len({*counts}) == 1 else ",".join(map(str, counts))
+    stages = math.ceil(layers / each) if each else pipeline * (1 if schedule in SINGLE else 2)
+    rounded = section.text(f"{PIPELINE}round_virtual_stages_to_pp_multiple", f"{FORMER}round_virtual_stages_to_pp_multiple")
+    virtual = max(math.ceil(stages / pipeline) if rounded == "up" else stages // pipeline, 1)
+    counts = spread(layers, pipeline * virtual if rounded else stages, 0, 0)  # those of a number that doesn't divide are listed: illegal
+    even = len({*counts}) == 1 and len(counts) == pipeline * virtual
+    return schedule, virtual, "" if even else ",".join(map(str, counts))
 
 
 def place(text: str, path: str, name: str) -> str:

@@ -31,7 +31,7 @@ FORMATS = {
     "torchtitan": Syntax(torchtitan.read, torchtitan.settings, toml_text, torchtitan.place, torchtitan.EXCLUSIVE, model=torchtitan.model),
     "megatron": Syntax(megatron.read, megatron.settings, arguments_text, megatron.place, megatron.EXCLUSIVE),
     "accelerate": Syntax(accelerate.read, accelerate.settings, place=accelerate.place),
-    "nanotron": Syntax(nanotron.read, nanotron.settings),
+    "nanotron": Syntax(nanotron.read, nanotron.settings, model=nanotron.model),
     "deepspeed": Syntax(deepspeed.read, deepspeed.settings, json_text, deepspeed.place, omitted=(None, -1, "none")),
     "automodel": Syntax(automodel.read, automodel.settings, place=automodel.place),
 }

@@ -18,7 +18,7 @@ import numpy as np
 
 from .best_changes import in_words
 from .launch_prices import LaunchPrices, Site, by_kind, differences, launch_memory, prices_of
-from .legality import RECOMPUTED, legal, why_illegal
+from .legality import DIVIDE_EXPERTS, RECOMPUTED, legal, why_illegal
 from .peak_memory import Memory
 from .runs import Launch, LaunchConfig, TrainingRuns
 
@@ -170,7 +170,8 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
         fields = {name: getattr(launch, name) * 2, "data": launch.data // 2, "shard": max(min(launch.shard, launch.data // 2), 1)}
         if launch.data % 2 == 0:
             if name == "tensor":
-                of_experts = 2 * launch.expert_tensor if launch.expert_tensor == launch.tensor else launch.expert_tensor
+                divided = launcher in DIVIDE_EXPERTS and launch.expert_tensor == launch.tensor
+                of_experts = launch.expert_tensor * (1 + divided)
                 fields |= {"sequence_parallel": launcher not in ("accelerate", "deepspeed"), "expert_tensor": of_experts}
             yield name, fields, {}
     if not launch.gather8:

@@ -21,7 +21,7 @@ from itertools import product
 import numpy as np
 
 from .blocks_of_stages import ENDS
-from .legality import RECOMPUTED, broken_rules, legal
+from .legality import DIVIDE_EXPERTS, RECOMPUTED, broken_rules, legal
 from .model_sizes import ModelSizes
 from .runs import FIELDS, Launch, TrainingRuns
 
@@ -47,7 +47,8 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     varied = {name: np.array(column) for name, column in zip(names, zip(*_structures(fixed.devices, launcher)))}
     tensor, rows = varied["tensor"], len(varied["tensor"])
     varied |= {
-        "expert_tensor": tensor, "sequence_parallel": (tensor > 1) & (launcher not in ("accelerate", "deepspeed")),
+        "expert_tensor": tensor if launcher in DIVIDE_EXPERTS else np.ones(rows, int),
+        "sequence_parallel": (tensor > 1) & (launcher not in ("accelerate", "deepspeed")),
         "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
         "deepep": np.full(rows, fixed.deepep and launcher != "megatron"),
     }  # fmt: skip

@@ -17,6 +17,7 @@ from .model_sizes import ModelSizes
 from .runs import LOOPED, MODULAR, SINGLE, V_SHAPED, Launch, TrainingRuns
 
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron", "deepspeed", "automodel")
+DIVIDE_EXPERTS = ("torchtitan", "megatron")  # over tensor parallel ranks; by the others each of these has all of an expert
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ RULES = (
          lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, ("1F1B", "DualPipeV")) & (c.microbatches_of_pass < c.pipeline * c.virtual),
          lambda a, m: f"{a.microbatches_of_pass} microbatches are fewer than the {a.pipeline * a.virtual} stages of {a.schedule}"),
     Rule("microbatches", TORCH,
-         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED)
+         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.schedule != "LoopedBFS")
          & (c.microbatches_of_pass % np.maximum(c.microbatches_of_pass // c.pipeline, 1) != 0),
          lambda a, m: f"{a.microbatches_of_pass} microbatches do not divide into rounds of pp {a.pipeline}"),
     Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & (c.group > 1) & (c.group < c.pipeline),
@@ -136,14 +137,18 @@ RULES = (
          lambda a, m: f"shard {a.shard} x cp {a.context} x tp {a.tensor} do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
     Rule("experts", LAUNCHERS, lambda c, m: (m.expert_ffn * (m.experts > 0)) % c.expert_tensor != 0,
          lambda a, m: f"the experts' width {m.expert_ffn} does not divide by expert tp {a.expert_tensor}"),
-    Rule("experts", AUTOMODEL, lambda c, m: (c.expert > 1) & (c.data % c.expert != 0),
-         lambda a, m: f"dp_size {a.data} is no multiple of ep_size {a.expert}"),
+    Rule("experts", AUTOMODEL, lambda c, m: (c.data * c.context * c.tensor) % c.expert != 0,  # mesh_utils.py:317
+         lambda a, m: f"dp_size {a.data} x cp_size {a.context} x tp_size {a.tensor} is no multiple of ep_size {a.expert}"),
+    Rule("experts", MEGATRON, lambda c, m: (m.experts > 0) & (c.tensor > 1) & ~c.sequence_parallel,  # moe_layer.py:636
+         lambda a, m: f"experts with tp {a.tensor} need --sequence-parallel"),
     Rule("replicas", AUTOMODEL, lambda c, m: (c.zero > 0) & (c.context == 1) & (c.shard == 1) & (c.data > 1),
          lambda a, m: f"dp_replicate_size {a.data} leaves nothing to shard; expected strategy ddp, or fewer replicas"),
     Rule("replicas", TORCH, lambda c, m: (c.zero == 0) & (c.data > 1) & (c.tensor * c.context * c.pipeline > 1),
          lambda a, m: f"replicas without shards (DDP, dp {a.data}) go with no other parallelism"),
     Rule("replicas", ACCELERATE, lambda c, m: (c.shard == 1) & (c.data > 1) & (c.tensor * c.context > 1),
          lambda a, m: f"dp_replicate_size {a.data} with dp_shard_size 1 does not go with tp_size {a.tensor} or cp_size {a.context}"),
+    Rule("recompute", ACCELERATE, lambda c, m: (c.recompute != "none") & (c.zero == 0) & (c.tensor * c.context == 1),
+         lambda a, m: "only an fsdp_config says what is recomputed, and there is none"),
     Rule("async tensor parallelism", TITAN, lambda c, m: c.async_tensor & ~c.compiled,
          lambda a, m: "asynchronous tensor parallelism needs compile"),
 )  # fmt: skip

@@ -7,7 +7,7 @@ devices, which --nproc_per_node times --nnodes tell where the command line doesn
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from .runs import MODULES, Launch, LaunchConfig, Overrides
 from .texts import arguments_of, flat, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
+MOST_LAYERS = 10_000
 PADDED = 128  # --make-vocab-size-divisible-by
 LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
 DATA = (".json", ".yaml", ".yml")
@@ -42,6 +43,7 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
 EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
+UNTIED, PRECISE = "untie-embeddings-and-output-weights", "use-precision-aware-optimizer"
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
 FP8_RECIPES = {"blockwise": "fp8_blockwise", "mxfp8": "mxfp8"}  # those with one scale per tensor, delayed or not, cost the same here
@@ -55,6 +57,17 @@ class Arguments(dict[str, list[str]]):
 
     def text(self, name: str, default: str = "") -> str:
         return self[name][0] if self.get(name) else default
+
+
+REFUSED: tuple[tuple[str, Callable[[Arguments], bool], str], ...] = (  # lines of training/arguments.py
+    ("use-torch-fsdp2", lambda a: a.number("pipeline-model-parallel-size", 1) > 1, "goes with no pipeline"),  # 1034
+    ("use-torch-fsdp2", lambda a: a.number("expert-model-parallel-size", 1) > 1, "goes with no expert parallelism"),  # 1036
+    ("use-torch-fsdp2", lambda a: UNTIED not in a, f"needs --{UNTIED}"),  # 1044
+    ("fp16", lambda a: "bf16" in a or "use-torch-fsdp2" in a, "goes with neither --bf16 nor --use-torch-fsdp2"),  # 1046, 1196
+    ("optimizer-cpu-offload", lambda a: PRECISE not in a, f"needs --{PRECISE}"),  # 1885
+    ("no-overlap-p2p-communication", lambda a: a.number("pipeline-model-parallel-size", 1) == 2 and (VIRTUAL in a or PER_VIRTUAL in a),
+     "needs a pipeline of 3 devices or more where each has several stages"),  # 1006
+)  # fmt: skip
 
 
 def _of_data(data: Mapping[str, Any]) -> Arguments:
@@ -151,6 +164,9 @@ def _check_conflicts(a: Arguments, path: str) -> None:
         both = [next((name for name in names if name in a), None) for names in (ones, others)]
         if None not in both and both[0] != both[1]:
             raise ValueError(f"{path} has --{both[0]} and --{both[1]}; Megatron accepts one of them")
+    for name, is_refused, why in REFUSED:
+        if name in a and is_refused(a):
+            raise ValueError(f"{path}: --{name} {why}")
     granularity, more = a.text("recompute-granularity"), [name in a for name in ("recompute-method", "recompute-num-layers")]
     if granularity and more != [granularity == "full"] * 2:
         raise ValueError(f"{path}: --recompute-method and --recompute-num-layers go with --recompute-granularity full, and with no other")
@@ -237,12 +253,10 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     experts = a.number("num-experts", a.number("num-moe-experts", 0))
     more: dict[str, int] = {}
     if experts:
-        frequency = a.text("moe-layer-freq", "1")  # the pattern ([0]*3+[1]*58) says which blocks have experts
-        listed = re.match(r"\[(?:0, )*", frequency)  # or lists them
-        dense = frequency.partition("[0]*")[2].partition("+")[0] or str(listed[0].count("0") if listed else 0)
         more = {
             "experts": experts, "active": a.number("moe-router-topk", 2), "expert_ffn": a.number("moe-ffn-hidden-size", ffn),
-            "shared_ffn": a.number("moe-shared-expert-intermediate-size", 0), "dense_layers": int(dense) if dense.isdecimal() else 0,
+            "shared_ffn": a.number("moe-shared-expert-intermediate-size", 0),
+            "dense_layers": expert_pattern(" ".join(a.get("moe-layer-freq", [])) or "1", layers).count("0"),
         }  # fmt: skip
     more["mtp"] = a.number("mtp-num-layers", 0, 0)
     latent = tuple(a.number(name, default) for name, default in LATENT.items()) if "multi-latent-attention" in a else ()
@@ -252,6 +266,23 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
         head_dim=head_dim, tied="untie-embeddings-and-output-weights" not in a, gated=gated,
         learned_positions=a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
     )  # fmt: skip
+
+
+def expert_pattern(frequency: str, layers: int) -> str:
+    """A digit per layer of --moe-layer-freq, 1 with experts: every nth, or sums and products of lists. ValueError for other texts.
+
+    expert_pattern("([0]*1+[1]*2)*2", 6) -> "011011"
+    """
+    text = re.sub(r"[\s'\"]", "", frequency)
+    if text.isdecimal():
+        return "".join("01"[i % max(int(text), 1) == 0] for i in range(layers))
+    rest, before = re.sub(r"\[([01,]*)\]", lambda each: f"<{each[1].replace(',', '')}>", text), ""
+    while rest != before and len(rest) <= MOST_LAYERS:  # products before sums
+        before, rest = rest, re.sub(r"<(\d*)>\*(\d{1,3})(?!\d)", lambda each: f"<{each[1] * int(each[2])}>", rest)
+        rest = re.sub(r"\((<\d*>)\)", r"\1", re.sub(r"<(\d*)>\+<(\d*)>", r"<\1\2>", rest))
+    if not re.fullmatch(rf"<[01]{{{layers}}}>", rest):
+        raise ValueError(f"--moe-layer-freq is {text[:40]}; expected a number, or a pattern of {layers} layers, ([0]+[1]*{layers - 1})")
+    return rest[1:-1]
 
 
 def place(text: str, path: str, name: str) -> str:
@@ -284,7 +315,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "pipeline-model-parallel-layout": layout_text(counts_of(launch, m.layers, m.mtp), m.mtp) if launch.split else None,
         GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
-        "optimizer-cpu-offload": launch.offload, INSTANCES: launch.replicate if launch.zero and launch.replicate > 1 else None,
+        "optimizer-cpu-offload": launch.offload, PRECISE: launch.offload,
+        INSTANCES: launch.replicate if launch.zero and launch.replicate > 1 else None,
         "recompute-granularity": {"none": None, "full": "full"}.get(launch.recompute, "selective"),
         "recompute-modules": [{"attn": "core_attn"}.get(name, name) for name in launch.recompute.split("+")]
         if launch.recompute not in ("none", "full") else None,

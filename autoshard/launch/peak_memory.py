@@ -168,7 +168,7 @@ def in_flight(runs: TrainingRuns, stage: np.ndarray | int) -> np.ndarray:
     """How many microbatches' activations of all its blocks a stage (from 0) holds at once."""
     m, p, v, schedule = runs.microbatches, runs.pipeline, runs.virtual, runs.schedule
     held = np.where(np.isin(schedule, V_SHAPED), p, p - stage + np.where(v > 1, (p - 1) / v, 0.0))
-    return np.minimum(m, np.where(schedule == "GPipe", m, held))
+    return np.minimum(m, np.where(np.isin(schedule, ("GPipe", "LoopedBFS")), m, held))
 
 
 def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarray, constants: RunConstants) -> Kinds:

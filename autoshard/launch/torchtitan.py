@@ -160,7 +160,7 @@ def _recompute(section: Nested) -> str:
         raise ValueError(f"{section.path}: activation_checkpoint.mode is {mode!r}; expected one of {', '.join(CHECKPOINTED)}")
     if mode in ("none", "full"):
         return mode
-    return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="op") == "op" else "selective_layer"
+    return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="2") == "op" else "selective_layer"
 
 
 def _precision(section: Nested) -> tuple[str, bool]:
