@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.launch import ModelSizes, Overrides, read_configuration
+from autoshard.launch import ModelSizes, Overrides, edited_text, read_configuration
 from autoshard.launch.texts import toml_text, yaml_text
 from tests.helpers_command import refusal, run
 
@@ -162,6 +162,38 @@ def test_a_misspelled_key_beside_the_right_one_stays():
 def test_modes_of_checkpointing_are_those_of_torchtitan(mode, recompute):
     text = LLAMA.read_text().replace('mode = "selective"', f'mode = "{mode}"')
     assert read_configuration("torchtitan", text, "a.toml", Overrides(devices=8)).launch.recompute == recompute
+
+
+SAVED = {"model_spec": {"name": "llama3", "flavor": "8B"}, "activation_checkpoint": None,
+         "training": {"local_batch_size": 1, "seq_len": 8192}, "parallelism": {"tensor_parallel_degree": 8}}  # fmt: skip
+POLICY = {"preserve_rng_state": True, "determinism_check": "default"}
+
+
+@pytest.mark.parametrize(
+    "section, values, field, value",
+    [
+        ("activation_checkpoint", None, "recompute", "none"),
+        ("activation_checkpoint", POLICY, "recompute", "full"),
+        ("activation_checkpoint", POLICY | {"force_recompute_mm_shapes_by_fqns": []}, "recompute", "selective_op"),
+        ("activation_checkpoint", POLICY | {"memory_budget": 0.5}, "recompute", "selective_op"),
+        ("loss", {"num_chunks": 8}, "loss_chunks", 8),
+        ("loss", {}, "loss_chunks", 1),
+        ("parallelism", {"tensor_parallel_degree": 8, "enable_sequence_parallel": False}, "sequence_parallel", False),
+        ("parallelism", {"tensor_parallel_degree": 8, "enable_sequence_parallel": True}, "sequence_parallel", True),
+        ("compile", {"enable": True, "enable_async_tensor_parallel": True}, "async_tensor", True),
+    ],
+)
+def test_what_torchtitan_03_saves_is_read_by_its_own_keys(section, values, field, value):
+    text = json.dumps(SAVED | {section: values})
+    one = read_configuration("torchtitan", text, "a.json", Overrides(devices=8))
+    assert getattr(one.launch, field) == value
+    assert edited_text("torchtitan", one, text, "a.json", Overrides(devices=8)) == text
+
+
+def test_a_job_as_large_as_torchtitan_saves_it_is_read(tmp_path):
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(SAVED | {"mine": ["x" * 1000] * 900}))
+    assert run("show", str(job), "--launcher", "torchtitan", "--devices", "8")[0] in (0, 1)
 
 
 def test_a_misspelled_mode_of_checkpointing_is_refused():

@@ -137,7 +137,8 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
         if not joined:
             return ()
         to = [replace(launch, **fields) for _, fields, _ in joined]
-        runs = TrainingRuns.of(to).with_columns(loss_chunks=np.array([switches.get("loss_chunks", 1) for _, _, switches in joined]))
+        chunks = np.array([switches.get("loss_chunks", launch.loss_chunks) for _, _, switches in joined])
+        runs = TrainingRuns.of(to).with_columns(loss_chunks=chunks)
         allowed = np.flatnonzero(legal(runs, sizes, launcher))
         prices = prices_of(runs[allowed], sizes, site, launcher)
         good = sorted(np.flatnonzero(_surely(prices, site)), key=lambda i: (round(float(prices.seconds[i]), 9), i))[:count]

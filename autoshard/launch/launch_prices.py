@@ -185,7 +185,7 @@ def _priced(
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
         parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
-    if parts and "loss_chunks" in runs.values:  # the head's gradient of a chunk is added to that of those before
+    if parts and (runs.loss_chunks > 1).any():  # the head's gradient of a chunk is added to that of those before
         added = (runs.loss_chunks - 1) * 3 * 2 * runs.table_parameters / runs.tensor / constants.memory_rate
         parts["elementwise"] = parts["elementwise"] + runs.microbatches * added
     of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has

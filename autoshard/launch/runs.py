@@ -66,6 +66,7 @@ class Launch:
     group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
     passes: int = 1  # of a step: the pipeline runs empty after each
     offload: bool = False  # the optimizer and its state are on the host
+    loss_chunks: int = 1  # of the tokens, one after the other, for which logits exist
 
     def __post_init__(self) -> None:
         for name in sorted(COUNTS, key="devices".__eq__):  # their product comes last
@@ -99,10 +100,10 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in "split passes schedule offload gather8 grads16".split()}
+OPTIONAL = "split passes schedule offload gather8 grads16 loss_chunks"
+DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
-DEFAULTS["loss_chunks"] = 1  # of the tokens, one after the other, for which logits exist
 COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
 
 

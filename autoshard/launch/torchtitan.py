@@ -69,7 +69,7 @@ FORMER = {
 }  # fmt: skip
 SPLITS = ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage", "pipeline_parallel_split_points")
 EXCLUSIVE = (frozenset(f"parallelism.{name}" for name in SPLITS),)
-SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
+SECTIONS = ("parallelism", "training", "experimental", "compile")  # degrees moved from the last two to the first
 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
@@ -106,9 +106,11 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
         global_batch=global_batch, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
-        tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
+        tensor=tensor, context=context, expert=degree("expert_parallel_degree"),
         expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") or not sizes.experts else 1),
-        pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule, split=split_of(counts, sizes.layers, pipeline),
+        sequence_parallel=tensor > 1 and section.value("parallelism.enable_sequence_parallel") is not False,
+        loss_chunks=section.number("loss.num_chunks", default=1, least=1), split=split_of(counts, sizes.layers, pipeline),
+        pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule,
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
         recompute=_recompute(section), precision=precision, gather8=gather8,
         grads16=section.text("training.mixed_precision_reduce") == "bfloat16",
@@ -116,7 +118,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
         and section.value("parallelism.pipeline_parallel_expert_parallel_overlap") is not False,
         deepep=section.text("parallelism.expert_parallel_comm_backend") in ("deepep", "hybridep"),
-        async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
+        async_tensor=section.flag(*(f"{part}.enable_async_tensor_parallel" for part in ("parallelism", "experimental", "compile"))),
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
 
@@ -156,6 +158,8 @@ def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, lis
 
 def _recompute(section: Nested) -> str:
     mode = section.text("activation_checkpoint.mode", default="selective")
+    if "model_spec" in section.data and "mode" not in (said := section.section("activation_checkpoint")):  # of 0.3: a policy's settings
+        return "none" if not said else "selective_op" if {"force_recompute_mm_shapes_by_fqns", "memory_budget"} & said.keys() else "full"
     if mode not in CHECKPOINTED:
         raise ValueError(f"{section.path}: activation_checkpoint.mode is {mode!r}; expected one of {', '.join(CHECKPOINTED)}")
     if mode in ("none", "full"):
@@ -199,6 +203,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "data_parallel_shard_degree": launch.shard if launch.zero else 1,
         "fsdp_reshard_after_forward": "never" if launch.zero == 2 else "always" if launch.zero == 3 and launch.pipeline > 1 else "default",
         "tensor_parallel_degree": launch.tensor, "enable_async_tensor_parallel": launch.async_tensor,
+        "enable_sequence_parallel": False if launch.tensor > 1 and not launch.sequence_parallel else None,
         "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
     }  # fmt: skip
     if sizes.experts:
