@@ -75,8 +75,7 @@ FORMATS = {
     "measurements": Format("a file of measurements", "the output of nccl-tests or PARAM, nnscaler JSON, or CSV", 64 * MB),
     "operators": Format("torch's table of operators", "the native_functions.yaml of an installed torch", 16 * MB),
     "model": Format("a model's file", "Python source with a function that returns (module, example_inputs)", 16 * MB),
-    # what torchtitan 0.3 saves has 4 kB for each of its layers
-    "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", 2 * MB),
+    "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", 2 * MB),  # 4 kB a layer
     # an allocation has a stack of some 2 kB
     "snapshot": Format("a memory snapshot", "what torch dumps of its CUDA memory, or that as JSON", 1000 * MB),
     "log": Format("a run's log", "text with a line that tells memory", 64 * MB),

@@ -1,13 +1,16 @@
 """Keys of a configuration: what a user misspells is refused in a sentence."""
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autoshard.launch import ModelSizes, Overrides, edited_text, read_configuration
+from autoshard.launch import Launch, ModelSizes, Overrides, edited_text, read_configuration
+from autoshard.launch.configurations import UNCOUNTED
+from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.texts import toml_text, yaml_text
 from tests.helpers_command import refusal, run
 
@@ -194,6 +197,66 @@ def test_a_job_as_large_as_torchtitan_saves_it_is_read(tmp_path):
     job = tmp_path / "job.json"
     job.write_text(json.dumps(SAVED | {"mine": ["x" * 1000] * 900}))
     assert run("show", str(job), "--launcher", "torchtitan", "--devices", "8")[0] in (0, 1)
+
+
+TITAN = LLAMA.read_text()
+MEGATRON = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --nproc_per_node 8 --bf16 --overlap-grad-reduce "
+SAID = [  # launcher, text, what is said
+    ("torchtitan", TITAN, ""),
+    ("torchtitan", TITAN.replace("[training]", '[training]\ndtype = "bfloat16"'), "training.dtype bfloat16: states are counted in float32"),
+    ("torchtitan", TITAN.replace("[training]", "[training]\nenable_cpu_offload = true"), "training.enable_cpu_offload True: states"),
+    ("torchtitan", TITAN.replace('mode = "selective"', 'mode = "memory_budget"'), "activation_checkpoint.mode memory_budget: "),
+    ("torchtitan", TITAN.replace('option = "op"', 'option = "8"'), "selective_ac_option 8: counted as every second block"),
+    ("torchtitan", TITAN.replace("[parallelism]", "[parallelism]\ndisable_loss_parallel = true"), ""),  # tp is 1
+    ("torchtitan", json.dumps(SAVED | {"parallelism": {"tensor_parallel_degree": 8, "disable_loss_parallel": True}}), "disable_loss_par"),
+    ("torchtitan", json.dumps(SAVED | {"training": {"max_context_length": 8192}}), "!max_context_length 8192: the sequence is told"),
+    ("megatron", MEGATRON, ""),
+    ("megatron", MEGATRON.replace("--overlap-grad-reduce", ""), "overlap-grad-reduce is missing: gradients are counted as reduced"),
+    ("megatron", MEGATRON + "--optimizer sgd", "optimizer sgd: states are counted as Adam's"),
+    ("megatron", MEGATRON + "--exp-avg-dtype bf16", "exp-avg-dtype bf16: states are counted in float32"),
+    ("megatron", MEGATRON + "--cp-comm-type a2a", ""),
+    ("megatron", MEGATRON + "--cp-comm-type a2a --context-parallel-size 2", "cp-comm-type a2a: attention is counted as a ring"),
+    ("megatron", MEGATRON + "--recompute-granularity full --recompute-method block --recompute-num-layers 1", "method block: all"),
+    ("accelerate", "num_processes: 8\ndeepspeed_config: {deepspeed_config_file: a.json}", "!a.json: the settings are in that file"),
+    ("accelerate", "num_processes: 8\nfsdp_config: {fsdp_offload_params: true}", "!fsdp_offload_params True: parameters on"),
+    ("accelerate", "num_processes: 8\ndeepspeed_config: {offload_optimizer_device: cpu}", "offload_optimizer_device cpu: the opt"),
+    ("deepspeed", '{"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": "auto"}}', ""),
+    ("deepspeed", '{"optimizer": {"type": "SGD"}}', "optimizer.type SGD: states are counted as Adam's"),
+    ("deepspeed", '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}', "zero_hpz_partition_size 8: parameters are counted"),
+    ("deepspeed", '{"zero_optimization": {"stage": 3, "overlap_comm": false}}', "overlap_comm False: transfers are counted beside"),
+    ("deepspeed", '{"zero_optimization": {"stage": 4}}', "!zero_optimization.stage 4: expected a stage from 0 to 3"),
+    ("deepspeed", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "!enables fp16 and bf16; DeepSpeed accepts one"),
+    ("automodel", "peft: {_target_: Lora, dim: 8}", "!peft Lora: adapters train few of the parameters"),
+    ("automodel", "peft: null\noptimizer: {_target_: torch.optim.AdamW}", ""),
+    ("automodel", "loss_fn: {_target_: linear_ce.FusedLinearCrossEntropy}", "FusedLinearCrossEntropy: all logits are counted at once"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher, text, said", SAID)
+def test_what_no_figure_counts_is_said_or_refused(launcher, text, said):
+    path = {"megatron": "a.sh", "torchtitan": "a.json" if text[0] == "{" else "a.toml"}.get(launcher, "a.yaml")
+    if said.startswith("!"):
+        with pytest.raises(ValueError, match=f"^{path}.*{said[1:]}"):
+            read_configuration(launcher, text, path, KNOWN)
+    else:
+        notes = read_configuration(launcher, text, path, replace(KNOWN, microbatch=None) if launcher == "torchtitan" else KNOWN).not_counted
+        assert said in " ".join(notes) and len(notes) == bool(said)
+
+
+def test_rows_of_what_is_not_counted_name_launchers_patterns_and_degrees():
+    assert {*UNCOUNTED} == {*LAUNCHERS}
+    for of in UNCOUNTED.values():
+        assert {*of} == {"refused", "noted"}
+        for harmless, effect, *degree in (row for kind in of.values() for row in kind.values()):
+            assert re.compile(harmless) and not effect.endswith(".") and {*degree} <= {*Launch.__dataclass_fields__}
+
+
+def test_check_says_what_it_does_not_count(tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text(TITAN.replace("[training]", '[training]\ndtype = "bfloat16"'))
+    argv = ("show", str(job), "--launcher", "torchtitan", "--devices", "8")
+    assert "not counted: training.dtype bfloat16: states are counted in float32" in " ".join(run(*argv)[1].split())
+    assert json.loads(run(*argv, "--json")[1])["not_counted"] == ["training.dtype bfloat16: states are counted in float32"]
 
 
 def test_a_misspelled_mode_of_checkpointing_is_refused():

@@ -15,7 +15,8 @@ from .texts import Nested, flat, parsed
 
 PRECISIONS = {"no": "bf16", "none": "bf16", "false": "bf16", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}  # YAML reads a bare no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2",
+            "true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}  # fmt: skip
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 RESEMBLING = frozenset({"fsdp_config", "fp8_config", *(f"parallelism_config_{name}_size" for name in DEGREES)})  # one another
 OPTION = "--{} N: accelerate leaves it to the script"
@@ -26,12 +27,12 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     sizes = known.need("sizes", path, "it after the file, as hf:DIR: accelerate leaves the model to the script")
     sizes_of = {
         name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0)
-        for name in ("dp_replicate", "dp_shard", "tp", "cp")
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
     processes = known.devices or section.number("num_processes", default=-1)
     if processes < 1:
         processes = known.need("devices", path, "--devices")
-    tensor, context = max(sizes_of["tp"], 1), max(sizes_of["cp"], 1)
+    tensor, context = max(sizes_of["tp"], 1), max(sizes_of["cp"], 1) * max(sizes_of["sp"], 1)
     ranks = max(processes // (tensor * context), 1)  # data parallel
     shard, zero = _sharding(section, ranks, known.per_node)
     data_parallel = ranks
@@ -62,8 +63,9 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
         if section.number("fsdp_config.fsdp_version", default=1) >= 2:
             again = section.value("fsdp_config.fsdp_reshard_after_forward")
             return ranks, 2 if again is not None and not section.flag("fsdp_config.fsdp_reshard_after_forward") else 3
-        written = section.text("fsdp_config.fsdp_sharding_strategy", default="FULL_SHARD")
-        strategy = NUMBERED.get(written, written)
+        names = (f"fsdp_config.fsdp_{name}" for name in ("sharding_strategy", "reshard_after_forward"))  # which are one in version 1
+        written = section.text(*names, default="FULL_SHARD")
+        strategy = NUMBERED.get(written.lower(), written)
         if strategy not in STRATEGIES:
             raise ValueError(f"{section.path}: fsdp_sharding_strategy is {str(written)[:40]!r}; expected one of {', '.join(STRATEGIES)}")
         hybrid = strategy.startswith("HYBRID") and ranks % per_node == 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from autoshard.reading import text_of
 
 from . import accelerate, automodel, deepspeed, megatron, nanotron, torchtitan
 from .edits import edited
 from .legality import check_launcher
 from .model_sizes import ModelSizes
-from .runs import LaunchConfig, Overrides
-from .texts import arguments_text, json_text, nested, toml_text, yaml_text
+from .runs import Launch, LaunchConfig, Overrides
+from .texts import arguments_text, flat, json_text, nested, parsed, toml_text, yaml_text
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ FORMATS = {
     "automodel": Syntax(automodel.read, automodel.settings, place=automodel.place),
 }
 ROUNDS = 3  # of changes
+# Keys that change a run in a way that no figure counts, by launcher, refused or noted: the values that change nothing, as a pattern, `on`,
+# `off`, or `present` where leaving it out changes something; what to say of others; a degree that has to be above 1. For a section: `peft.`
+UNCOUNTED = json.loads(text_of(Path(__file__).with_name("uncounted.json"), "launch"))
+PATTERNS = {"on": "on|true|yes|1", "off": "off|false|no|none|0|", "present": ".*"}
 
 
 def read_configuration(launcher: str, text: str, path: str, known: Overrides | None = None) -> LaunchConfig:
@@ -46,11 +55,29 @@ def read_configuration(launcher: str, text: str, path: str, known: Overrides | N
     """
     check_launcher(launcher)
     known = known or Overrides()
+    written = megatron.arguments_in(text, path) if launcher == "megatron" else flat(parsed(text, path))
+    keys = {name: (" ".join(value) or "on") if launcher == "megatron" else str(value) for name, value in written.items()}
+    if refused := uncounted("refused", launcher, keys):
+        raise ValueError(f"{path}: {refused[0]}")
     config = FORMATS[launcher].read(text, path, known)
-    written = config.launch.microbatch
-    if known.microbatch not in (None, written):
-        raise ValueError(f"{path} says that a microbatch is {written} sequences, not {known.microbatch}; change it there or leave it out")
+    config = replace(config, not_counted=uncounted("noted", launcher, keys, config.launch))
+    if known.microbatch not in (None, said := config.launch.microbatch):
+        raise ValueError(f"{path} says that a microbatch is {said} sequences, not {known.microbatch}; change it there or leave it out")
     return config
+
+
+def uncounted(kind: str, launcher: str, keys: Mapping[str, str], launch: Launch | None = None) -> tuple[str, ...]:
+    """A sentence for each key with a value that nothing counts. kind: refused or noted. keys: of a configuration, by dotted names."""
+    said = []
+    for name, (harmless, effect, *degree) in UNCOUNTED[launcher][kind].items():
+        values = [value for key, value in keys.items() if key == name or (name.endswith(".") and key.startswith(name))]
+        nothing = f"{PATTERNS.get(harmless, harmless)}|auto|none"  # ... or leave it to others
+        values = [value for value in values if not re.fullmatch(nothing, value.lower())][:1]
+        if harmless == "present" and name not in keys:
+            values = ["is missing"]
+        if values and all(getattr(launch, field) > 1 for field in degree):
+            said.append(f"{name.rstrip('.')} {values[0][:60]}: {effect}")
+    return tuple(said)
 
 
 def configuration_text(launcher: str, config: LaunchConfig) -> str:

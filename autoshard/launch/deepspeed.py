@@ -61,6 +61,8 @@ def _said(data: Any) -> Any:
 
 def _precision(section: Nested) -> str:
     """What is left to "auto" is taken to be bfloat16."""
+    if section.flag("fp16.enabled") and section.flag("bf16.enabled"):
+        raise ValueError(f"{section.path} enables fp16 and bf16; DeepSpeed accepts one of them")
     for name, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("torch_autocast", "bf16")):
         if section.flag(f"{name}.enabled"):
             return precision

@@ -9,7 +9,7 @@ states and transfers of their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,15 +24,7 @@ from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import PRECISIONS, TrainingRuns
-from .step_time import (
-    OPTIMIZER_BYTES,
-    beside_block,
-    end_share,
-    stage_parameters,
-    step_parts,
-    transfers_of_fsdp,
-    transfers_per_microbatch,
-)  # fmt: skip
+from .step_time import NOTHING, OPTIMIZER_BYTES, beside_block, end_share, stage_parameters, step_parts, transfers_of_fsdp
 
 STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate", "automodel": "torchtitan"}  # others have their own
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
@@ -179,7 +171,7 @@ def _priced(
         constants = replace(constants, device=replace(constants.device, **stated))
     split = stages(runs, constants.stack.balanced > 0)
     blocks = of_each_kind(block, runs, constants) if timed else ()
-    of_experts, more_bytes, more = experts(runs, sizes, constants, split, *blocks[:1]) if sizes.experts else ({}, {}, 0.0)
+    of_experts, more_bytes, more = experts(runs, sizes, constants, split, *blocks[:1]) if sizes.experts else ({}, {}, NOTHING)
     parts = step_parts(runs, constants, split, blocks[0], blocks[1], more) if blocks else {}
     if parts and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
@@ -196,7 +188,7 @@ def _priced(
 
 def experts(
     runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block | None = None
-) -> tuple[Parts, Kinds, np.ndarray | float]:  # fmt: skip
+) -> tuple[Parts, Kinds, np.ndarray]:  # fmt: skip
     """What a mixture needs beyond its dense model: seconds per step by kind, none without a block's; bytes per device by kind; and of the
     seconds those of one block and microbatch, which other stages wait for."""
     stack, device = constants.stack, constants.device
@@ -215,7 +207,7 @@ def experts(
     kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2 * 2.0 * local, 0.0)  # of a block and of the next, by FSDP
     kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
     if one is None:
-        return {}, kinds, 0.0
+        return {}, kinds, NOTHING
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
@@ -234,10 +226,9 @@ def experts(
     # behind what the transfers of other parameters leave, and tokens' behind what both leave, in the microbatches that have them
     dense = transfers_of_fsdp(runs, constants, constants.ring(runs, runs.sharing, runs.tensor), runs.block_parameters / runs.tensor)
     both = np.add(dense, transfers_of_fsdp(runs, constants, constants.ring(runs, sharded, ranks), local))
-    once, hidden, tokens_too = transfers_per_microbatch(runs), partial(beside_block, one, runs, constants), exchanged / 2
-    sent = (hidden(*both) - hidden(*dense)) * once
-    late = [hidden(*(some + tokens_too)) - hidden(*some) for some in (both, 0 * both)]
-    exchanged = np.where(runs.async_expert > 0, once * late[0] + (1 - once) * late[1], exchanged)
+    hidden: Callable[..., np.ndarray] = partial(beside_block, one, runs, constants)
+    sent, late = hidden(*both) - hidden(*dense), hidden(*both, exchanged / 2) - hidden(*both)
+    exchanged = np.where(runs.async_expert > 0, late, exchanged)
     times = blocks * runs.microbatches
     parts = {
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,

@@ -120,8 +120,12 @@ def _of_sections(data: Mapping[str, Any]) -> Arguments:
     return arguments
 
 
+def arguments_in(text: str, path: str) -> Arguments:
+    return _of_data(parsed(text, path)) if path.endswith(DATA) else Arguments(arguments_of(text))
+
+
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
-    a = _of_data(parsed(text, path)) if path.endswith(DATA) else Arguments(arguments_of(text))
+    a = arguments_in(text, path)
     tensor, pipeline = a.number("tensor-model-parallel-size", 1, 1), a.number("pipeline-model-parallel-size", 1, 1)
     context, expert = a.number("context-parallel-size", 1, 1), a.number("expert-model-parallel-size", 1, 1)
     devices = known.devices

@@ -233,6 +233,7 @@ class LaunchConfig:
 
     launch: Launch
     sizes: ModelSizes
+    not_counted: tuple[str, ...] = ()  # what it says that no figure counts
 
     def to_dict(self, launcher: str) -> dict[str, Any]:
         """What verbs print of it, whatever they were asked."""
@@ -240,6 +241,7 @@ class LaunchConfig:
         return {
             "launcher": launcher, "devices": one.devices, "global_batch": one.global_batch, "seq": one.seq, "precision": one.precision,
             "configuration": TrainingRuns.of([one]).degrees_of(0), "parameters": self.sizes.parameters,
+            "not_counted": list(self.not_counted),
         }  # fmt: skip
 
 

@@ -21,14 +21,13 @@ from .block_time import Block, Parts, RunConstants
 from .blocks_of_stages import Stages
 from .runs import V_SHAPED, ZERO_BUBBLE, TrainingRuns
 
+NOTHING = np.zeros(1)  # seconds
 COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
 TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 
 
-def step_parts(
-    runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block, more: np.ndarray | float = 0.0
-) -> Parts:  # fmt: skip
+def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block, more: np.ndarray = NOTHING) -> Parts:
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
     launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split:
     `stages(runs, ...)`, which depends on no constant but `balanced`. one, ends: as `block` has them. more: seconds of a block besides, of
@@ -86,21 +85,27 @@ def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: 
     return bytes / constants.memory_rate * constants.has("accumulation")
 
 
-def beside_block(one: Block, runs: TrainingRuns, constants: RunConstants, gather: np.ndarray, back: np.ndarray) -> np.ndarray:
-    """Seconds of a block whose forward runs beside the transfers `gather` and whose backward beside `back`: all that hide behind it at
-    once, for what one of them has hidden behind hides no other."""
+def beside_block(
+    one: Block, runs: TrainingRuns, constants: RunConstants, gather: np.ndarray, back: np.ndarray, always: np.ndarray = NOTHING
+) -> np.ndarray:  # fmt: skip
+    """Seconds of a block whose forward runs beside the transfers `gather` of FSDP, whose backward beside `back`, and both beside `always`:
+    all hide behind it at once, for what one of them has hidden behind hides no other."""
     forward, backward = one.seconds
     backward = backward + accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
     # where tensor parallel collectives use the same link, each waits for the other's share of the time
     same = (runs.tensor > 1) & (runs.tensor * runs.sharing <= runs.per_node)
     sent, sent_back = (same * way["tensor parallel"] / seconds for way, seconds in ((one.forward, forward), (one.backward, backward)))
-    forward = beside(forward + np.minimum(gather, forward) * sent, gather)
-    return forward + beside(backward + np.minimum(back, backward) * sent_back, back)
+
+    def seconds(there: np.ndarray, again: np.ndarray) -> np.ndarray:
+        hidden = beside(forward + np.minimum(there, forward) * sent, there)
+        return hidden + beside(backward + np.minimum(again, backward) * sent_back, again)
+
+    # with a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch
+    once, every = np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0), seconds(always, always)
+    return every + (seconds(gather + always, back + always) - every) * once
 
 
-def transfers_of_fsdp(
-    runs: TrainingRuns, constants: RunConstants, ring: Ring, parameters: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+def transfers_of_fsdp(runs: TrainingRuns, constants: RunConstants, ring: Ring, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the gather of a block's `parameters` in the forward; and in the backward of another one, unless only gradients are
     sharded, and the reduction of its gradients."""
     sharded = (runs.zero >= 2) * constants.has("fsdp")
@@ -109,19 +114,13 @@ def transfers_of_fsdp(
     return gather, gather * (runs.zero >= 3) + scatter
 
 
-def transfers_per_microbatch(runs: TrainingRuns) -> np.ndarray:
-    """With a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch."""
-    return np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0)
-
-
 def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a block beside the transfers of its parameters and gradients; and those that nothing hides."""
-    ring, table, zero = constants.ring(runs, runs.sharing, runs.tensor), runs.table_parameters / runs.tensor, np.zeros(1)
+    ring, table = constants.ring(runs, runs.sharing, runs.tensor), runs.table_parameters / runs.tensor
     gather, back = transfers_of_fsdp(runs, constants, ring, runs.block_parameters / runs.tensor)
-    alone = beside_block(one, runs, constants, zero, zero)
-    hidden = alone + (beside_block(one, runs, constants, gather, back) - alone) * transfers_per_microbatch(runs)
     of_tables = ring.gather(2 * table) + ring.gather(constants.stack.gradient_bytes * table)
-    return hidden, back + gather * (runs.zero < 3) + (runs.zero >= 2) * constants.has("fsdp") * of_tables
+    edges = back + gather * (runs.zero < 3) + (runs.zero >= 2) * constants.has("fsdp") * of_tables
+    return beside_block(one, runs, constants, gather, back), edges
 
 
 def host_seconds(runs: TrainingRuns, constants: RunConstants, one: Block) -> np.ndarray:

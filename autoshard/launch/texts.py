@@ -169,7 +169,9 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     for line in lines:
         variables.note(line)
     uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
-    words = [_unquoted(word.strip("\"'\\,")) for line in uncommented for word in re.split(r"\s+", line)]
+    words = [word.strip("\"'\\,") for line in uncommented for word in re.split(r"\s+", line)]
+    # parentheses that are not closed within a word are those of an array of options
+    words = [word if word.count("(") == word.count(")") else word.strip("\"'()\\,") for word in words]
     options: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -180,12 +182,6 @@ def arguments_of(text: str) -> dict[str, list[str]]:
         elif name and word:
             options[name].append(word)
     return options
-
-
-def _unquoted(word: str) -> str:
-    """Without the parentheses of the array that it is the first or the last of; with its own."""
-    bare = word.strip("()\"'\\,")
-    return word if word.count("(") == word.count(")") and not bare.startswith("--") else bare
 
 
 @dataclass

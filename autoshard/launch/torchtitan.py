@@ -164,12 +164,13 @@ def _recompute(section: Nested) -> str:
         raise ValueError(f"{section.path}: activation_checkpoint.mode is {mode!r}; expected one of {', '.join(CHECKPOINTED)}")
     if mode in ("none", "full"):
         return mode
-    return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="2") == "op" else "selective_layer"
+    option = section.text("activation_checkpoint.selective_ac_option", default="2")
+    return {"op": "selective_op", "1": "full"}.get("op" if mode == "memory_budget" else option, "selective_layer")
 
 
 def _precision(section: Nested) -> tuple[str, bool]:
     """Of matmuls, and whether parameters are gathered in 8 bits. Saved registries have the settings of converters in their list."""
-    converters = str(section.value("model.converters") or section.value("model_converters") or "")
+    converters = str(section.value("model.converters") or section.value("model_converters") or "").replace("grouped_mm.float8", "")
     if "float8" in converters or section.flag("float8.enable_float8_linear"):
         rowwise = "rowwise" in converters + section.text(*(f"{part}.recipe_name" for part in FLOAT8))
         gathers8 = section.flag(*(f"{part}.{GATHERS8}" for part in FLOAT8)) or f"'{GATHERS8}': True" in converters

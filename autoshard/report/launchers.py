@@ -152,7 +152,7 @@ def _launch_lines(record: Mapping[str, Any], path: str) -> list[Any]:
     """What is launched, and why it can't be."""
     model = f"{_parameters(record['parameters'])} on {_count(record['devices'], 'device')}, {record['precision']}, {record['launcher']}"
     batch = f"global batch {_count(record['global_batch'], 'sequence')} of {record['seq']} tokens"
-    reasons = [f"illegal: {reason}" for reason in record["reasons"]]
+    reasons = [f"{what}: {why}" for what, key in (("illegal", "reasons"), ("not counted", "not_counted")) for why in record[key]]
     return [f"{path}: {model}", f"{degrees_text(record['configuration'])}; {batch}", *reasons]
 
 
