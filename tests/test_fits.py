@@ -158,7 +158,8 @@ def test_fits_prints_its_keys_and_a_table_by_kind():
     record = record_of(*words, code=1)
     assert list(record) == [
         "ok", "verdict", "chance_to_fit", "launcher", "devices", "global_batch", "seq", "precision", "configuration", "parameters",
-        "not_counted", "reasons", "memory_bytes", "usable_bytes", "bias", "fullest", "stages", "largest_microbatch", "seconds", "changes",
+        "not_counted", "reasons", "device_memory_bytes", "usable_bytes", "bias", "fullest", "stages", "largest_microbatch", "seconds",
+        "changes",
     ]  # fmt: skip
     assert record["fullest"] == record["stages"][0] and record["fullest"]["stage"] == "all"
     larger = record_of(*words, "--memory", "141GB")

@@ -74,6 +74,21 @@ def test_recipes_and_json_are_written_as_the_same_bytes_and_changed_in_their_lin
     assert [line for line in text.splitlines() if "#" in line] == [line for line in changed.splitlines() if "#" in line]
 
 
+@pytest.mark.parametrize("old, new, fields, line", [
+    ("  sequence_parallel: false", "  moe: {reshard_after_forward: true}", {"zero": 2}, "  moe: {reshard_after_forward: false}"),
+    ("dataset:", "packed_sequence:\n  packed_sequence_size: 4096\n\ndataset:", {"seq": 8192}, "  packed_sequence_size: 8192"),
+])  # fmt: skip
+def test_a_recipes_key_is_changed_where_it_is_read(old, new, fields, line):
+    text = (DATA / "automodel" / "qwen3_moe_30b_former.yaml").read_text()
+    assert old in text
+    text, known = text.replace(old, new), Overrides(devices=16, sizes=FLAVORS["qwen3", "30B-A3B"])
+    one = read_configuration("automodel", text, "a.yaml", known)
+    wanted = replace(one, launch=replace(one.launch, **fields))
+    changed = edited_text("automodel", wanted, text, "a.yaml", known)
+    assert changed_lines(text, changed)[-1:] == [f"+ {line}"] and len(changed_lines(text, changed)) == 2
+    assert read_configuration("automodel", changed, "a.yaml", known).launch == wanted.launch
+
+
 def changed_lines(before, after):
     diff = difflib.ndiff(before.splitlines(), after.splitlines())
     return [line for line in diff if line[:2] in ("- ", "+ ")]

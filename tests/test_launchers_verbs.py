@@ -168,7 +168,7 @@ def test_check_reads_accelerates_model_from_the_command_line():
     record = record_of("check", config, model, "--launcher", "accelerate", "--seq", "64", "--microbatch", "4")
     assert record["configuration"]["cp"] == 4 and record["global_batch"] == 8
     sentence = refusal("check", config, "--launcher", "accelerate")
-    assert "nd.yaml does not say the sizes; add it after the file, as hf:DIR" in sentence
+    assert "nd.yaml does not say the sizes; add it after the file, as hf:DIR (for show, simulate and explain as --model hf:DIR)" in sentence
 
 
 # --- regret

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .runs import Launch, LaunchConfig, Overrides
+from .runs import MODEL, Launch, LaunchConfig, Overrides
 from .texts import Nested, flat, parsed
 
 PRECISIONS = {"no": "bf16", "none": "bf16", "false": "bf16", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}  # YAML reads a bare no as false
@@ -24,7 +24,7 @@ OPTION = "--{} N: accelerate leaves it to the script"
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     section = Nested(parsed(text, path), path, RESEMBLING)
-    sizes = known.need("sizes", path, "it after the file, as hf:DIR: accelerate leaves the model to the script")
+    sizes = known.need("sizes", path, f"{MODEL}: accelerate leaves the model to the script")
     sizes_of = {
         name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")

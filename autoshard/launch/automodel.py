@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from .blocks_of_stages import spread
-from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
+from .runs import MODEL, SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
 from .texts import Nested, flat, parsed
 
 DEGREES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
@@ -22,6 +22,7 @@ RESEMBLING = frozenset(
      "activation_checkpointing_scope"}
 )  # fmt: skip
 SEQUENCE = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length", "model.config.max_position_embeddings")
+RESHARD = ("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
 PIPELINE, FORMER = "distributed.pipeline.", "autopipeline."  # until 2025
 CHECKPOINTED = ("distributed.activation_checkpointing", "parallelizer.activation_checkpointing")
 RECOMPUTED = {"true": "full", "full": "full", "selective": "selective_op"}
@@ -30,14 +31,14 @@ DEEPEP, GATHERS8 = "model.backend.dispatcher", "enable_fsdp_float8_all_gather"
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     section = Nested(parsed(text, path), path, RESEMBLING)
-    sizes = known.need("sizes", path, "it after the file, as hf:DIR: Automodel takes the model from a hub")
+    sizes = known.need("sizes", path, f"{MODEL}: Automodel takes the model from a hub")
     _, replicate, tensor, context, pipeline, expert = (max(_degree(section, f"distributed.{name}"), 1) for name in DEGREES)
     data = max(_degree(section, "distributed.dp_size"), 0)
     devices = known.devices or data * tensor * context * pipeline or known.need("devices", path, "--devices")
     data = max(devices // (tensor * context * pipeline), 1)
     strategy = section.text("distributed.strategy", "distributed._target_", default="fsdp2").lower()
     shard = 1 if "ddp" in strategy else max(data // replicate, 1)
-    again = section.value("distributed.reshard_after_forward", "distributed.moe.reshard_after_forward")
+    again = section.value(*RESHARD)
     local = section.number("step_scheduler.local_batch_size", default=known.microbatch or 1, least=1)
     of_pipeline = section.number(f"{PIPELINE}pp_microbatch_size", f"{FORMER}pp_microbatch_size", default=1, least=1)
     microbatch = of_pipeline if pipeline > 1 else local
@@ -85,6 +86,8 @@ def _stages(section: Nested, layers: int, pipeline: int) -> tuple[str, int, str]
 
 def place(text: str, path: str, name: str) -> str:
     section = Nested(parsed(text, path), path, RESEMBLING)
+    names = {RESHARD[0]: RESHARD, "dataset.seq_len": SEQUENCE[:3]}.get(name, ())  # of which the first that is there is read
+    name = next((other for other in names if str(section.value(other)) not in ("None", "0", "-1")), name)
     former = name.replace(PIPELINE, FORMER) if name.startswith(PIPELINE) else CHECKPOINTED[1] if name == CHECKPOINTED[0] else name
     return former if section.value(name) is None and section.value(former.rpartition(".")[0]) is not None else name
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .runs import Launch, LaunchConfig, Overrides
+from .runs import MODEL, Launch, LaunchConfig, Overrides
 from .texts import Nested, flat, nested, parsed
 
 RESEMBLING = frozenset({"bf16", "bfloat16", "fp16", "train_batch_size", "offload_optimizer", "offload_param", "tp_size", "autotp_size"})
@@ -23,7 +23,7 @@ RECOMPUTED = "activation_checkpointing.partition_activations"  # as full, where 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     section = Nested(_said(parsed(text, path)), path, RESEMBLING)
-    sizes = known.need("sizes", path, "it after the file, as hf:DIR: DeepSpeed leaves the model to the script")
+    sizes = known.need("sizes", path, f"{MODEL}: DeepSpeed leaves the model to the script")
     tensor = section.number("tensor_parallel.autotp_size", "tensor_parallel.tp_size", default=1, least=1)
     context = section.number("sequence_parallel_size", default=1, least=1)
     batch, micro, accumulated = (

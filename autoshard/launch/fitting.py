@@ -87,7 +87,7 @@ class Fitting:
         return {
             "ok": self.verdict != "no", "verdict": self.verdict, "chance_to_fit": self.chance,
             **self.described.to_dict(self.launcher), "reasons": list(self.reasons),
-            "memory_bytes": self.site.memory, "usable_bytes": self.site.usable, "bias": self.site.memory_bias,
+            "device_memory_bytes": self.site.memory, "usable_bytes": self.site.usable, "bias": self.site.memory_bias,
             "fullest": fullest, "stages": stages, "largest_microbatch": self.largest_microbatch,
             "seconds": None if self.prices is None else float(self.prices.seconds[0]),
             "changes": [remedy.to_dict() for remedy in self.remedies],

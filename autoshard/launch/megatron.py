@@ -13,7 +13,7 @@ from typing import Any
 
 from .blocks_of_stages import counts_of, split_of
 from .model_sizes import ModelSizes
-from .runs import MODULES, Launch, LaunchConfig, Overrides
+from .runs import MODEL, MODULES, Launch, LaunchConfig, Overrides
 from .texts import arguments_of, flat, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
@@ -245,9 +245,7 @@ def _precision(a: Arguments) -> str:
 def _sizes(a: Arguments, path: str) -> ModelSizes:
     missing = [name for name in ("num-layers", "hidden-size", "num-attention-heads") if not a.get(name)]
     if missing:
-        raise ValueError(
-            f"{path} has no --{missing[0]}; expected the arguments of Megatron's pretrain_gpt.py, or name the model after the file: hf:DIR"
-        )
+        raise ValueError(f"{path} has no --{missing[0]}; expected the arguments of Megatron's pretrain_gpt.py, or add {MODEL}")
     layers, width, heads = (a.number(name, 0) for name in ("num-layers", "hidden-size", "num-attention-heads"))
     gated = "swiglu" in a
     ffn = a.number("ffn-hidden-size", int(4 * width * 2 / 3 / 64) * 64 if gated else 4 * width)

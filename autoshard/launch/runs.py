@@ -30,6 +30,7 @@ RECOMPUTE = ("none", "selective_op", "selective_layer", "full", *MODULAR)
 PRECISIONS = {
     "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp8_rowwise": 1.0, "fp8_blockwise": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16,
 }  # fmt: skip
+MODEL = "it after the file, as hf:DIR (for show, simulate and explain as --model hf:DIR)"  # how verbs are told the model
 MOST_DEVICES = 2**18  # as meshes
 MOST_VALUES = 2**20  # of a column of whole numbers, to be counted rather than sorted
 

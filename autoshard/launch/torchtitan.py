@@ -16,7 +16,7 @@ from typing import Any
 
 from .blocks_of_stages import counts_of, split_of, spread
 from .model_sizes import ModelSizes
-from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
+from .runs import MODEL, SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
 from .texts import Nested, flat, integer, parsed
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
@@ -128,7 +128,7 @@ def _flavor(section: Nested) -> ModelSizes:
     if (name, flavor) not in FLAVORS:
         kinds = ", ".join("/".join(key) for key in FLAVORS)
         raise ValueError(
-            f"{section.path} trains {name or 'no model'} of flavor {flavor or '?'}, known are {kinds}; or add hf:DIR after the file"
+            f"{section.path} trains {name or 'no model'} of flavor {flavor or '?'}, known are {kinds}; or add {MODEL}"
         )
     return FLAVORS[name, flavor]
 

@@ -204,7 +204,7 @@ def fits_table(record: Mapping[str, Any], path: str) -> RenderableType:
     lines = _launch_lines(record, path)
     if (fullest := record["fullest"]) is not None:
         at = "" if fullest["stage"] == "all" else f", on the {fullest['stage']} stage"
-        need = f"{size(fullest['device_bytes'])} of {size(record['memory_bytes'])}"
+        need = f"{size(fullest['device_bytes'])} of {size(record['device_memory_bytes'])}"
         chance = f"{record['verdict']}: fits with a chance of {record['chance_to_fit']:.0%}"
         lines.append(f"{chance}; needs {need} {WHEN[fullest['moment']]}{at}")
         if record["bias"] != 1:
