@@ -45,7 +45,8 @@ def experts(case: tuple, given) -> Row:
 
     Each model is built from its published sizes on the meta device and planned for a training step in bfloat16, with 4096 tokens in a
     sequence and four sequences per device, or --sequences. Seconds are those of the time line. Without --memory (GB per device) there is no
-    limit; with --recompute every block is computed again in the backward. CPU seconds are those of `plan`, capture included, with its baselines.
+    limit; with --recompute every block is computed again in the backward. CPU seconds are those of `plan`, capture included, with its
+    baselines.
 
         plan         the best plan
         all_to_all   the baseline expert_parallel: experts sharded over all axes that divide them, everything else as FSDP
