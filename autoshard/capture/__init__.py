@@ -1,5 +1,7 @@
 """From PyTorch models and fx graphs to a Graph. No other package reads fx in order to plan."""
 
+from autoshard.capture.captured import Captured as Captured
+from autoshard.capture.captured import Returned as Returned
 from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth
 from autoshard.capture.depth import capture_deep as capture_deep
@@ -8,6 +10,7 @@ from autoshard.capture.depth import graphs_of as graphs_of
 from autoshard.capture.depth import same_but_for_sizes as same_but_for_sizes
 from autoshard.capture.depth import shrunk as shrunk
 from autoshard.capture.functional import FACTORING as FACTORING
+from autoshard.capture.fx_graphs import capture_fx as capture_fx
 from autoshard.capture.huggingface import cache_name as cache_name
 from autoshard.capture.huggingface import load_huggingface as load_huggingface
 from autoshard.capture.inputs import arguments as arguments
@@ -16,10 +19,7 @@ from autoshard.capture.inputs import constants as constants
 from autoshard.capture.inputs import ignored as ignored
 from autoshard.capture.inputs import input_names as input_names
 from autoshard.capture.inputs import without_process_groups as without_process_groups
-from autoshard.capture.module import Captured as Captured
-from autoshard.capture.module import Returned as Returned
 from autoshard.capture.module import capture as capture
-from autoshard.capture.module import capture_fx as capture_fx
 from autoshard.capture.module import capture_module as capture_module
 from autoshard.capture.nested_tensors import copied as copied
 from autoshard.capture.nested_tensors import filled as filled

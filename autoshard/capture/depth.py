@@ -21,8 +21,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from autoshard.capture.fx_graphs import capture_fx
 from autoshard.capture.inputs import ignored, stored_dtypes
-from autoshard.capture.module import capture_fx, capture_without_casts
+from autoshard.capture.module import capture_without_casts
 from autoshard.capture.nested_tensors import copied, unsupported_kind
 from autoshard.capture.witness import Program, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed, tile

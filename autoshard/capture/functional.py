@@ -11,7 +11,7 @@ without_expanded_matrices   makes rows that are multiplied with one matrix one m
 """
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -68,11 +68,11 @@ def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 MATMULS = (aten.mm.default, aten.bmm.default)
-TURNED = (aten.t.default, aten.transpose.int, aten.permute.default)
-VIEWED = (*TURNED, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+VIEWED = VIEWS | {aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default}
 
 
-def weight_gradients_later(traced: fx.GraphModule, gradients: Collection[fx.Node]) -> None:
+def weight_gradients_later(traced: fx.GraphModule, gradients: Set[fx.Node]) -> None:
     """Moves the matmul of a weight's gradient behind that of its input's gradient, which the backward pass goes on with, where that is the
     next one: what has to be sent of the input's gradient is then sent while the weight's is computed.
 
@@ -152,9 +152,6 @@ def _viewed(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
         view = graph.call_function(aten.view.default, (source, shape))
     view.meta = dict(node.meta)
     return view
-
-
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def without_expanded_matrices(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
