@@ -77,13 +77,16 @@ def weight_gradients_later(traced: fx.GraphModule, gradients: Set[fx.Node]) -> N
     next one: what has to be sent of the input's gradient is then sent while the weight's is computed.
 
         y = x w     g' x, then g w'   ->   g w', then g' x                 as Megatron-LM orders them; autograd has the first order
+
+    Not the first of all, the head's: its gradient is the longest to reduce, and until it is there the links have nothing to send.
     """
     matmuls = [node for node in traced.graph.nodes if node.target in MATMULS]
     chains = [_with_views(node) for node in matmuls]
     of_weights = [chain[-1] in gradients and all(user.op == "output" for user in chain[-1].users) for chain in chains]
+    first = of_weights.index(True) if any(of_weights) else 0
     for k, (node, after) in enumerate(zip(matmuls, matmuls[1:])):
         read, others = ({_viewed_by(source) for source in one.all_input_nodes} for one in (node, after))
-        if of_weights[k] and not of_weights[k + 1] and read & others:
+        if k > first and of_weights[k] and not of_weights[k + 1] and read & others:
             only = [source for source in node.all_input_nodes if source.target in VIEWED and list(source.users) == [node]]
             for moved in (*only, *(one for one in chains[k] if one < after)):
                 after.append(moved)
