@@ -278,3 +278,12 @@ def test_training_on_gloo_ranks_is_that_of_one_process(shape, scheme, one_expert
     expected = train(module, 4, 8, 8)
     for losses, _ in ranks_losses:
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("algo", ["alpa", "fsdp"])
+def test_the_pass_and_a_pinned_scheme_keep_them_as_plans_do(algo):
+    (module, inputs), mesh = mixtral(), mesh_of(2)
+    _, info = api.autosharding_pass(module, mesh_shape=(2,), example_inputs=inputs, training=True, algo=algo, run_checks=True)
+    plan = api.plan(module, inputs, mesh, training=True)
+    assert info["solution"].hidden_values == plan.hidden_values == 2
+    assert info["cost_seconds"] == pytest.approx(plan.cost if algo == "alpa" else plan.baselines[algo]["cost_seconds"])

@@ -28,7 +28,7 @@ from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwatch, baseline_only, plan_graph
 from autoshard.precision import Precision
 from autoshard.simulate import PREFETCH, Parallel, Timeline, timeline_of_solution
-from autoshard.solution import Solution
+from autoshard.solution import Solution, replay
 
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 
@@ -169,7 +169,7 @@ def _stage_plan(
         solution = plan_graph(context)
     else:
         solution = baseline_only(context, name)
-    return solution, timeline_of_solution(graph, solution, overlap=overlap, prefetch=prefetch)
+    return solution, timeline_of_solution(replay(solution, graph).graph, solution, overlap=overlap, prefetch=prefetch)
 
 
 def divided(layers: Layers, count: int) -> list[int]:

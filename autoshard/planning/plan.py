@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from autoshard.planning.baselining import masks_of
 from autoshard.planning.demands import Demanded
 from autoshard.planning.describe import described
 from autoshard.planning.dynamic import plan_ranges
+from autoshard.planning.hidden_values import hidden_values
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Demand, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.question import ModelGraphs, Question, ask, check_effects, with_number_of_microbatches
 from autoshard.planning.refusal import infeasible
-from autoshard.planning.search import answered, search
+from autoshard.planning.search import search
 from autoshard.planning.variants import Answered
 from autoshard.solution import Solution
 from autoshard.solvers import solve
@@ -65,13 +67,19 @@ def plan_captured(question: Question) -> Solution:
 
 
 def plan_graph(question: Question) -> Solution:
-    """The plan of the question's graph as it is."""
-    return described(answered(question), ADVICE)
+    """The plan of the question's graph as it is, but for the hidden values of experts."""
+    return described(search(question, (hidden_values,)), ADVICE)
 
 
 def baseline_only(question: Question, name: str) -> Solution:
     """The plan of one baseline, its pins completed by the solver; the bound is that of the pinned problem."""
-    question = replace(question, model=ModelGraphs(question.graph)).stepped()
+    alone = replace(question, model=ModelGraphs(question.graph))
+    best = search(alone, (hidden_values,), partial(_pinned, name=name))
+    return replace(with_modules(best, described(best)), seconds=question.clock.seconds())
+
+
+def _pinned(question: Question, name: str) -> Answered:
+    question = question.stepped()
     clock, options = question.clock, question.options
     instance = instance_of(question)
     baseline = scheme_called(question.graph, question.mesh, instance.formulated.candidates, name)
@@ -87,5 +95,4 @@ def baseline_only(question: Question, name: str) -> Solution:
     if answer.choice is None:
         raise infeasible(question, instance, answer)
     noted = {**question.assumptions, "pinned_to": name, "matched": baseline.matched}
-    best = Answered(replace(question, assumptions=noted), instance, answer)
-    return replace(with_modules(best, described(best)), seconds=clock.seconds())
+    return Answered(replace(question, assumptions=noted), instance, answer)

@@ -5,7 +5,7 @@ To add a kind of variant, write its function in a file of its own (variants.py) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.cycles import no_search_for_cycles
@@ -27,32 +27,35 @@ from autoshard.planning.variants import Answered, Kind, Tried
 from autoshard.planning.warm_starts import start_from
 from autoshard.solvers import TIME_LIMIT
 
+Solve = Callable[[Question], Answered]
 KINDS: tuple[Kind, ...] = (orders, chunks, hidden_values, recomputations)  # the variants of a kind are tried under each of those before it
 ROOM = 0.75  # of the memory limit, for the saved values where the first ones leave no room
 SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where the shortest time line is wanted
 
 
-def search(question: Question, kinds: Sequence[Kind] = KINDS) -> Answered:
-    """The answer to the question in the best variant of every kind; its bound is that of this variant.
+def search(question: Question, kinds: Sequence[Kind] = KINDS, solve: Solve | None = None) -> Answered:
+    """The answer to the question in the best variant of every kind; its bound is that of this variant. solve: what answers a variant.
 
     Of a kind the last variant that it yields is the answer; where that one competes with those before, has no plan, or Ctrl-C ends the
     search, the cheapest of all. `Infeasible` where none of them has a plan, KeyboardInterrupt where none is known yet.
     """
     if not kinds:
-        return answered(question)
+        return (solve or answered)(question)
     tried: list[Tried] = []
-    for one in trials(question, kinds, tried):
+    for one in trials(question, kinds, tried, solve):
         if one.is_interrupted:
             break
     return _best(tried)
 
 
-def trials(question: Question, kinds: Sequence[Kind], tried: list[Tried]) -> Iterator[Tried]:
+def trials(
+    question: Question, kinds: Sequence[Kind], tried: list[Tried], solve: Solve | None = None
+) -> Iterator[Tried]:  # fmt: skip
     """What becomes of each variant of the first kind, in the best variants of the others; all that became of them are in `tried`."""
     for variant in kinds[0](question, tried):
         part = variant.transform(question.within(variant.share))
         try:
-            tried.append(Tried(variant, part, search(part, kinds[1:])))
+            tried.append(Tried(variant, part, search(part, kinds[1:], solve)))
         except Infeasible as error:
             named = variant.is_last_resort and not isinstance(error, NoAnswer)
             tried.append(Tried(variant, part, refusal=reworded(error, f"{error}, {variant.note}") if named else error))
