@@ -1,7 +1,7 @@
 """Attention is one op: its kernels, its rows, and that captures hold it whichever kernel torch chose."""
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -442,6 +442,17 @@ def test_the_gradients_of_an_operator_are_as_many_as_its_inputs(monkeypatch):
     assert len(attention_grads) == len(ATTENTION._schema.arguments) == 7
     assert len(dropout_grads) == len(DROPOUT._schema.arguments)
     assert all(grad is not None for grad in (*attention_grads[:3], *dropout_grads[:3]))
+
+
+def test_a_capture_is_the_same_after_torch_has_traced_the_model():
+    """torch's dispatcher in Python remembers the kernel that it chose, and would not see ours."""
+    choices = aten.scaled_dot_product_attention.default._dispatch_cache
+    module = Attends(partial(F.scaled_dot_product_attention, is_causal=True))
+    choices.clear()
+    before = captured(module, training=True)
+    torch.export.export(module, (torch.randn(2, 6, 16),))
+    assert choices and captured(module, training=True) == before
+    assert not choices  # torch does not see ours afterwards
 
 
 def test_grouped_queries_need_fewer_ops_and_no_more_bytes_than_equal_heads():

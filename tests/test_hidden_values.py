@@ -225,7 +225,7 @@ def tried_notes(monkeypatch):
 
     search = __import__("sys").modules["autoshard.planning.search"]
     monkeypatch.setattr(search, "KINDS", tuple(noting if one is variants else one for one in search.KINDS))
-    monkeypatch.setattr(search.search, "__defaults__", (search.KINDS,))
+    monkeypatch.setattr(search.search, "__defaults__", (search.KINDS, None))
     return notes
 
 

@@ -16,7 +16,7 @@ mask[b, h, t, s] = mask_mod(b, h, t, s), or the block mask's blocks where it has
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention, noop_mask
 
 from autoshard.capture.operators import ATTENTION, CTC, DROPOUT
-from autoshard.torch_private import DispatchKey, EffectType, TransformGetItemToIndex, over_places, register_effectful_op
+from autoshard.torch_private import DispatchKey, EffectType, OpOverload, TransformGetItemToIndex, over_places, register_effectful_op
 
 aten = torch.ops.aten
 
@@ -55,16 +55,25 @@ def usual_modes() -> Iterator[None]:
 
 @contextmanager
 def _kernels(functions: Mapping[str, Callable], key: str) -> Iterator[None]:
-    """Inside the block these functions are the kernels of ATen operators."""
+    """Inside the block these functions are the kernels of ATen operators, also where torch's dispatcher in Python remembers others."""
     library = torch.library.Library("aten", "IMPL")
+    names = [name.partition(".") for name in functions]
+    operators = [getattr(getattr(aten, packet), overload or "default") for packet, _, overload in names]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Overriding a previously registered kernel")
         for name, function in functions.items():
             library.impl(name, function, key, allow_override=True)
+    _forget(operators)
     try:
         yield
     finally:
         library._destroy()
+        _forget(operators)
+
+
+def _forget(operators: Iterable[OpOverload]) -> None:
+    for operator in operators:
+        operator._dispatch_cache.clear()
 
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
@@ -188,12 +197,12 @@ def mended() -> Iterator[None]:
     try:
         for op, kernel in mends:
             op.py_kernels.update({key: kernel for key in (AUTOGRAD, COMPOSITE) if key in op.py_kernels})
-            op._dispatch_cache.clear()
+        _forget(op for op, _ in mends)
         yield
     finally:
         for op, key, kernel in replaced:
             op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
+        _forget(op for op, _ in mends)
 
 
 AUTOGRAD, COMPOSITE = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
@@ -239,13 +248,11 @@ def fake_grouped_mm() -> Iterator[None]:
     torchs = {key: kernels[key]} if key in kernels else {}
     with _kernels({"_grouped_mm": _grouped_mm}, "Meta"):
         kernels[key] = _grouped_mm
-        aten._grouped_mm.default._dispatch_cache.clear()
         try:
             yield
         finally:
             del kernels[key]
             kernels.update(torchs)
-            aten._grouped_mm.default._dispatch_cache.clear()
 
 
 def _grouped_mm(
