@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python benchmarks/captured_blocks.py [--write]
 
-Two families: llama (gated MLP, RMSNorm, rotary positions, grouped queries) and gpt2 (MLP of two matrices, LayerNorm, biases), each under
+Families: llama (gated MLP, RMSNorm, rotary positions, grouped queries), qwen3 (llama with queries and keys normalized) and gpt2 (MLP of
+two matrices, LayerNorm, biases), each under
 the layouts of Megatron with and without sequence parallelism, as compilers fuse it or not. Every size of the captured model is a prime of
 its own, times the number of devices where devices divide it, so each dim of each tensor is a product of sizes in one way only. --write:
 into autoshard/launch/captured; without it, exit 1 where a file differs.
@@ -71,7 +72,8 @@ def models() -> dict[str, Any]:
         "layers": 3, "heads": n, "width": SIZES["h"], "vocab": SIZES["v"], "batch": SIZES["b"], "seq": SIZES["s"], "loss": True,
         "dtype": "bfloat16", "hidden": SIZES["f"], "head_width": SIZES["d"],
     }  # fmt: skip
-    return {"llama": llama.build(kv_heads=SIZES["k"], **common), "gpt2": gpt2.build(positions=SIZES["s"], **common)}
+    of_llama = {name: llama.build(kv_heads=SIZES["k"], qk_norm=name == "qwen3", **common) for name in ("llama", "qwen3")}
+    return {**of_llama, "gpt2": gpt2.build(positions=SIZES["s"], **common)}
 
 
 def captured(model: Any, inputs: Any) -> dict[str, list]:

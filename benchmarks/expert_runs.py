@@ -20,11 +20,11 @@ from autoshard.launch.launch_prices import prices_of
 from autoshard.launch.runs import TrainingRuns
 from autoshard.launch.torchtitan import FLAVORS
 
-QWEN_30B = ModelSizes(48, 2048, 6144, 32, 4, 151936, 128, experts=128, active=8, expert_ffn=768)
+QWEN_30B = FLAVORS["qwen3", "30B-A3B"]
 MODELS = {  # published configurations; hybrids with state space layers have no sizes here
     "DeepSeekV3": replace(FLAVORS["deepseek_v3", "671B"], mtp=1), "DeepSeekV3 (w/o MTP)": FLAVORS["deepseek_v3", "671B"],
     "DeepSeek V3 16B": FLAVORS["deepseek_v3", "16B"], "Qwen3_30B_a3B": QWEN_30B, "Qwen3 30B-A3B": QWEN_30B,
-    "Qwen3_235B_a22B": ModelSizes(94, 4096, 12288, 64, 4, 151936, 128, experts=128, active=8, expert_ffn=1536),
+    "Qwen3_235B_a22B": FLAVORS["qwen3", "235B-A22B"],
     "GPT OSS 120B": ModelSizes(36, 2880, 2880, 64, 8, 201088, 64, experts=128, active=4, expert_ffn=2880),
 }  # fmt: skip
 DEVICES = {"B200 SXM": "b200", "MI355": "mi355x"}  # others: their name in lower case

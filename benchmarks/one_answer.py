@@ -3,8 +3,8 @@ the launch's scheme pinned (`plan`, `simulate`).
 
     PYTHONPATH=. python benchmarks/one_answer.py [--json] [--only WORD]
 
-Blocks of Llama 3 8B, and of two others, on H100s, in bfloat16; what a software stack adds per step whatever it runs (`fixed`) is left out,
-since plans know no software. Exit 1 where the two differ by more than WITHIN.
+Blocks of Llama 3 8B, and of three others, on H100s, in bfloat16; what a software stack adds per step whatever it runs (`fixed`) is left
+out, since plans know no software. Exit 1 where the two differ by more than WITHIN.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ SCHEMES = {  # data, tensor, ZeRO stage, sequence parallel, and another model
     "fsdp 8": (8, 1, 3, 0), "fsdp 16": (16, 1, 3, 0), "ddp 8": (8, 1, 0, 0), "megatron 8": (1, 8, 0, 0),
     "megatron, sequences 8": (1, 8, 0, 1), "fsdp 2 x megatron 4": (2, 4, 3, 1),
     "1B, megatron 4": (1, 4, 0, 0, "1B"), "1B, ddp 4 x megatron 2": (4, 2, 0, 1, "1B"), "70B, fsdp 8 x megatron 8": (8, 8, 3, 1, "70B"),
+    "Qwen3 8B, fsdp 8": (8, 1, 3, 0, "Qwen3 8B"), "Qwen3 8B, fsdp 2 x megatron 4": (2, 4, 3, 1, "Qwen3 8B"),
 }  # fmt: skip
 OTHERS = {
     "1B": {"L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 8, "head_dim": 64},
     "70B": {"L": 80, "h": 8192, "ffn": 28672, "heads": 64, "kv": 8},
+    "Qwen3 8B": {"L": 36, "ffn": 12288, "vocab": 151936, "qk_norm": 1},
 }
 CONTEXTS = {"context 8, 32768, compiled": (8, 32768, "none", 1), "context 4, 131072, recomputed": (4, 131072, "full", 0)}  # as a ring
 STEPS = {  # tokens, sequences of a microbatch, recompute, compiled

@@ -89,7 +89,7 @@ def model_of(row: Row, blocks: int, batch: int) -> tuple[Any, Any]:
     common: dict[str, Any] = {"layers": blocks, "heads": number["heads"], "width": number["h"], "vocab": number["vocab"]}
     common |= {"batch": batch, "seq": number["seq"], "loss": True, "dtype": dtype}
     if float(row["gated"]):
-        return llama.build(kv_heads=number["kv"], hidden=number["ffn"], **common)
+        return llama.build(kv_heads=number["kv"], hidden=number["ffn"], qk_norm=row.get("qk_norm") == "1", **common)
     return gpt2.build(positions=number["seq"], **common)
 
 

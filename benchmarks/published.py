@@ -93,7 +93,7 @@ def runs_of(rows: Iterable[Mapping[str, Any]]) -> TrainingRuns:
     table = list(rows)
     columns = {name: _column(table, written, name in WORDS) for name, written in TABLE.items()}
     devices = columns["data"] * columns["tensor"] * columns["pipeline"] * columns["context"]
-    columns |= {name: np.array([float(row.get(name, 0)) for row in table]) for name in ("compiled_loss", "gather8")}
+    columns |= {name: np.array([float(row.get(name, 0)) for row in table]) for name in ("compiled_loss", "gather8", "qk_norm")}
     return TrainingRuns({**columns, "devices": devices, "global_batch": columns["accumulated"] * columns["microbatch"] * columns["data"]})
 
 

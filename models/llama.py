@@ -51,9 +51,10 @@ def repeat_heads(x: Tensor, times: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, head_width: int):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_width: int, qk_norm: bool = False):
         super().__init__()
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, head_width
+        self.q_norm, self.k_norm = (RMSNorm(head_width) if qk_norm else nn.Identity() for _ in range(2))
         self.q_proj = nn.Linear(width, heads * head_width, bias=False)
         self.k_proj = nn.Linear(width, kv_heads * head_width, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * head_width, bias=False)
@@ -61,8 +62,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.heads, self.head_width).transpose(1, 2)
-        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
+        q = self.q_norm(self.q_proj(x).view(B, T, self.heads, self.head_width)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(B, T, self.kv_heads, self.head_width)).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         times = self.heads // self.kv_heads
@@ -82,10 +83,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, head_width: int):
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, head_width: int, qk_norm: bool = False):
         super().__init__()
         self.input_layernorm = RMSNorm(width)
-        self.self_attn = Attention(width, heads, kv_heads, head_width)
+        self.self_attn = Attention(width, heads, kv_heads, head_width, qk_norm)
         self.post_attention_layernorm = RMSNorm(width)
         self.mlp = MLP(width, hidden)
 
@@ -96,11 +97,14 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, theta: float, head_width: int = 0):
+    def __init__(
+        self, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, theta: float, head_width: int = 0,
+        qk_norm: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.head_width, self.theta = head_width or width // heads, theta
         self.embed_tokens = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(Block(width, heads, kv_heads, hidden, self.head_width) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, heads, kv_heads, hidden, self.head_width, qk_norm) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.lm_head = nn.Linear(width, vocab, bias=False)
 
@@ -121,8 +125,8 @@ class CachedAttention(Attention):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.heads, self.head_width).transpose(1, 2)
-        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
+        q = self.q_norm(self.q_proj(x).view(B, T, self.heads, self.head_width)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(B, T, self.kv_heads, self.head_width)).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         self.keys.index_copy_(2, position, k)
@@ -160,11 +164,11 @@ def with_cache(module: Llama, batch: int, room: int) -> Decoder:
 
 def build(
     *, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, batch: int, seq: int, loss: bool, dtype: str,
-    head_width: int = 0,
+    head_width: int = 0, qk_norm: bool = False,
 ):  # fmt: skip
-    """head_width: 0: width / heads."""
+    """head_width: 0: width / heads. qk_norm: queries and keys are normalized, as in Qwen3."""
     with torch.device("meta"):
-        module = Llama(layers, heads, kv_heads, width, hidden, vocab, 5e5, head_width).to(getattr(torch, dtype))
+        module = Llama(layers, heads, kv_heads, width, hidden, vocab, 5e5, head_width, qk_norm).to(getattr(torch, dtype))
         example_inputs = tuple(torch.empty(batch, seq, dtype=torch.int64) for _ in range(1 + loss))
     return module, example_inputs
 

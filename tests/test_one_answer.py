@@ -14,6 +14,7 @@ STEPS = {"eager": (8192, 1, "none", 0), "compiled": (8192, 1, "none", 1), "recom
 
 CASES = [("fsdp 8", "eager"), ("ddp 8", "compiled"), ("megatron, sequences 8", "recomputed")]
 CASES += [("1B, ddp 4 x megatron 2", "eager"), ("fsdp 16", "recomputed")]  # a loss over a sharded vocabulary; what is gathered once
+CASES += [("Qwen3 8B, fsdp 8", "eager")]  # queries and keys are normalized
 
 
 @pytest.mark.parametrize(("scheme", "step"), CASES)

@@ -21,7 +21,7 @@ from .captured_block import BlockTask, Sizes, tasks_of
 from .runs import TrainingRuns
 
 STEPS, MOST_BLOCKS = 2, 48  # simulated
-OF_MODEL = ("layers", "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated", "seq")
+OF_MODEL = ("layers", "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated", "qk_norm", "seq")
 
 
 def excess(runs: TrainingRuns, how: np.ndarray, compiled_loss: np.ndarray, chunks: np.ndarray) -> np.ndarray:
@@ -48,7 +48,7 @@ def _excess(model: tuple, recompute: str, how: str, compiled_loss: bool, chunks:
 class _Steps:
     def __init__(self, runs: TrainingRuns, recompute: str, how: str, compiled_loss: bool, chunks: float, autocast: bool):
         self.sizes, self.how, self.autocast, self.compiled_loss = Sizes(runs), how, autocast, compiled_loss
-        tasks = tasks_of("llama" if runs.gated[0] > 0 else "gpt2", "megatron")
+        tasks = tasks_of(str(runs.family[0]), "megatron")
         self.forward, self.backward, blocks = tasks["forward block"], tasks["backward block"], int(min(runs.layers[0], MOST_BLOCKS))
         self.again = [recompute in KEEPS and (recompute not in PART or i % 2 == 0) for i in range(blocks)]
         self.kept = kept_tasks(self.forward, how) - {OWN_INPUT}

@@ -38,7 +38,7 @@ Parts = dict[str, np.ndarray]  # seconds by kind
 # columns of runs that a block's seconds depend on
 OF_BLOCK = (
     "microbatch", "seq", "context", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision",
-    "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "per_node", "network",
+    "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "qk_norm", "per_node", "network",
 )  # fmt: skip
 RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
 GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, uncompiled, by StackConstants.libraries
@@ -172,8 +172,8 @@ def of_each_kind(function: Callable[..., tuple], runs: TrainingRuns, constants: 
 
 def rows_of_kinds(runs: TrainingRuns, grouped: np.ndarray) -> list[tuple[list[str], np.ndarray]]:
     """Rows whose blocks have the same tasks (family and scheme), grouped and computed again in the same way, and these words."""
-    family, scheme = np.where(runs.gated > 0, "llama", "gpt2"), np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
-    columns = family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute
+    scheme = np.where(runs.sequence_parallel > 0, "megatron_sp", "megatron")
+    columns = runs.family, scheme, np.broadcast_to(grouped, len(runs)), runs.recompute
     firsts, of = distinct(columns)
     return [([column[first].item() for column in columns], np.flatnonzero(of == i)) for i, first in enumerate(firsts.tolist())]
 

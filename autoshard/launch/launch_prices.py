@@ -32,7 +32,7 @@ LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds
 # what limits kinds of seconds; others limit themselves
 LIMITED = {"matmul": "compute", "attention": "compute", "elementwise": "memory bandwidth", "optimizer": "memory bandwidth"}
-OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated")
+OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated", "qk_norm")
 
 
 @dataclass(frozen=True)
@@ -225,13 +225,18 @@ def experts(
     reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (alike > 1)
     # behind what the transfers of other parameters leave, and tokens' behind what both leave, in the microbatches that have them
     dense = transfers_of_fsdp(runs, constants, constants.ring(runs, runs.sharing, runs.tensor), runs.block_parameters / runs.tensor)
-    both = np.add(dense, transfers_of_fsdp(runs, constants, constants.ring(runs, sharded, ranks), local))
-    hidden: Callable[..., np.ndarray] = partial(beside_block, one, runs, constants)
-    sent, late = hidden(*both) - hidden(*dense), hidden(*both, exchanged / 2) - hidden(*both)
+    gather, back = transfers_of_fsdp(runs, constants, constants.ring(runs, sharded, ranks), local)
+    both = np.add(dense, (gather, back))
+    there, again = ({**way, "matmul": way["matmul"] + k * few / 3} for k, way in ((1, one.forward), (2, one.backward)))
+    hidden: Callable[..., np.ndarray] = partial(beside_block, Block(there, again, one.launches), runs, constants)
+    sent = hidden(*both) - few - beside_block(one, runs, constants, *dense)
+    late = hidden(*both, exchanged / 2) - hidden(*both)
     exchanged = np.where(runs.async_expert > 0, late, exchanged)
+    first = (runs.pipeline == 1) * (not sizes.dense_layers)  # whether the first block has experts: nothing hides its transfers
+    edges = first * (back + gather * (runs.zero < 3))
     times = blocks * runs.microbatches
     parts = {
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
-        "data parallel": times * sent + reduced,
+        "data parallel": times * sent + runs.microbatches * edges + reduced,
     }  # fmt: skip
     return parts, kinds, sizes.expert_layers / runs.layers * (exchanged + few + sent)

@@ -267,6 +267,7 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
         layers, width, ffn, heads, kv_heads=a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab=vocab,
         head_dim=head_dim, tied="untie-embeddings-and-output-weights" not in a, gated=gated,
         learned_positions=a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
+        qk_norm="qk-layernorm" in a and not latent,
     )  # fmt: skip
 
 
@@ -308,7 +309,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num-layers": m.layers, "hidden-size": m.width, "ffn-hidden-size": m.ffn, "num-attention-heads": m.heads, "kv-channels": m.head_dim,
         "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,
-        "disable-bias-linear": m.gated,
+        "disable-bias-linear": m.gated, "qk-layernorm": m.qk_norm,
         "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": "learned_absolute" if m.learned_positions else "rope",
         "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED, "seq-length": launch.seq, "max-position-embeddings": launch.seq,
         "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,

@@ -30,6 +30,7 @@ class ModelSizes:
     tied: bool = False
     gated: bool = True
     learned_positions: bool = False
+    qk_norm: bool = False  # queries and keys are normalized, head by head
     experts: int = 0
     active: int = 0
     expert_ffn: int = 0
@@ -128,6 +129,7 @@ NAMES = {  # of Hugging Face's configs; the first that a config has
 UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta")
 LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta")  # ... and with learned positions
 TIED = (*LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")  # ... whose default is one table for tokens and head
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")  # model types that normalize queries and keys; others say so
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
@@ -170,7 +172,7 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     return ModelSizes(
         layers, width, ffn, heads, kv_heads=number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
         tied=bool(config.get("tie_word_embeddings", kind in TIED)), gated=kind not in UNGATED, learned_positions=kind in LEARNED,
-        **more, latent=latent,
+        **more, latent=latent, qk_norm=kind in QK_NORM or bool(config.get("use_qk_norm") or config.get("qk_layernorm")),
     )  # fmt: skip
 
 
@@ -204,7 +206,7 @@ def sizes_of_module(module: Any) -> ModelSizes:
     head = [p for name, p in module.named_parameters() if tuple(p.shape) == (table.num_embeddings, width)]
     return ModelSizes(
         len(blocks), width, ffn, heads, kv_heads, int(table.num_embeddings), tied=len(head) < 2, gated=rest // (width * ffn) == 3,
-        learned_positions=len(tables) > 1,
+        learned_positions=len(tables) > 1, qk_norm=any("q_norm" in name for name, _ in block.named_parameters()),
     )  # fmt: skip
 
 

@@ -104,6 +104,7 @@ FIELDS = tuple(field.name for field in fields(Launch))
 OPTIONAL = "split passes schedule offload gather8 grads16 loss_chunks"
 DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
+DEFAULTS["qk_norm"] = 0  # 1: queries and keys are normalized
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
 COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
 
@@ -186,6 +187,11 @@ class TrainingRuns:
     def degrees_of(self, i: int) -> dict[str, Any]:
         """`degrees` of one of them, as plain values."""
         return {name: column[i].item() for name, column in self.degrees().items()}
+
+    @property
+    def family(self) -> np.ndarray:
+        """The name of the captured block that is most like a run's."""
+        return np.where(self.gated > 0, np.where(self.qk_norm > 0, "qwen3", "llama"), "gpt2")
 
     @cached_property
     def microbatches(self) -> np.ndarray:
