@@ -4,6 +4,7 @@ collectives of the tensor parallel axis with their bytes. A block is the differe
 import json
 from collections import Counter
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -108,7 +109,17 @@ def test_a_block_has_the_collectives_of_the_captured_graph():
         assert of == {(direction, names[kind], bytes): n for (direction, kind, bytes), n in found.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_norm_of_a_library_is_one_kernel_and_backward_two_with_the_sum_of_its_weight():
+    """The sum of the two gradients of a norm's input is in it, though autograd adds it outside of all modules."""
+    launches = {}
+    for family, direction in product(("llama", "qwen3"), ("forward", "backward")):
+        fused = [task.fused["library"] for task in tasks_of(family, "megatron")[f"{direction} block"] if task.fused]
+        launches[family, direction] = sum(one.launches for one in fused)
+    more = [launches["qwen3", direction] - launches["llama", direction] for direction in ("forward", "backward")]
+    assert more == [2, 5]  # of queries and keys; one copies a transposed gradient
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_kept_blocks_are_what_is_captured_now(family):
     """As benchmarks/captured_blocks.py finds them: run it with --write where models, schemes or fusion have changed."""
     model, inputs = captured_blocks.models()[family]

@@ -130,10 +130,13 @@ def _groups(graph: Graph, within_modules: bool = False) -> tuple[list[KernelGrou
     group_of: dict[int, int] = {}
     needs: dict[int, set[int]] = {}  # of a group or, as - 1 - op, of an op outside: the same, of which it reads
     read_by: dict[Value, list[int]] = defaultdict(list)  # the groups that read a tensor
+    modules = [op.module for op in graph.ops]
     for i, op in enumerate(graph.ops):
         if op.is_placeholder:
             continue
         roots = [graph.storage(value) for value in op.inputs]
+        if not op.module and len(inside := {modules[root[0]] for root in roots}) == 1:  # the sum of gradients of a value
+            modules[i] = inside.pop()
         producers = {group_of.get(root[0], -1 - root[0]) for root in roots if not graph.ops[root[0]].is_placeholder}
         has_results = op.kind == "compute" and any(t is not None for t in op.outputs)
         if op.alias is not None or not has_results or not (_name(op) in REDUCTIONS or _is_pointwise(op)):
@@ -143,7 +146,7 @@ def _groups(graph: Graph, within_modules: bool = False) -> tuple[list[KernelGrou
         beside = {number for root in roots for number in read_by[root][-NEAR:]} - producers
         for number in sorted((p for p in producers if p >= 0), reverse=True) + sorted(beside, reverse=True):
             group, first = groups[number], graph.ops[groups[number].first]
-            if within_modules and (not op.module or first.module != op.module):
+            if within_modules and (not modules[i] or modules[group.first] != modules[i]):
                 continue
             if first.backward == op.backward and _fits(group, size, results, _sums_columns(graph, op)) and not any(
                 p != number and _reaches(p, number, needs, groups) for p in producers
