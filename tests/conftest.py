@@ -1,6 +1,7 @@
 """Settings for every test: the same examples in every run, no deadline on a busy machine, and captures that many tests ask for once."""
 
 import gc
+import logging
 import re
 from collections import Counter
 
@@ -15,6 +16,9 @@ gc.set_threshold(100_000, 50, 100)  # most objects of a test process live as lon
 # Ranks are forked. Where torch is built for CUDA and there is no GPU, autograd would start threads for one at the first backward among fake
 # tensors, and then no child can run backward; it starts none at a first one like this.
 torch.ones(1, requires_grad=True).sum().backward()
+
+# pytest listens to every logger that does not propagate, and torch prints its graphs for whoever listens to this one.
+logging.getLogger("torch.__trace").propagate = True
 
 CAPTURING = ("test_capture", "test_depth", "test_tile", "test_threads", "test_chunked_loss")
 
