@@ -17,7 +17,7 @@ mask[b, h, t, s] = mask_mod(b, h, t, s), or the block mask's blocks where it has
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -49,7 +49,8 @@ def replaced_operators(device: str = "CPU") -> Iterator[None]:
 @contextmanager
 def usual_modes() -> Iterator[None]:
     """Whatever the caller's default device is, and whether the caller wants gradients: plans are often made under meta and no_grad."""
-    with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+    cpu = torch.device("cpu")  # not entered where it is the default: torch asks it about every call, a twentieth of a capture's time
+    with nullcontext() if torch.get_default_device() == cpu else cpu, torch.inference_mode(False), torch.enable_grad():
         yield
 
 
