@@ -12,7 +12,7 @@ import one_answer  # noqa: E402
 STEPS = {"eager": (8192, 1, "none", 0), "compiled": (8192, 1, "none", 1), "recomputed": (2048, 4, "full", 1)}
 
 
-CASES = [("fsdp 8", "eager"), ("ddp 8", "compiled"), ("megatron, sequences 8", "recomputed")]
+CASES = [pytest.param("fsdp 8", "eager", marks=pytest.mark.slow), ("ddp 8", "compiled"), ("megatron, sequences 8", "recomputed")]
 CASES += [("1B, ddp 4 x megatron 2", "eager"), ("fsdp 16", "recomputed")]  # a loss over a sharded vocabulary; what is gathered once
 CASES += [("Qwen3 8B, fsdp 8", "eager")]  # queries and keys are normalized
 
