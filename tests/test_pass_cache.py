@@ -213,7 +213,7 @@ def planned_near(objective, cache, link=1e14, **sizes):
     return autosharding_pass(module, example_inputs=inputs, cache=cache, **options)[1]
 
 
-@pytest.mark.parametrize("near", NEAR)
+@pytest.mark.parametrize("near", [*list(NEAR)[:-1], pytest.param("a layer less", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("objective", [pytest.param("overlapped", marks=pytest.mark.slow), "serial"])
 def test_a_pass_that_starts_from_a_near_plan_costs_what_it_costs_from_nothing(near, objective):
     Path("plans.db").write_bytes(known_plan(objective))
