@@ -57,6 +57,8 @@ BAG = aten._embedding_bag.default(*BAGS)
 
 
 DEEPER = f(4, 8, 2, 2, 2)
+LOWER = (torch.eye(4) * 2 + 0.1).tril().expand(8, 4, 4).contiguous()
+FACTORED = torch.linalg.lu_factor(LOWER)
 SCORES, CLASSES = f(4, 8, 4, 2).log_softmax(1), ids(8, 4, 4, 2)
 # name: (target without "aten.", arguments, keyword arguments); a name is the target and what is special
 _CASES = [
@@ -271,6 +273,16 @@ _CASES = [
         for reduction in (0, 1, 2)
         for weight in (None, f(8).abs())
     ],
+    ("linalg_solve_triangular.default", (LOWER, T8[:, :, :4]), {"upper": False}),
+    ("linalg_solve_triangular.default, broadcast", (LOWER[:4], f(2, 4, 4, 4)), {"upper": False}),
+    ("triangular_solve.default, broadcast", (T8, LOWER[:1], False)),
+    ("cholesky_solve.default, broadcast", (f(2, 4, 4, 4), LOWER[:4])),
+    ("linalg_lu_solve.default, broadcast", (*FACTORED, T8[0])),
+    ("_linalg_solve_ex.default, vectors", (LOWER, T8[:, :, 0])),
+    ("_linalg_solve_ex.default, one vector", (LOWER, f(4))),
+    ("_linalg_solve_ex.default, broadcast", (LOWER[:4], f(2, 4, 4, 4))),
+    ("_linalg_solve_ex.default, like vectors", (LOWER, f(4, 4))),
+    ("linalg_pinv.atol_rtol_tensor", (LOWER,), {"atol": f(8).abs() / 100}),
     ("_grouped_mm.default", (f(16, 32).bfloat16(), f(4, 32, 32).bfloat16(), FULL)),
     ("_grouped_mm.default, weight gradient", (f(32, 16).bfloat16(), f(16, 32).bfloat16(), FULL)),
     ("_grouped_mm.default, batched", (f(4, 32, 32).bfloat16(), f(4, 32, 32).bfloat16())),
@@ -293,6 +305,7 @@ WHOLE = {  # name: why no row cuts it
     "sort.default, ids": "one dim, sorted along it",
     "autoshard.ctc_loss.default, flat targets": "where those of an example start depends on the lengths",
     "tril_indices.default": "made from numbers",
+    "_linalg_solve_ex.default, like vectors": "a shard of 4 matrices would take it for 4 vectors",
 }
 
 

@@ -9,6 +9,7 @@
 Linear ops also map partial sums to partial sums (P -> P).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -254,6 +255,37 @@ def last_dims(op: Op, inputs: Inputs) -> list[Row]:
     leading = range(len(inputs[0].shape) - last)
     rows = [Row(tuple(S(d) for _ in op.outputs), (S(d),) * len(inputs)) for d in leading]
     return rows + (linear_rows(len(op.outputs), len(inputs)) if linear else [])
+
+
+# target: the last dims of each input and output that are of one matrix, the dims before them broadcast; the input in which it is linear
+SOLVED: dict[str, tuple[tuple[int, ...], tuple[int, ...], int | None]] = {
+    "aten.linalg_solve_triangular.default": ((2, 2), (2,), 1),
+    "aten.triangular_solve.default": ((2, 2), (2, 2), 0),
+    "aten.cholesky_solve.default": ((2, 2), (2,), 0),
+    "aten.linalg_lu_solve.default": ((2, 1, 2), (2,), 2),
+    "aten.linalg_ldl_solve.default": ((2, 1, 2), (2,), 2),
+    "aten._linalg_solve_ex.default": ((2, 2), (2, 2, 1, 0), 1),
+    "aten.linalg_pinv.atol_rtol_tensor": ((2, 0, 0), (2,), None),
+}
+
+
+@rule(*SOLVED)
+def solved(op: Op, inputs: Inputs) -> list[Row]:
+    """Batches of matrices; torch's own rules count their dims from the first, and an input without a dim lacks the first ones."""
+    of_inputs, of_outputs, linear = SOLVED[op.target]
+    if op.target == "aten._linalg_solve_ex.default" and len(inputs[1].shape) < len(inputs[0].shape):
+        if len(inputs[1].shape) > 1 and inputs[1].shape != inputs[0].shape[:-1]:
+            return []  # a rank's shard of 4 matrices [4, 4] would take a right side [4, 4] for 4 vectors
+        of_inputs, of_outputs = (2, 1), (1, 2, 1, 0)
+    batch = op.output.shape[: len(op.output.shape) - of_outputs[0]]
+
+    def placed(tensors: Sequence[Any], matrices: tuple[int, ...], d: int) -> tuple:
+        at = [len(t.shape) - last - len(batch) + d for t, last in zip(tensors, matrices, strict=False)]
+        return tuple(S(k) if k >= 0 and t.shape[k] == batch[d] else R for k, t in zip(at, tensors, strict=True))
+
+    rows = [Row(placed(op.outputs, of_outputs, d), placed(inputs, of_inputs, d)) for d in range(len(batch))]
+    partial = Row((P(), *(R for _ in op.outputs[1:])), tuple(P() if k == linear else R for k in range(len(inputs))))
+    return rows if linear is None else [*rows, partial]
 
 
 UNTAGGED = (
