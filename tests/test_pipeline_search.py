@@ -142,6 +142,8 @@ def test_the_verb_says_no(capsys):
     assert main([*words, "--memory", "1kB", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"status": "infeasible", "message": last_line(err).removeprefix("autoshard: "), "configurations": []}
+    assert main([*words[:2], "--set", "layers=1", "--devices", "16", "--stages", "16", *words[4:]]) == 1
+    assert "stages is 16, but the program divides into" in last_line(capsys.readouterr()[1])
     assert main([*words, "--plot", "speed.gif"]) == 2
     assert "--plot speed.gif ends in .gif; expected one of .png, .svg, .pdf" in capsys.readouterr().err
     assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--nodes", "1x2"]) == 2

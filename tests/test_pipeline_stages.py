@@ -6,6 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, check, replace_refs
@@ -14,6 +15,7 @@ from autoshard.pipeline.layers import clustered, layers_of
 from autoshard.pipeline.stage_programs import crossing_bytes, second_half, stage_program
 from autoshard.solution import RECEIVED, SENT
 from models import gpt2, llama, mlp, unet
+from tests.helpers_models import Model
 from tests.helpers_refusals import assert_refused
 
 MODELS = {
@@ -91,6 +93,48 @@ def test_stages_run_one_after_the_other_are_the_whole_step(name, recomputed):
         assert found.keys() == expected.keys()
         for key, x in expected.items():
             assert far(found[key], x) < 1e-5
+
+
+def residual_linears() -> tuple[Model, tuple]:
+    def forward(m, x):
+        for linear in m.linears:
+            x = x + linear(x)
+        return x.square().mean()
+
+    return Model(forward, linears=nn.ModuleList(nn.Linear(6, 6) for _ in range(5))), (torch.randn(8, 6),)
+
+
+def residual_matmuls() -> tuple[Model, tuple]:
+    def forward(m, x):
+        for weight in m.weights:
+            x = x + x @ weight
+        return x.square().mean()
+
+    return Model(forward, weights=nn.ParameterList(torch.randn(6, 6) for _ in range(5))), (torch.randn(8, 6),)
+
+
+def chunks() -> tuple[Model, tuple]:
+    """Both halves of a product are read in other layers, through a view with two outputs."""
+
+    def forward(m, x):
+        a, b = m.both(x).chunk(2, -1)
+        for linear in m.linears:
+            a = torch.tanh(linear(a))
+        return (a * b).square().mean()
+
+    return Model(forward, both=nn.Linear(6, 12), linears=nn.ModuleList(nn.Linear(6, 6) for _ in range(3))), (torch.randn(8, 6),)
+
+
+@pytest.mark.parametrize("build, least", [(residual_linears, 5), (residual_matmuls, 6), (chunks, 3)])
+def test_every_layer_has_its_own_parameters_and_gets_what_it_reads(build, least):
+    layers = layers_of(capture(*build(), training=True))
+    assert layers.count >= least
+    stages = [stage_program(layers, v, v + 1).graph for v in range(layers.count)]
+    for graph in stages:
+        gradients = {result.name for result in graph.results if result.kind == "gradient"}
+        assert {op.name for op in graph.ops if op.kind == "parameter"} <= gradients  # else a copy would stay as it is
+    sent = {result.name.removeprefix(SENT) for graph in stages for result in graph.results}
+    assert {op.name.removeprefix(RECEIVED) for graph in stages for op in graph.ops if op.name.startswith(RECEIVED)} <= sent
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -19,7 +19,7 @@ layers (`Layers.units`): most of them are equal programs, of which one has to be
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -253,21 +253,30 @@ def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
         forward = [of[a] for a, _ in graph.ops[i].inputs if not graph.ops[a].backward]
         of[i] = max([*(of[j] for j, _ in graph.users.get((i, 0), ()) if of[j] >= 0), *forward], default=last)
         of[i] = last if of[i] < 0 else of[i]
+
+    def needs(value: Value) -> int:
+        """The layer without which what reads this value can't be computed; of a gradient none, as gradients are sent down."""
+        layer = -1 if value[0] in flows else home(value)
+        return of[value[0]] if layer is None else layer
+
     for result in graph.results:
         if result.kind == "gradient" and result.value is not None and result.name in graph.parameters:
             layer = home((graph.parameters[result.name], 0))
             if layer is not None:
-                _lower_to(graph, of, result.value[0], layer)
+                _lower_to(graph, of, result.value[0], layer, needs)
 
 
-def _lower_to(graph: Graph, of: list[int], i: int, layer: int) -> None:
-    """Moves a backward op, and the ops that only it needs, down to a layer."""
+def _lower_to(graph: Graph, of: list[int], i: int, layer: int, needs: Callable[[Value], int]) -> None:
+    """Moves a backward op, and the ops that only it needs, down to a layer. An op that needs a value of a higher layer stays there, and so
+    does the sum of several gradients, which is sent as one."""
     waiting = [i]
     while waiting:
         i = waiting.pop()
         op = graph.ops[i]
         readers = [j for k in range(len(op.outputs)) for j, _ in graph.users.get((i, k), ())]
-        if op.backward and not op.is_placeholder and of[i] > layer and all(of[j] <= layer for j in readers):
+        arriving = [a for a, _ in op.inputs if graph.ops[a].backward and of[a] > layer]
+        stays = readers and (len(arriving) > 1 or any(needs(value) > layer for value in op.inputs))
+        if op.backward and not op.is_placeholder and of[i] > layer and all(of[j] <= layer for j in readers) and not stays:
             of[i] = layer
             waiting += [a for a, _ in op.inputs]
 

@@ -199,6 +199,9 @@ class _Search:
 
     def _nothing_fits(self) -> Infeasible:
         """Which constraint to relax: the memory limit and how far, recomputation, microbatches or devices."""
+        layers = max(planner.table.layers.count for planner in self.planners.values())
+        if (stages := self.options.stages or 1) > layers:
+            return Infeasible(f"stages is {stages}, but the program divides into {layers} layers; expected no more stages than layers")
         tables = [planner.table for planner in self._with_plans()]
         limit = max(table.memory(s) for table in tables for s in self.cluster.submeshes)
         needs = {table.K: least_bottleneck(table.least_bytes(), self.cluster.tiling) for table in tables}

@@ -196,7 +196,7 @@ class _Extraction:
         """Ops of other stages that read the value, also through views. Of a view, only adds of gradients: others compute it again."""
         if self._is_view(value[0]):
             return [j for j, _ in self.graph.users.get(value, ()) if j in self.partial and j not in self.of_stage]
-        users = self.graph.users
-        views = reached([value], lambda v: ((j, 0) for j, _ in users.get(v, ()) if self._is_view(j)))
+        users, ops = self.graph.users, self.graph.ops
+        views = reached([value], lambda v: ((j, k) for j, _ in users.get(v, ()) if self._is_view(j) for k in range(len(ops[j].outputs))))
         readers = (j for v in views for j, _ in users.get(v, ()))
         return [j for j in readers if j not in self.of_stage and self.layers.of[j] >= 0 and not self._is_view(j)]
