@@ -62,8 +62,8 @@ def test_check_says_whether_a_pipeline_fits_the_model():
     checked = autoshard.check(*gpt2(), plan)
     assert checked.ok and (checked.cost, checked.peak_bytes, checked.memory_limit) == (plan.cost, plan.peak_bytes, SMALL.memory)
     assert "fits the model" in checked.sentence() and "not priced again" in checked.sentence()
-    other = autoshard.check(*gpt2(layers=3), plan)  # of two blocks a pipeline makes ten layers, of three one each
-    assert other.reasons == ("the pipeline is of another model: it has 10 layers, this model 3",)
+    other = autoshard.check(*gpt2(layers=3), plan)  # of two blocks a pipeline makes eleven layers, of three one each
+    assert other.reasons == ("the pipeline is of another model: it has 11 layers, this model 3",)
     assert other.sentence().endswith("this model 3; plan again")
     old = replace(plan, stages=tuple(replace(stage, prices=None) for stage in plan.stages))
     assert autoshard.check(*gpt2(), old).reasons == ("this pipeline has no layouts to run",)
@@ -105,7 +105,7 @@ def test_the_verb_check_answers_for_a_pipeline_by_its_exit_code(file):
     assert good["ok"] and good["best_seconds"] is None and "not priced again" in good["message"]
     other = (MODEL[0], "--set", "layers=3", "--set", "vocab=64", "--set", "batch=8")
     bad = record_of("check", file, *other, code=1)
-    assert bad["reasons"] == ["the pipeline is of another model: it has 10 layers, this model 3"]
+    assert bad["reasons"] == ["the pipeline is of another model: it has 11 layers, this model 3"]
     code, out, _ = run("check", file, *other, "--quiet")
     assert code == 1 and "is not good any more" in " ".join(out.split()) and "not known" in out
     assert "says itself for which devices it was planned" in refusal("check", file, "--trust", "--mesh", "4", "--quiet")
