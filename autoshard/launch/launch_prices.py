@@ -163,6 +163,8 @@ def _priced(
     runs = priced_runs(launches, sizes, site)
     precisions = launches.precision if (launches.precision != launches.precision[:1]).any() else launches.precision[:1]
     constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], precisions, fitted=fitted)
+    if sizes.dense_layers:  # the mean width of an MLP over all blocks is that of no matrix
+        constants = replace(constants, matmul=replace(constants.matmul, unaligned=1.0))
     if launches.grads16.any():
         of = np.full(1, 2.0) if launches.grads16.all() else np.where(launches.grads16, 2.0, constants.stack.gradient_bytes)
         constants = replace(constants, stack=replace(constants.stack, gradient_bytes=of), memory=replace(constants.memory, gradients=of))
