@@ -12,6 +12,7 @@ from tests.helpers_command import record_of, refusal, run
 DATA = Path(__file__).parent / "data" / "redistribution" / "problems.json"
 SMALL = {"id": "s", "shape": [8, 4], "mesh": [2, 2], "src": [[0], [1]], "src_bs": [4, 2], "dst": [[0, 1], []], "dst_bs": [2, -1]}
 GOOD = json.dumps(SMALL)
+CHUNKS_OF_CHUNKS = {"shape": [9], "mesh": [2, 2], "src": [[0, 1]], "dst": [[]]}
 
 
 @pytest.fixture
@@ -39,6 +40,14 @@ def test_every_planner_with_both_prices(small, planner, prices):
     assert route["steps"][-1]["layout"] == "D_[2,2]⊥{(0,1),∅}(2,∅)"
 
 
+@pytest.mark.parametrize("planner", ["astar", "memory_constrained"])
+def test_blocks_may_be_left_out_and_every_planner_keeps_the_limit_as_counted(tmp_path, planner):
+    path = tmp_path / "chunks.json"
+    path.write_text(json.dumps({key: value for key, value in SMALL.items() if not key.endswith("_bs")}))
+    (route,) = record_of("redistribute", str(path), "--planner", planner, "--count", "buffers", "--memory-limit", "128B")["routes"]
+    assert route["steps"][-1]["layout"] == "D_[2,2]⊥{(0,1),∅}(2,∅)" and route["peak_bytes"] <= 128
+
+
 def test_the_table_is_the_published_ones(small, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # narrower, words are folded
     code, out, _ = run("redistribute", small, "--prices", "tensorcraft", "--table")
@@ -62,6 +71,7 @@ def test_a_limit_in_bytes(small):
     (route,) = record_of("redistribute", small, "--memory-limit", "128B")["routes"]
     assert route["peak_bytes"] == 2 * route["source_bytes"] == 128  # 8 elements of 8 bytes come in, 8 go out
     (route,) = record_of("redistribute", small, "--memory-limit", "120B", code=1)["routes"]
+    assert "no route within the memory limit, raise it" in " ".join(run("redistribute", small, "--memory-limit", "120B")[1].split())
     assert route["status"] == "infeasible" and route["cost_seconds"] is None and route["steps"] == []
 
 
@@ -71,11 +81,14 @@ REFUSED = [  # the problem's text, options, the sentence
     (GOOD, ["--prices", "free"], "--prices is 'free'; expected one of mesh, tensorcraft"),
     (GOOD, ["--count", "all"], "--count is 'all'; expected one of resident, buffers"),
     (GOOD, ["--top-k", "1"], "--top-k belongs to --planner memory_constrained, not to astar"),
+    (json.dumps(CHUNKS_OF_CHUNKS), ["--planner", "memory_constrained"], "knows blocks of one size alone; use astar"),
     ("not json", [], "is no sound JSON"),
     ("[]", [], "has less than 1 item; expected one or a list of shape"),
     ('{"shape": [8]}', [], "lacks 'mesh'"),
     (json.dumps({**SMALL, "shape": [0, 4]}), [], "shape is [0, 4]; expected one or more whole numbers, each at least 1"),
     (json.dumps({**SMALL, "src": [[0], [0]]}), [], "the layout uses mesh axis 0 twice"),
+    (json.dumps({**SMALL, "item_size": 4}), [], "problem s has an unknown key 'item_size'; did you mean 'itemsize'?"),
+    (json.dumps({**SMALL, "src_partial": [1], "reduce_op": "product"}), [], "reduce_op holds \"product\" is not one of"),
     (json.dumps({**SMALL, "dst_bs": [5, -1]}), [], "dim 0 of size 8 on 4 parts has block size 5; expected 1 to 2"),
 ]
 

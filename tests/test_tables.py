@@ -145,6 +145,13 @@ def test_every_sharding_in_every_memory_is_listed():
     assert counts == {("table_wise", "device"): 1, ("row_wise", "mesh"): 8, ("table_row_wise", "node"): 4}
 
 
+@pytest.mark.filterwarnings("error")
+def test_plans_that_take_no_time_have_no_bound_and_need_no_search_for_one():
+    tables = [Table(f"t{k}", options=(Option("a", 0.0, 1.0), Option("b", 2.0, 0.5))) for k in range(3)]
+    plan = plan_tables(tables, 4, hbm=1e6, effort=0.01)
+    assert (plan.status, plan.slowest_device_seconds, plan.bound_seconds) == ("optimal", 0.0, 0.0)
+
+
 @pytest.mark.parametrize("table", [Table("t", 10**6, 64), Table("u", 10**5, 128, pooling=20.0, skew=1.1, optimizer="adam")])
 def test_what_is_cut_weighs_the_same_in_all(table):
     """Weights and state: one copy however they are cut, a copy per device in data parallel; the rest is ids and pooled rows."""

@@ -10,15 +10,18 @@ it the parts are torch.chunk's); mem: elements per rank, null for the default. A
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.reading import checked
 from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
 
 ITEMSIZE = 8  # bytes per element of TensorCraft's problems
+KEYS = ("id", "shape", "mesh", "src", "src_bs", "src_partial", "dst", "dst_bs", "dst_partial", "reduce_op", "itemsize", "mem")
+NEAR = 0.75  # likeness of a key that was meant as another: item_size, dst_block
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,9 @@ def read_problem(data: Any) -> BlockProblem:
 
 def _problem(item: Mapping, number: str) -> BlockProblem:
     name = str(item.get("id", number))
+    for key in (key for key in item if key not in KEYS):  # a file may hold notes; what nearly is a key is a mistake
+        if near := difflib.get_close_matches(str(key), KEYS, n=1, cutoff=NEAR):
+            raise ValueError(f"problem {name} has an unknown key {str(key)[:40]!r}; did you mean {near[0]!r}?")
     shape, mesh = (tuple(map(int, item[key])) for key in ("shape", "mesh"))
     ends = [_layout(item, end, mesh, item.get("reduce_op", "sum"), f"problem {name}: {end}") for end in ("src", "dst")]
     return BlockProblem(shape, mesh, ends[0], ends[1], item.get("itemsize", ITEMSIZE), name, item.get("mem"))
@@ -160,7 +166,7 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
         written_mesh, layout = BlockLayout.parse(written)
         if written_mesh != mesh:
             raise ValueError(f"{what} is written for the mesh {list(written_mesh)}, the problem has {list(mesh)}")
-        return layout
+        return replace(layout, reduce_op=op)
     axes = tuple(tuple(map(int, some)) for some in written)
     partial = tuple(sorted(map(int, item.get(f"{end}_partial", []))))
     sizes = item.get(f"{end}_bs")

@@ -18,7 +18,7 @@ from itertools import combinations
 from math import prod
 
 from autoshard.cost import Prices
-from autoshard.relayout.blocks import UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, local_elements, parts_of
+from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, canonical, local_elements, parts_of
 from autoshard.relayout.planners import PLANNERS, priced, route_of
 from autoshard.relayout.problems import BlockProblem, BlockRoute
 
@@ -50,16 +50,20 @@ def memory_constrained(
     top_k: int | None = None,
     node_limit: int = 1000,
 ) -> BlockRoute:
-    """The published search; its limit counts resident shards. ValueError for partial layouts, which it does not support."""
+    """The published search; by default its limit counts resident shards. ValueError for layouts that it does not know:
+    partial ones, and parts of torch.chunk that no block size has."""
     if problem.source.partial:
         raise ValueError("the memory-constrained planner reduces nothing; use astar for partial layouts")
-    limit = problem.memory_limit(memory_limit, "resident")
+    source, target = (canonical(problem.shape, layout, problem.mesh) for layout in (problem.source, problem.target))
+    if CHUNKS in (*source.blocks, *target.blocks):
+        raise ValueError("the memory-constrained planner knows blocks of one size alone; use astar for uneven chunks of chunks")
     count = count or "resident"
-    if problem.source == problem.target:
+    limit = problem.memory_limit(memory_limit, count)
+    if problem.same:
         return route_of(problem, [], "optimal", 0.0, count, 0)
-    target_sizes = list({b for b in problem.target.blocks if b > 0})
+    target_sizes = list({b for b in target.blocks if b > 0})
     sizes = target_sizes if 1 in target_sizes else [1, *target_sizes]
-    open_nodes, known, ends, explored = deque([_Node(problem.source, None, "", 0.0)]), {}, [], 0  # type: ignore[var-annotated]
+    open_nodes, known, ends, explored = deque([_Node(source, None, "", 0.0)]), {}, [], 0  # type: ignore[var-annotated]
     while open_nodes and explored < node_limit and (top_k is None or len(ends) < top_k):
         explored += 1
         node = open_nodes.popleft()
@@ -68,10 +72,10 @@ def memory_constrained(
             continue
         held = problem.elements(node.layout)
         for kind, axes, layout in moves(problem.shape, problem.mesh, node.layout, sizes):
-            if local_elements(problem.shape, layout, problem.mesh) > limit:
+            if local_elements(problem.shape, layout, problem.mesh) + (held if count == "buffers" else 0) > limit:
                 continue
             step = 0.0 if kind == "split" else prices.of(kind, axes)(held)
-            if layout == problem.target:
+            if layout == target:
                 ends.append(_Node(layout, node, kind, step))
             elif layout not in known:
                 known[layout] = _Node(layout, node, kind, step)
@@ -83,7 +87,7 @@ def memory_constrained(
     if not ends:
         return BlockRoute(problem, (), "infeasible", float("inf"), 0.0, 0, count, explored)
     best = min(ends, key=lambda node: node.reached()[0]).path()
-    layouts = [problem.source, *(node.layout for node in best)]
+    layouts = [source, *(node.layout for node in best)]
     steps = [priced(problem, prices, node.kind, u, v) for node, u, v in zip(best, layouts, layouts[1:])]
     return route_of(problem, steps, "feasible", 0.0, count, explored)
 

@@ -17,6 +17,7 @@ from .values import ReportTable, numbers
 
 COLUMNS = ("Step #", "Operation", "Distribution", "Cost [s]", "Memory Usage [MB]")
 COLORS = 20
+RAISE = {"infeasible": ": no route within the memory limit, raise it"}  # advice after a status
 
 
 def rows(route: Mapping) -> list[tuple[str, str, str, str, str]]:
@@ -43,8 +44,8 @@ def route_table(routes: Sequence[Mapping]) -> RenderableType:
     parts: list[ReportTable | str] = []
     for route in routes:
         title = (
-            f"{route['id'] or 'route'}: {route['status']}, {seconds(route['cost_seconds'])}, peak {size(route['peak_bytes'])} "
-            f"({route['counted']}), run by {route['executable_by']}, {route['explored']} states"
+            f"{route['id'] or 'route'}: {route['status']}{RAISE.get(route['status'], '')}, {seconds(route['cost_seconds'])}, "
+            f"peak {size(route['peak_bytes'])} ({route['counted']}), run by {route['executable_by']}, {route['explored']} states"
         )
         parts += [title, ReportTable("", (*COLUMNS[:3], *numbers(*COLUMNS[3:])), rows(route), "open"), ""]
     return shown(*parts[:-1])

@@ -30,6 +30,7 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5)  # e of the other function
 SAFE = 1e-12  # relative: z is reduced by this much, so that rounding cannot make u(z) too large
 MARGIN = 1e-11  # relative margin that a refutation needs; sums of thousands of numbers err by about 1e-13
 WIDTH = 1e-4  # relative: bisection stops here
+NOTHING = 1e-30  # relative: plans that may take this little may take no time at all, and have no bound
 
 
 class Totals(NamedTuple):
@@ -139,6 +140,8 @@ class Bound:
 
     def raise_to(self, high: float, *, packing: bool = True) -> None:
         """Bisect between the bound and `high`, the seconds of a plan."""
+        if not self.value and not self.refutes(high * NOTHING, packing=packing):
+            return
         while high - self.value > WIDTH * high:
             T = (self.value + high) / 2
             if not self.refutes(T, packing=packing):
