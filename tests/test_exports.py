@@ -112,3 +112,18 @@ def test_every_kind_says_what_it_leaves_out(kind):
     assert value.left and len(value.said) == 1 + len(value.left)
     priced = kind in ("parallelize_module", "tp_plan", "fully_shard", "vllm", "sglang")
     assert (value.extra_seconds == pytest.approx(0.5e-3)) if priced else (value.cost_seconds == float("inf"))
+
+
+def test_tied_parameters_stay_one_parameter_in_every_form_of_a_partition(monkeypatch):
+    monkeypatch.setattr("torch.distributed.tensor.distribute_tensor", lambda tensor, mesh, layout: tensor)
+    monkeypatch.setattr("autoshard.exports.partition.distribute_tensor", lambda tensor, mesh, layout: tensor)
+    row = {"layout": "S(0),R", "shape": [8, 4], "dtype": "float32", "local_bytes": 64}
+    solution = linear_solution(parameters={"0.weight": row, "1.weight": {**row, "tied_to": "0.weight"}})
+    made: dict = {}
+    exec(FORMATS["distribute_module"].python(export(solution, "distribute_module")), made)
+    for partition in (export(solution, "distribute_module"), made["partition_fn"]):
+        model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False))
+        before = model[1].weight = model[0].weight
+        for name, module in model.named_modules():
+            partition(name, module, DeviceMesh("cpu", torch.arange(8).reshape(2, 4), _init_backend=False, _rank=0))
+        assert model[0].weight is model[1].weight is not before

@@ -23,7 +23,7 @@ SNIPPETS = (
 words = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=4)), min_size=1, max_size=5).map("".join)
 EXPECTED_CALLS = {
     "ColwiseParallel", "RowwiseParallel", "Replicate", "Shard", "parallelize_module", "fully_shard", "replicate", "tuple", "str", "list",
-    "distribute_tensor", "ValueError", "_flatten", "get_submodule", "items", "register_parameter", "Parameter",
+    "distribute_tensor", "ValueError", "_flatten", "get_submodule", "items", "register_parameter", "Parameter", "WeakIdKeyDictionary",
 }  # fmt: skip
 
 

@@ -207,6 +207,7 @@ test_what_can_not_be_served_is_one_sentence = refusals(
     (lambda: serve_plan(llama(), 2, max_tokens=32, batch=0), "expected"),
     (lambda: serve_plan(llama(), 2, max_tokens=1, batch=8), "expected"),
     (lambda: serve_plan(llama(), 2, **QUICK, prompt=32), "expected"),
+    (lambda: serve_plan(llama(), 2, **QUICK, memory_limit=math.nan), "memory_limit is nan; expected bytes per device above 0"),
     (lambda: serve_plan(llama(), 2, **QUICK, devices_per_node=True), "expected"),
     (lambda: serve_plan(llama(), 2, **QUICK, expert_parallel=True), "LlamaForCausalLM has no experts; leave it out"),
     (lambda: empty_cache(llama(), "paged", 8, 16), "cache is 'paged'; expected static or dynamic"),

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoshard.exports.record import Export, Left, sent_tokens
 from autoshard.exports.source import comments, rows
@@ -24,6 +25,7 @@ class Partition(Export):
 
     def __init__(self, solution: Solution):
         self.mesh = solution.mesh.shape
+        self.placed = WeakIdKeyDictionary()  # parameter -> the same as a DTensor, so that tied ones stay tied
         self.layouts = {name: (parse(row["layout"]), tuple(row["shape"])) for name, row in solution.parameters.items()}
         texts = {name: [repr(placement) for placement in layout] for name, (layout, _) in self.layouts.items()}
         super().__init__(texts, left=LEFT + sent_tokens(solution), plan_seconds=solution.cost)
@@ -35,8 +37,10 @@ class Partition(Export):
             if parameter is None:
                 continue
             layout = self._layout(f"{name}.{attribute}" if name else attribute, tuple(parameter.shape))
-            placed = distribute_tensor(parameter.data, device_mesh, layout)
-            module.register_parameter(attribute, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+            if parameter not in self.placed:
+                placed = distribute_tensor(parameter.data, device_mesh, layout)
+                self.placed[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            module.register_parameter(attribute, self.placed[parameter])
 
     def _layout(self, name: str, shape: tuple[int, ...]) -> Layout:
         if name not in self.layouts:
@@ -54,9 +58,11 @@ def as_python(partition: Partition) -> str:
     return f'''{comments([head, *partition.said])}
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 LAYOUTS = {{
 {rows(layouts)}}}
+PLACED = WeakIdKeyDictionary()  # parameter -> the same as a DTensor, so that tied ones stay tied
 
 
 def partition_fn(name, module, device_mesh):
@@ -65,8 +71,10 @@ def partition_fn(name, module, device_mesh):
     for attribute, parameter in list(module._parameters.items()):
         if parameter is not None:
             layout = LAYOUTS[f"{{name}}.{{attribute}}" if name else attribute]
-            placed = distribute_tensor(parameter.data, device_mesh, layout)
-            module.register_parameter(attribute, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+            if parameter not in PLACED:
+                placed = distribute_tensor(parameter.data, device_mesh, layout)
+                PLACED[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            module.register_parameter(attribute, PLACED[parameter])
 '''
 
 

@@ -33,6 +33,7 @@ from autoshard.serving.kv_cache import text_config
 from autoshard.serving.step_prices import StepPrice, price_of
 from autoshard.serving.steps import Steps, expert_fields, steps_of
 from autoshard.solution import Solution
+from autoshard.units import size
 
 MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (replicas, pipeline, tensor)
 
@@ -123,6 +124,8 @@ def serve_plan(
         raise ValueError(f"prompt is {prompt!r} tokens; expected at least 1 and fewer than max_tokens, {max_tokens}")
     make = mesh_of or (lambda shape: presets.mesh(device, shape, min(devices_per_node, devices)))
     limit = make((devices, 1, 1)).device.memory if memory_limit is None else memory_limit
+    if type(limit) not in (int, float) or not limit > 0:
+        raise ValueError(f"memory_limit is {limit!r}; expected bytes per device above 0, for example 80e9")
     pricer = _Pricer(model, make, eager, expert_parallel)
     pairs = [(t, p) for t in _divisors(devices) for p in _divisors(devices // t)]
     rows = []
@@ -178,9 +181,9 @@ class _Pricer:
         of_experts = "" if self.fields is None else self.fields.features
         names = ["num_attention_heads", "intermediate_size", of_experts]
         for name in (one for one in names if not (self.expert_parallel and one == of_experts)):
-            size = getattr(self.config, name, None)
-            if isinstance(size, int) and size % tensor:
-                return f"{name} {size} doesn't divide by {tensor}"
+            number = getattr(self.config, name, None)
+            if isinstance(number, int) and number % tensor:
+                return f"{name} {number} doesn't divide by {tensor}"
         uneven = next((one for one in steps.cache if one.heads % tensor and tensor % one.heads), None)
         return "" if uneven is None else f"{uneven.heads} key-value heads don't divide by {tensor}, nor it by them"
 
@@ -219,6 +222,5 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
 
 def _why_too_large(weights: float, activations: float, limit: float, most: int) -> str:
     if most <= 0:
-        held = f"weights of {weights / 1e9:.1f} GB and activations of {activations / 1e9:.1f} GB"
-        return f"{held} leave no room for a sequence in {limit / 1e9:.1f} GB"
+        return f"weights of {size(weights)} and activations of {size(activations)} leave no room for a sequence in {size(limit)}"
     return f"the cache is too large: {most} sequences fit"
