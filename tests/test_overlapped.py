@@ -328,3 +328,17 @@ def test_the_control_a_bound_a_percent_too_high_is_seen():
     """On some chain the bound is that near to the optimum."""
     answers = [found_and_best(chain, False) for chain in TINY_CHAINS]
     assert max(1.01 * found.bound / best for found, best in answers) > 1
+
+
+def test_what_reads_a_view_waits_for_what_the_view_waits_for():
+    class Pooled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(48, 8)
+
+        def forward(self, dense, pooled):
+            return self.linear(pooled.flatten(1)).sum() + dense.sum()
+
+    inputs = torch.zeros(8, 4), torch.zeros(8, 3, 16)
+    solution = autoshard.plan(Pooled(), inputs, Mesh.from_bandwidths((2,)), training=True, baselines=False, pins={"input_1": "S(0)"})
+    assert solution.bound <= solution.cost  # the matmul ran beside the all_gather of its own input, before the bound of any plan

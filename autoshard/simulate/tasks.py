@@ -337,12 +337,13 @@ class _Places:
         early, moved = {i for i, phase in enumerate(self.phases) if phase == "rest"}, self._moved_hubs()
         full = replicated(len(formulation.mesh.axes))
         for i, op in enumerate(self.graph.ops):
+            if any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
+                continue
             if op.is_view and op.inputs[op.alias or 0][0] in early:
                 early.add(i)
             elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != full:
-                if not any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
-                    early.add(i)
-                    self.casts.add(i)
+                early.add(i)
+                self.casts.add(i)
         return early
 
     def _moved_hubs(self) -> set[int]:
