@@ -198,6 +198,8 @@ test_bad_input_is_one_sentence = refusals(
     *((lambda name=name, value=value: plan_tables([TABLE], 2, **{name: value}), f"{name} is {value!r}; expected a number above 0")
       for name, value in (("batch", 0), ("batch", True), ("host_bandwidth", math.inf), ("effort", -1.0), ("effort", "1"))),
     (lambda: plan_tables([TABLE], 6, devices_per_node=4), "devices_per_node is 4; expected a whole number that divides the 6"),
+    (lambda: plan_tables([TABLE], 2, devices_per_node=0), "devices_per_node is 0; expected a whole number that divides the 2"),
+    (lambda: plan_tables([TABLE], 2, seed=1.5), "seed is 1.5; expected a whole number of 0 or more"),
     (lambda: Option("x", (-1.0,), (1.0,)), "seconds of option 'x' is -1.0"),
     (lambda: Option("x", (1.0,), (math.nan,)), "hbm_bytes of option 'x' is nan"),
     (lambda: Option("x", (1e308,), (1.0,)), "seconds of option 'x' is 1e.308; expected a number of 0 to"),
@@ -218,6 +220,10 @@ test_bad_input_is_one_sentence = refusals(
     (
         lambda: plan_with_tables(*dlrm.tiny_dense(), "rows", [Table("t")], Mesh.from_bandwidths((4,)), hbm=1e6),
         "the model has no input 'rows'; its inputs are numbers, pooled, clicks",
+    ),
+    (
+        lambda: plan_with_tables(dlrm.tiny_dense()[0], (torch.ones(2),), "pooled", [Table("t")], Mesh.from_bandwidths((4,)), hbm=1e6),
+        "the example input for 'pooled' is NoneType; expected a tensor",
     ),
 )
 

@@ -64,6 +64,8 @@ def plan_tables(
     for name, value in (("batch", batch), ("host_bandwidth", host_bandwidth), ("effort", effort)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}; expected a number above 0")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ValueError(f"seed is {seed!r}; expected a whole number of 0 or more")
     per_node = nodes_of(mesh, devices_per_node)
     limits = {"hbm": mesh.device.memory if hbm is None else hbm, "host_memory": math.inf if host_memory is None else host_memory}
     devices = Devices(

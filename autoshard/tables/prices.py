@@ -60,7 +60,7 @@ class ShardShare(NamedTuple):
 
 def nodes_of(mesh: Mesh, devices_per_node: int | None) -> int:
     """Devices of a node: the argument, else all axes except the first (one axis: one node). ValueError where it does not divide."""
-    per_node = devices_per_node or (math.prod(mesh.shape[1:]) if len(mesh.shape) > 1 else mesh.num_devices)
+    per_node = (math.prod(mesh.shape[1:]) if len(mesh.shape) > 1 else mesh.num_devices) if devices_per_node is None else devices_per_node
     if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1 or mesh.num_devices % per_node:
         raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a whole number that divides the {mesh.num_devices} devices")
     return per_node

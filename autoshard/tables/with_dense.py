@@ -99,7 +99,9 @@ def plan_with_tables(
     `Infeasible` where the two do not fit together.
     """
     position = _position(dense, pooled)
-    rows = example_inputs[position]
+    rows = example_inputs[position] if position < len(example_inputs) else None
+    if not isinstance(rows, torch.Tensor) or not rows.ndim:
+        raise ValueError(f"the example input for {pooled!r} is {type(rows).__name__}; expected a tensor (batch, tables, columns)")
     op = f"input_{position}"  # as captured
     batch, by_examples = rows.shape[0], ",".join(["S(0)"] * len(mesh.axes))
     if batch % mesh.num_devices:
