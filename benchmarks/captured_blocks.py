@@ -4,7 +4,8 @@
 
 Families: llama (gated MLP, RMSNorm, rotary positions, grouped queries), qwen3 (llama with queries and keys normalized) and gpt2 (MLP of
 two matrices, LayerNorm, biases), each under
-the layouts of Megatron with and without sequence parallelism, as compilers fuse it or not. Every size of the captured model is a prime of
+the layouts of Megatron with and without sequence parallelism, as libraries fuse it or not; and as a compiler does, with what it computes
+again in the backward pass (a norm not where its result is gathered, which compilers keep). Every size of the captured model is a prime of
 its own, times the number of devices where devices divide it, so each dim of each tensor is a product of sizes in one way only. --write:
 into autoshard/launch/captured; without it, exit 1 where a file differs.
 """
@@ -14,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from autoshard.baselines import baseline
@@ -23,7 +26,7 @@ from autoshard.capture import capture_deep
 from autoshard.devices import DEVICE_FILES
 from autoshard.formulate import with_pins
 from autoshard.formulate.build import worked_shapes
-from autoshard.graph import Graph
+from autoshard.graph import Graph, recompute_ops
 from autoshard.layout import local_shape
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import masks_of
@@ -32,7 +35,7 @@ from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.question import ModelGraphs, Question
 from autoshard.simulate.tasks import program_of
 from autoshard.solvers import solve
-from autoshard.strategies import fused, internal_passes, share_of_flops
+from autoshard.strategies import computed_again, fused, internal_passes, share_of_flops
 from autoshard.strategies.fusion import MATMULS
 from models import gpt2, llama
 
@@ -77,20 +80,33 @@ def models() -> dict[str, Any]:
 
 
 def captured(model: Any, inputs: Any) -> dict[str, list]:
-    graph, depth = capture_deep(model, inputs, training=True)
+    """By the names of files, without the family."""
+    graph, _ = capture_deep(model, inputs, training=True)
     mesh = Mesh.from_bandwidths((T,), devices_per_node=T, device="h100")
+    rows = {}
+    for scheme in SCHEMES:
+        compiled = recompute_ops(graph, computed_again(graph, norms=scheme == "megatron"))
+        rows[scheme] = tasks(graph, scheme, mesh, UNPARTITIONED)
+        rows[f"{scheme}_compiled"] = tasks(compiled, scheme, mesh, {"compiled": fused})
+    return rows
+
+
+def norms_fused(graph: Graph) -> Graph:
+    ops = fused(graph, within_modules=True).ops
+    return replace(graph, ops=tuple(replace(op, fused=None) if op.module.endswith("mlp") else op for op in ops))
+
+
+UNPARTITIONED = {"fused": fused, "library": partial(fused, within_modules=True), "norms": norms_fused}
+
+
+def tasks(graph: Graph, scheme: str, mesh: Mesh, grouped: dict[str, Callable[[Graph], Graph]]) -> list[dict[str, Any]]:
     options = checked_options(Options, {"training": True, "master_weights": True})
-    instance = instance_of(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
-    return {scheme: tasks(graph, instance, scheme, mesh) for scheme in SCHEMES}
-
-
-def tasks(graph: Graph, instance: Any, scheme: str, mesh: Mesh) -> list[dict[str, Any]]:
+    instance = instance_of(Question(ModelGraphs(graph), mesh, options, Stopwatch(None)))
     pinned = with_pins(instance.formulated, masks_of(instance.formulated, baseline(graph, mesh, instance.formulated.candidates, scheme)))
     choice = solve(replace(pinned, usage_limit=None), gap=1e-4, time_limit=20.0).choice
     program, part = program_of(instance.formulated, choice), parts(graph)
-    library = fused(graph, within_modules=True).ops
-    norms = [replace(op, fused=None) if op.module.endswith("mlp") else op for op in library]
-    kinds = {"compiled": fused(graph).ops, "library": library, "norms": norms}
+    kinds = {kind: of(graph).ops for kind, of in grouped.items()}
+    own_part = part if "compiled" in grouped else None
     number: dict[int, int] = {}
     rows: list[dict[str, Any]] = []
     for at, task in enumerate(program.tasks):
@@ -106,7 +122,7 @@ def tasks(graph: Graph, instance: Any, scheme: str, mesh: Mesh) -> list[dict[str
             row |= {
                 "op": op.target, "in": [tensor(shape, t.dtype) for shape, t in ins],
                 "out": [None if t is None or layout is None else tensor(local_shape(t.shape, layout, mesh), t.dtype) for t, layout in outs],
-                "share": share_of_flops(op, tensors, candidate.inputs, mesh), "kept": is_kept(graph, task.op),
+                "share": share_of_flops(op, tensors, candidate.inputs, mesh), "kept": is_kept(graph, task.op, own_part),
             }  # fmt: skip
             if passes := internal_passes(op, tensors, candidate.inputs, mesh):
                 row["passes"] = passes // (4 * math.prod(local_shape(tensors[0].shape, candidate.inputs[0], mesh)))
@@ -123,10 +139,10 @@ def tasks(graph: Graph, instance: Any, scheme: str, mesh: Mesh) -> list[dict[str
     return rows
 
 
-def is_kept(graph: Graph, i: int) -> bool:
-    """Whether the backward reads what a forward op computes."""
-    readers = [graph.ops[a] for k, t in enumerate(graph.ops[i].outputs) if t is not None for a in users(graph, (i, k))]
-    return not graph.ops[i].backward and any(op.backward for op in readers)
+def is_kept(graph: Graph, i: int, part: list[str] | None) -> bool:
+    """Whether the backward reads what a forward op computes; with parts, that of its own part."""
+    readers = [a for k, t in enumerate(graph.ops[i].outputs) if t is not None for a in users(graph, (i, k)) if graph.ops[a].backward]
+    return not graph.ops[i].backward and any(part is None or part[a].split()[1:] == part[i].split()[1:] for a in readers)
 
 
 def users(graph: Graph, value: tuple[int, int]) -> list[int]:

@@ -52,13 +52,18 @@ def test_the_table_has_12_that_ran_and_6_that_did_not():
 
 def test_what_a_block_keeps_is_what_autograd_saves():
     """Llama's block, counted by hand: norms in float32, op by op; by fused kernels; by a compiler that keeps the least."""
-    forward = tasks_of("llama", "megatron")["forward block"]
-    by_how = {how: [forward[i].target.split(".")[1] if i != OWN_INPUT else "input" for i in sorted(kept_tasks(forward, how))]
-              for how in ("", "library", "compiled")}  # fmt: skip
+    by_how = {}
+    for how in ("", "library", "compiled"):
+        forward = tasks_of("llama", "megatron", how)["forward block"]
+        by_how[how] = [forward[i].target.split(".")[1] if i != OWN_INPUT else "input" for i in sorted(kept_tasks(forward, how))]
     assert by_how[""].count("_to_copy") == 4 and by_how[""].count("mm") == 3 and "silu" in by_how[""]
     # the input and the sum after attention, what matmuls read, q, k, v, attention, gate and up
     assert by_how["library"] == ["input", "mul", "mm", "add", "add", "attention", "add", "mul", "mm", "mm", "mul"]
-    assert by_how["compiled"] == ["input", "mm", "mm", "mm", "attention", "add", "mm", "mm"]
+    # queries and keys with their positions; of norms the reciprocal roots alone
+    kept = ["input", "rsqrt", "mm", "add", "add", "attention", "add", "rsqrt", "mm", "mm"]
+    assert by_how["compiled"] == kept
+    sharded = [task.target.split(".")[1] for task in tasks_of("llama", "megatron_sp", "compiled")["forward block"] if task.kept]
+    assert sharded == [name for name in kept[1:] for name in ([name, "mul"] if name == "rsqrt" else [name])]  # and what is gathered
 
 
 @settings(max_examples=15, deadline=None)

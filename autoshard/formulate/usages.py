@@ -105,6 +105,12 @@ class Usages:
 
     # -- usages
 
+    def _is_held(self, value: Value) -> bool:
+        """Whether a value, or what it is a view of, is written to memory: always, unless kernels of a compiled program are fused."""
+        i, k = self.graph.storage(value)
+        fused = self.graph.ops[i].fused
+        return fused is None or not fused.held or fused.held[k]
+
     def _hold(self, kind: str, usage: Usage) -> None:
         if usage.start < usage.end:
             self.usages.append(usage)
@@ -121,7 +127,8 @@ class Usages:
         if since == first:  # the source is still there while the route to the hub runs
             self._hold("temporaries", EdgeUsage(edge, first, first + 1, move.leaving))
         self._hold("resharded_copies", EdgeUsage(edge, first, since, move.copy))
-        self._hold("activations", NodeUsage(self.hubs[value], since, end, self.tables.bytes(move.tensor, move.target_layouts)))
+        if self._is_held(value):
+            self._hold("activations", NodeUsage(self.hubs[value], since, end, self.tables.bytes(move.tensor, move.target_layouts)))
 
     def add_input(self, i: int, a: int, edge: int, move: MoveTables) -> None:
         """Adds the copy of input a of op i; where op i is a view of it, for as long as the view lives or until the view counts as heir."""
@@ -160,7 +167,7 @@ class Usages:
             self._hold("gradients", NodeUsage(i, 0, self._reduced(i) + 1, self.choices.bytes(i)))
             return
         if op.alias is not None:
-            if i in self.heirs:
+            if i in self.heirs and self._is_held((i, 0)):
                 base = self.graph.tensor(op.inputs[op.alias])
                 ends = [self._own_end((i, k)) for k, tensor in enumerate(op.outputs) if tensor is not None]
                 self._hold("activations", NodeUsage(i, self.heirs[i], max(ends), self.tables.bytes(base, self.choices.inputs(i, op.alias))))
@@ -168,7 +175,7 @@ class Usages:
         if (sizes := self.choices.internal_bytes(i)) is not None:
             self._hold("temporaries", NodeUsage(i, i, i + 1, sizes))
         for k, output in enumerate(op.outputs):
-            if output is not None:
+            if output is not None and self._is_held((i, k)):
                 end = max(self._own_end((i, k)), i + 1) - self._is_handed_over((i, k))
                 self._hold("activations", NodeUsage(i, i, end, self.tables.bytes(output, self.choices.outputs((i, k)))))
 

@@ -36,6 +36,7 @@ from autoshard.graph.recompute import SUFFIX as SUFFIX
 from autoshard.graph.recompute import checkpointed as checkpointed
 from autoshard.graph.recompute import forward_blocks as forward_blocks
 from autoshard.graph.recompute import recompute as recompute
+from autoshard.graph.recompute import recompute_ops as recompute_ops
 from autoshard.graph.recompute import recomputed_names as recomputed_names
 from autoshard.graph.records import FIRST_MATRIX as FIRST_MATRIX
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
@@ -61,6 +62,7 @@ from autoshard.graph.selective import Alternatives as Alternatives
 from autoshard.graph.selective import Chosen as Chosen
 from autoshard.graph.selective import Offload as Offload
 from autoshard.graph.selective import alternatives as alternatives
+from autoshard.graph.selective import constants as constants
 from autoshard.graph.selective import selective as selective
 from autoshard.graph.sized import Range as Range
 from autoshard.graph.sized import Ranges as Ranges

@@ -42,6 +42,20 @@ def checkpointed(graph: Graph, k: int) -> Graph:
     return recompute(graph, forward_blocks(graph)[:k]) if k else graph
 
 
+def recompute_ops(graph: Graph, names: Collection[str]) -> Graph:
+    """The graph in which forward ops of these names run again, each before the first backward op that reads it, or such a copy."""
+    first: dict[int, int] = {}  # op: the backward op before which it runs again
+    for i in sorted((graph.index[name] for name in names if name in graph.index), reverse=True):
+        readers = {j for k in range(len(graph.ops[i].outputs)) for j, _ in graph.users.get((i, k), ())}
+        times = [first.get(j, j if graph.ops[j].backward else len(graph.ops)) for j in readers]
+        if (at := min(times, default=len(graph.ops))) < len(graph.ops):
+            first[i] = at
+    before: dict[int, list[int]] = {}
+    for i in sorted(first):
+        before.setdefault(first[i], []).append(i)
+    return with_shared_casts(_with_copies(graph, before)) if before else graph
+
+
 def forward_blocks(graph: Graph) -> list[list[int]]:
     """Forward ops of each instance of the repeated block that has the most ops in all."""
     blocks: dict[int, dict[int, list[int]]] = {}
@@ -76,9 +90,9 @@ def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> li
 
 def _with_copies(graph: Graph, before: dict[int, list[int]]) -> Graph:
     """The graph with the copies inserted; backward ops after a copy read it instead of the original."""
-    new = Rewriting(graph)
+    new, copied = Rewriting(graph), set[int]()
     for i, op in enumerate(graph.ops):
-        copied = frozenset(before.get(i, ()))
+        copied.update(before.get(i, ()))
         for j in before.get(i, ()):
             original = graph.ops[j]
             inputs = tuple(new.read(value, late=value[0] in copied) for value in original.inputs)

@@ -69,6 +69,7 @@ class Fused:
     reads: tuple[float, ...]
     writes: tuple[float, ...]
     launches: bool  # the first op of a kernel
+    held: tuple[bool, ...] = ()  # of each output, whether it takes memory: not where kernels compute it as they go, of what is there
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class _Restoring:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.regions = _regions(graph)
-        self.constant = _constants(graph)
+        self.constant = constants(graph)
         self.casts = _backward_casts(graph, self.constant)
         self.restored: set[Value] = set()
         self.copied: set[int] = set()
@@ -162,7 +162,7 @@ def _regions(graph: Graph) -> list[object]:
     return regions
 
 
-def _constants(graph: Graph) -> set[int]:
+def constants(graph: Graph) -> set[int]:
     """Placeholders, the casts of parameters, and views of these: no storage of theirs is an activation."""
     constant: set[int] = set()
     for i, op in enumerate(graph.ops):

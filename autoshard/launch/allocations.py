@@ -48,7 +48,7 @@ def _excess(model: tuple, recompute: str, how: str, compiled_loss: bool, chunks:
 class _Steps:
     def __init__(self, runs: TrainingRuns, recompute: str, how: str, compiled_loss: bool, chunks: float, autocast: bool):
         self.sizes, self.how, self.autocast, self.compiled_loss = Sizes(runs), how, autocast, compiled_loss
-        tasks = tasks_of(str(runs.family[0]), "megatron")
+        tasks = tasks_of(str(runs.family[0]), "megatron", how)
         self.forward, self.backward, blocks = tasks["forward block"], tasks["backward block"], int(min(runs.layers[0], MOST_BLOCKS))
         self.again = [recompute in KEEPS and (recompute not in PART or i % 2 == 0) for i in range(blocks)]
         self.kept = kept_tasks(self.forward, how) - {OWN_INPUT}

@@ -12,15 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .captured_block import BlockTask, Dims, Sizes
-from .runs import TrainingRuns
 
 ITEMSIZE = {"bfloat16": 2.0, "float32": 4.0, "int64": 8.0}
 INPUT: Dims = (2.0, ("b", "s", "h"), 0)  # bytes of a block's input
-OF_8B = {
-    "microbatch": 1.0, "seq": 4096.0, "context": 1.0, "tensor": 1.0, "width": 4096.0, "ffn": 14336.0, "heads": 32.0, "kv_heads": 8.0,
-    "head_dim": 128.0, "vocab": 128000.0,
-}  # fmt: skip
-USUAL = Sizes(TrainingRuns({name: np.array([value]) for name, value in OF_8B.items()}))  # a model of 8e9 parameters
 OWN_INPUT = -1  # in place of a task
 
 
@@ -60,18 +54,12 @@ def kept_bytes(
 
 
 def kept_tasks(tasks: Sequence[BlockTask], how: str) -> set[int]:
-    """The tasks whose results a block keeps for its backward, among them OWN_INPUT where it keeps its input.
-
-    Compilers compute an elementwise op again, too, where what it reads and isn't kept takes no more bytes than its result: torch's
-    partitioner looks for the least.
-    """
-    kept: set[int] = set()
+    """The tasks whose results a block keeps for its backward, among them OWN_INPUT where it keeps its input, as every compiled block does.
+    What no kernel writes is computed again from what is written."""
+    kept = {OWN_INPUT} if how == "compiled" else set()
     for i, task in enumerate(tasks):
-        if not task.kept:
-            continue
-        sources = _sources(tasks, i, how) if task.kind == "elementwise" else {i}
-        no_more = sum(_usual_bytes(tasks, j) for j in sources - kept) <= _usual_bytes(tasks, i)
-        kept |= sources if not is_written(task, how) or (how == "compiled" and no_more) else {i}
+        if task.kept:
+            kept |= _sources(tasks, i, how) if how != "compiled" and task.kind == "elementwise" and not is_written(task, how) else {i}
     return kept
 
 
@@ -79,7 +67,7 @@ def is_written(task: BlockTask, how: str) -> bool:
     """Whether a kernel, or a collective, writes what the task computes. Kernels of libraries write what compiled ones do: what they read
     and their result are kept, nothing between (flash-attn's and Transformer Engine's norms, swiglu)."""
     fused = task.fused or {}
-    return how not in fused or any(share > 0 for share in fused["compiled"].writes)
+    return how not in fused or any(share > 0 for share in fused["compiled" if how == "compiled" else "fused"].writes)
 
 
 def largest_live(tasks: Sequence[BlockTask], sizes: Sizes, how: str) -> np.ndarray:
@@ -107,7 +95,3 @@ def _sources(tasks: Sequence[BlockTask], i: int, how: str) -> set[int]:
     for j in tasks[i].after:
         sources |= _sources(tasks, j, how) if tasks[j].kind == "elementwise" and not is_written(tasks[j], how) else {j}
     return sources
-
-
-def _usual_bytes(tasks: Sequence[BlockTask], i: int) -> np.ndarray:
-    return input_bytes(tasks, USUAL) if i == OWN_INPUT else result_bytes(tasks[i], USUAL)

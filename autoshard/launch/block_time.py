@@ -180,10 +180,13 @@ def rows_of_kinds(runs: TrainingRuns, grouped: np.ndarray) -> list[tuple[list[st
 
 def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
-    grouped = np.where(runs.compiled > 0, "compiled", GROUPED[constants.stack.libraries.astype(int)])
+    # Megatron fuses chains of ops alone; and of a block that is computed again nothing is left for a compiler to do so
+    chains = (constants.stack.fused_accumulation > 0) | np.isin(runs.recompute, list(KEEPS))
+    compiled = np.where(chains, "fused", "compiled")
+    grouped = np.where(runs.compiled > 0, compiled, GROUPED[constants.stack.libraries.astype(int)])
     kinds, rows_of = zip(*rows_of_kinds(runs, grouped))
     blocks = [
-        _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme), recompute)
+        _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme, how), recompute)
         for (family, scheme, how, recompute), rows in zip(kinds, rows_of)
     ]
     order = np.argsort(np.concatenate(rows_of))

@@ -1,7 +1,7 @@
 """Seconds of a block and of the ends of a transformer for many launches at once, from the kernels of captured graphs.
 
-`captured/FAMILY_SCHEME.json` holds what benchmarks/captured_blocks.py found in the graph of a model under a scheme's layouts: kernels and
-collectives in order, what each waits for, and their tensors' dims as products of letters:
+`captured/FAMILY_SCHEME.json`, and FAMILY_SCHEME_compiled.json for a compiled step, hold what benchmarks/captured_blocks.py found in the
+graph of a model under a scheme's layouts: kernels and collectives in order, what each waits for, and dims as products of letters:
 
     b microbatch   s tokens of a sequence on one device   h width   g heads per key head   k key heads   d width of a head
     f width of the MLP   v vocabulary   /t  divided by the tensor parallel devices
@@ -30,7 +30,11 @@ from autoshard.reading import text_of
 from .runs import TrainingRuns
 
 FILES = Path(__file__).with_name("captured")
-GROUPED = ("compiled", "library", "norms")  # by compilers; by libraries of fused norms, rotary positions and activations; but activations
+GROUPED = (
+    "compiled",  # by a compiler that computes values again in the backward pass: files of their own
+    "fused",  # by one that doesn't
+    "library", "norms",  # by libraries of fused norms, rotary positions and activations; of these but activations
+)  # fmt: skip
 KINDS = ("matmul", "attention", "elementwise", "collective")
 OF_KIND = {"mm": "matmul", "addmm": "matmul", "attention": "attention", "attention_backward": "attention"}
 Dims = tuple[float, tuple[str, ...], int]  # a factor, letters, and how often t divides
@@ -54,11 +58,11 @@ class BlockTask:
 
 
 @cache
-def tasks_of(family: str, scheme: str) -> Mapping[str, tuple[BlockTask, ...]]:
-    """Of "forward block", "backward block", "forward ends", "backward ends"."""
+def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[BlockTask, ...]]:
+    """Of "forward block", "backward block", "forward ends", "backward ends". how: one of GROUPED; a compiled backward runs more ops."""
     parts: dict[str, list[BlockTask]] = {}
     places: list[int] = []  # of the rows in their parts
-    for row in json.loads(text_of(FILES / f"{family}_{scheme}.json", "measurements")):
+    for row in json.loads(text_of(FILES / f"{family}_{scheme}{'_compiled' * (how == 'compiled')}.json", "measurements")):
         part = parts.setdefault(row["part"], [])
         after = tuple(places[j] for j in row["after"])
         places.append(len(part))
@@ -126,8 +130,9 @@ def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> 
         inputs[0] = Columns(inputs[0][0]), inputs[0][1]
     if task.kind == "attention":  # once for the keys of each device that has a part of the sequence, half of them on average, as in a ring
         return sizes.context * busy_seconds(task.target, inputs, outputs, device, task.share)
-    seconds = busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), grouped == "compiled")
-    passes = min(task.passes, 1) if grouped == "compiled" else task.passes
+    is_compiled = grouped in ("compiled", "fused")
+    seconds = busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), is_compiled)
+    passes = min(task.passes, 1) if is_compiled else task.passes
     if passes:
         seconds = seconds + np.where(sizes.tensor > 1, passes * 4 * reduce(np.multiply, inputs[0][0]) / device.memory_rate, 0.0)
     return seconds

@@ -227,7 +227,7 @@ def _grouped(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
 def _of_one_kind(
     runs: TrainingRuns, constants: RunConstants, family: str, scheme: str, how: str, recompute: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    tasks, sizes = tasks_of(family, scheme), Sizes(runs)
+    tasks, sizes = tasks_of(family, scheme, how), Sizes(runs)
     forward, stack = tasks["forward block"], constants.stack
     regathers = np.where(constants.memory.gathered > 0, runs.pipeline > 1, np.maximum(stack.regathers, stack.fused_accumulation))
     scores = 0.0 if "attn" in recompute else SCORES * runs.tokens * runs.seq * runs.heads / runs.tensor

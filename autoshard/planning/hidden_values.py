@@ -13,9 +13,7 @@ from functools import partial
 
 from autoshard.graph import with_hidden_values
 from autoshard.planning.question import Question
-from autoshard.planning.variants import Tried, Variant
-
-FULL = 0.9  # of the memory limit, from which on more room may make a faster plan
+from autoshard.planning.variants import Tried, Variant, is_short
 
 
 def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
@@ -28,10 +26,6 @@ def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Varian
             "hidden values of experts kept",
             lambda part: replace(part, explains=explains).map(partial(with_hidden_values, parts=parts), hidden_values=parts),
         )
-        if not (tried[-1].has_no_plan or _is_full(tried[-1], limit)) or question.is_over:
+        if not is_short(question, tried[-1]):
             return
     yield again
-
-
-def _is_full(one: Tried, limit: float | None) -> bool:
-    return limit is not None and one.answered is not None and (one.answered.plan.peak or 0.0) > FULL * limit

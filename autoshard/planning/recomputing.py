@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.graph import Graph, checkpointed, forward_blocks
+from autoshard.planning.compiling import as_compiled
 from autoshard.planning.question import Question
 from autoshard.planning.variants import Tried, Variant
 
@@ -28,7 +29,7 @@ def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Varia
     """As many blocks as asked for; or per tensor, and where that has no plan or can't be had the cheapest number of blocks."""
     options, noted = question.options, {}
     if not (options.training and options.recompute in ("auto", "blocks")):
-        yield Variant("as many blocks recomputed as asked for", with_recomputed_blocks)
+        yield Variant("as many blocks recomputed as asked for", blocks_recomputed)
         return
     if options.recompute == "auto" and options.tie_blocks:
         noted = {"recompute_by": BLOCKWISE}
@@ -73,7 +74,11 @@ def _numbers_of_blocks(question: Question, tried: Sequence[Tried], noted: dict[s
 
 
 def with_recomputed_blocks(question: Question) -> Question:
-    """The question with as many blocks recomputed as its options ask for: a number, or "all"."""
+    """The question with as many blocks recomputed as its options ask for, a number or "all", and what its compiler recomputes besides."""
+    return as_compiled(blocks_recomputed(question))
+
+
+def blocks_recomputed(question: Question) -> Question:
     options = question.options
     if not (options.recompute and options.training):
         return replace(question.with_options(recompute=0), recomputable=question.graph if options.training else None)

@@ -12,6 +12,7 @@ from autoshard.cycles import no_search_for_cycles
 from autoshard.planning.baselining import solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.chunking import chunks
+from autoshard.planning.compiling import compilations
 from autoshard.planning.describe import described
 from autoshard.planning.hidden_values import hidden_values
 from autoshard.planning.instance import instance_of
@@ -28,7 +29,8 @@ from autoshard.planning.warm_starts import start_from
 from autoshard.solvers import TIME_LIMIT
 
 Solve = Callable[[Question], Answered]
-KINDS: tuple[Kind, ...] = (orders, chunks, hidden_values, recomputations)  # the variants of a kind are tried under each of those before it
+# the variants of a kind are tried under each of those before it
+KINDS: tuple[Kind, ...] = (orders, chunks, hidden_values, recomputations, compilations)
 ROOM = 0.75  # of the memory limit, for the saved values where the first ones leave no room
 SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where the shortest time line is wanted
 

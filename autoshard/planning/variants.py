@@ -19,6 +19,8 @@ from autoshard.planning.overlapped import OverlappedPlan
 from autoshard.planning.question import Question
 from autoshard.solvers import Answer
 
+FULL = 0.9  # of the memory limit, from which on more room may make a faster plan
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -78,3 +80,10 @@ class Tried:
 
 
 Kind = Callable[[Question, Sequence[Tried]], Iterator[Variant]]
+
+
+def is_short(question: Question, one: Tried) -> bool:
+    """Whether memory is too short for a variant, or binds its plan, and there is time for another one that needs less."""
+    limit = question.options.memory_limit
+    is_full = limit is not None and one.answered is not None and (one.answered.plan.peak or 0.0) > FULL * limit
+    return (one.has_no_plan or is_full) and not question.is_over

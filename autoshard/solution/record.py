@@ -155,6 +155,11 @@ class Solution(ModelPlan):
         return int(self.assumptions.get("recompute") or 0)
 
     @property
+    def computed_again(self) -> list[str]:
+        """The ops that a compiled step runs again in the backward pass, of its own accord."""
+        return self.assumptions.get("computed_again") or []
+
+    @property
     def chosen(self) -> Chosen:
         """Which ops run again in the backward pass, and which values wait in the host's memory, of a plan that chose per tensor."""
         offloaded = self.assumptions.get("offloaded") or {}

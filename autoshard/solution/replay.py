@@ -13,7 +13,18 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, chunked_loss, in_order, selective, with_hidden_values, with_microbatches
+from autoshard.graph import (
+    ACCUMULATED,
+    KEPT,
+    Graph,
+    checkpointed,
+    chunked_loss,
+    in_order,
+    recompute_ops,
+    selective,
+    with_hidden_values,
+    with_microbatches,
+)
 from autoshard.mesh import Mesh
 from autoshard.solution.compare import misfits
 from autoshard.solution.record import Placed, Solution
@@ -51,7 +62,8 @@ def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay
         graph = chunked_loss(graph, solution.chunked_loss)
     if solution.hidden_values:
         graph = with_hidden_values(graph, solution.hidden_values)
-    graph = selective(checkpointed(graph, solution.recompute), solution.chosen)
+    graph = recompute_ops(checkpointed(graph, solution.recompute), solution.computed_again)
+    graph = selective(graph, solution.chosen)
     if solution.microbatches == 1:
         return Replay(solution, graph, mesh)
     return Replay(solution, with_microbatches(graph, solution.accumulation_dtype), mesh, graph)

@@ -21,6 +21,7 @@ from autoshard.strategies.fusion import fused as fused
 from autoshard.strategies.internal import internal_bytes as internal_bytes
 from autoshard.strategies.internal import internal_collectives as internal_collectives
 from autoshard.strategies.internal import internal_passes as internal_passes
+from autoshard.strategies.partitioning import computed_again as computed_again
 from autoshard.strategies.register import register_rule as register_rule
 from autoshard.strategies.rows import Row as Row
 from autoshard.strategies.rows import argument as argument

@@ -65,7 +65,8 @@ def fused(graph: Graph, *, within_modules: bool = False) -> Graph:
         seen: dict[Value, float] = {}  # bytes that the group has read of a tensor
         for i in group.ops:
             reads = tuple(_share_read(graph, value, number, group_of, cheap, seen) if i in live else 0.0 for value in ops[i].inputs)
-            ops[i] = replace(ops[i], fused=Fused(reads, tuple(map(float, writes[i])), i == min(live, default=-1)))
+            held = tuple(bool(readers[i, o] - {number}) and not _is_there(graph, (i, o), cheap) for o in range(len(ops[i].outputs)))
+            ops[i] = replace(ops[i], fused=Fused(reads, tuple(map(float, writes[i])), i == min(live, default=-1), held))
     for i, op in enumerate(ops) if not within_modules else ():
         if op.target in MATMULS:
             ops[i] = replace(op, fused=Fused((1.0,) * len(op.inputs), (1.0,) * len(op.outputs), True))
@@ -86,6 +87,12 @@ def _readers(graph: Graph, group_of: dict[int, int]) -> dict[Value, set[int]]:
 
 def _is_written(graph: Graph, value: Value, group: int, readers: dict[Value, set[int]], cheap: Sources) -> bool:
     return graph.ops[value[0]].outputs[value[1]] is not None and bool(readers[value] - {group}) and value not in cheap
+
+
+def _is_there(graph: Graph, value: Value, cheap: Sources) -> bool:
+    """Whether groups compute a result again, of what is there anyway until the last of them."""
+    last, sources = graph.last_use.get(value, 0), [graph.storage(source) for source in cheap.get(value, ())]
+    return value in cheap and all(graph.ops[i].is_placeholder or graph.last_use.get((i, o), 0) >= last for i, o in sources)
 
 
 def _share_read(
@@ -112,7 +119,7 @@ def _computed_again(graph: Graph, group_of: dict[int, int], readers: dict[Value,
     """Pointwise results that groups compute again, each with the tensors outside of any of them from which they do."""
     cheap: Sources = {}
     for i, op in enumerate(graph.ops):
-        if i not in group_of or not op.outputs or op.outputs[0] is None or not _is_elementwise(graph, op):
+        if i not in group_of or not op.outputs or op.outputs[0] is None or not is_elementwise(graph, i):
             continue
         sources: dict[Value, float] = {}  # how much of each
         for value in op.inputs:
@@ -138,8 +145,7 @@ def _groups(graph: Graph, within_modules: bool = False) -> tuple[list[KernelGrou
         if not op.module and len(inside := {modules[root[0]] for root in roots}) == 1:  # the sum of gradients of a value
             modules[i] = inside.pop()
         producers = {group_of.get(root[0], -1 - root[0]) for root in roots if not graph.ops[root[0]].is_placeholder}
-        has_results = op.kind == "compute" and any(t is not None for t in op.outputs)
-        if op.alias is not None or not has_results or not (_name(op) in REDUCTIONS or _is_pointwise(op)):
+        if not shares_kernels(op):
             needs[-1 - i] = producers
             continue
         size, results = _elements(graph, i)
@@ -193,17 +199,29 @@ def _elements(graph: Graph, i: int) -> tuple[int, int | None]:
     """Elements over which an op runs, and those of a reduction's result."""
     op = graph.ops[i]
     produced = max(math.prod(t.shape) for t in op.outputs if t is not None)
-    if _name(op) in REDUCTIONS:
+    if is_reduction(op):
         size = max(produced, *(math.prod(graph.tensor(value).shape) for value in op.inputs))
         return size, min(math.prod(t.shape) for t in op.outputs if t is not None) if size > produced else produced
     return produced, None
 
 
-def _is_elementwise(graph: Graph, op: Op) -> bool:
-    """Whether the first output has an element per element of an input: also of a softmax or a norm, beside few numbers per row."""
+def shares_kernels(op: Op) -> bool:
+    """Whether it is computed by a kernel that may compute others, too."""
+    has_results = op.kind == "compute" and any(t is not None for t in op.outputs)
+    return op.alias is None and has_results and (is_reduction(op) or _is_pointwise(op))
+
+
+def is_reduction(op: Op) -> bool:
+    return _name(op) in REDUCTIONS
+
+
+def is_elementwise(graph: Graph, i: int) -> bool:
+    """Whether kernels compute it with others, and the first output has an element per element of an input: also of a softmax or a norm,
+    beside few numbers per row."""
+    op = graph.ops[i]
     if _is_pointwise(op):
         return len(op.outputs) == 1
-    return any(graph.tensor(value).numel == op.output.numel for value in op.inputs)
+    return is_reduction(op) and any(graph.tensor(value).numel == op.output.numel for value in op.inputs)
 
 
 def _sums_columns(graph: Graph, op: Op) -> bool:

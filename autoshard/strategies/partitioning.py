@@ -1,0 +1,90 @@
+"""Which forward values a compiled training step computes again in its backward pass: pointwise results and norms, as torch's partitioner.
+
+torch.compile divides forward and backward where the fewest bytes cross (its min-cut partitioner), and kernels of the backward compute
+the rest again on their way. Here, in the order of the forward, of each tensor v that the backward reads:
+
+    sources(v)      the kept tensors from which v is computed by such ops alone; one that isn't kept is a source itself, unless its own
+                    sources would add fewer bytes
+    computed again  where those sources that nothing else keeps have fewer bytes than v, and there are at most MOST of them: a longer
+                    chain, as of sums of residuals, would be there all at once before its last value is read; else v is kept
+
+So casts, activation functions and products with gates are computed again from what matmuls and sums of residuals keep. A norm whose result
+a matmul reads is computed again with `norms` alone: it costs a kernel, and where the sequence is sharded a second gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autoshard.graph import Graph, Value, constants, is_random, reached
+from autoshard.strategies.fusion import is_reduction, shares_kernels
+
+MOST = 4
+
+
+def computed_again(graph: Graph, norms: bool) -> frozenset[str]:
+    """The names of the forward's ops that a compiled step runs again, of views between them, and of casts of parameters that these read."""
+    partitioning = _Partitioning(graph, norms)
+    for i, values in _saved(graph).items():
+        partitioning.decide(i, values)
+    return frozenset(graph.ops[i].name for i in partitioning.again)
+
+
+def _saved(graph: Graph) -> dict[int, list[Value]]:
+    """By op of the forward, what the backward reads of its results: these, or views of them that the forward has."""
+    saved: dict[int, list[Value]] = {}
+    for value in sorted({value for op in graph.ops if op.backward for value in op.inputs if not graph.ops[value[0]].backward}):
+        saved.setdefault(graph.storage(value)[0], []).append(value)
+    return dict(sorted(saved.items()))
+
+
+class _Partitioning:
+    def __init__(self, graph: Graph, norms: bool):
+        self.graph, self.constant = graph, constants(graph)
+        alone = [op for op in graph.ops if op.backward and not norms and not op.is_view and not shares_kernels(op)]
+        self.of_matmuls = {graph.storage(value) for op in alone for value in op.inputs}  # and of other kernels that are fused with nothing
+        self.kept: set[Value] = set()
+        self.again: set[int] = set()
+        self.sources: dict[Value, frozenset[Value]] = {}
+
+    def decide(self, i: int, values: Sequence[Value]) -> None:
+        """values: what the backward reads of the results of op i, or views of these."""
+        own, sources = frozenset(self.graph.storage(value) for value in values), self._of_op(i)
+        if sources is not None and self._added(sources) < self._added(own) and not self._is_norm_of_matmul(own, sources):
+            self.kept |= sources
+            self.again |= reached([j for j, _ in values], self._read).keys()
+        elif i not in self.constant:
+            self.kept |= own
+            self.sources |= {value: frozenset([value]) for value in own}
+
+    def _is_norm_of_matmul(self, values: frozenset[Value], sources: frozenset[Value]) -> bool:
+        least = min(self.graph.tensor(value).numel for value in values)
+        return not self.of_matmuls.isdisjoint(values) and any(self.graph.tensor(value).numel < least for value in sources)
+
+    def _added(self, values: frozenset[Value]) -> int:
+        """Bytes that would be kept for these tensors."""
+        return sum(self.graph.tensor(value).bytes for value in values - self.kept)
+
+    def _of_op(self, i: int) -> frozenset[Value] | None:
+        """None for an op that doesn't run again."""
+        op = self.graph.ops[i]
+        if i in self.constant or is_random(op) or is_reduction(op) or not shares_kernels(op):
+            return None
+        sources = frozenset[Value]().union(*(self._of(self.graph.storage(value)) for value in op.inputs))
+        return sources if len(sources) <= MOST else None
+
+    def _of(self, value: Value) -> frozenset[Value]:
+        if value[0] in self.constant:
+            return frozenset()
+        if value not in self.sources:
+            own = frozenset([value])
+            sources = self._of_op(value[0]) if value not in self.kept else None
+            self.sources[value] = sources if sources is not None and self._added(sources) < self._added(own) else own
+        return self.sources[value]
+
+    def _read(self, i: int) -> Iterator[int]:
+        """The ops that have to run again for op i: those, views among them, that lead to its sources."""
+        for value in self.graph.ops[i].inputs:
+            root = self.graph.storage(value)
+            if not self.graph.ops[root[0]].is_placeholder and root not in self.kept:
+                yield value[0]
