@@ -11,60 +11,33 @@ from typing import TYPE_CHECKING, Any
 from autoshard.api.methods import provide_methods
 
 if TYPE_CHECKING:
-    from autoshard.api.checking import check as check
-    from autoshard.api.checking import dry_run as dry_run
-    from autoshard.api.checking import verify as verify
-    from autoshard.api.compiling import backend as backend
-    from autoshard.api.observing import observed as observed
-    from autoshard.api.observing import read_evidence as read_evidence
-    from autoshard.api.passes import PassOptions as PassOptions
-    from autoshard.api.passes import autosharding_pass as autosharding_pass
-    from autoshard.api.planning import plan as plan
-    from autoshard.api.reporting import html_report as html_report
-    from autoshard.api.running import parallelize as parallelize
-    from autoshard.api.simulating import Parallel as Parallel
-    from autoshard.api.simulating import Simulation as Simulation
-    from autoshard.api.simulating import simulate as simulate
-    from autoshard.api.simulating import simulate_grid as simulate_grid
-    from autoshard.api.with_tables import plan_with_tables as plan_with_tables
-    from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
-    from autoshard.explain.certified import certificate_of as certificate_of
-    from autoshard.explain.certified import problem_of as problem_of
-    from autoshard.explain.certified import write_problem as write_problem
-    from autoshard.explain.robustness import robustness as robustness
-    from autoshard.explain.why import explain as explain
-    from autoshard.exports import NotHeld as NotHeld
-    from autoshard.exports import as_plain as as_plain
-    from autoshard.exports import export as export
-    from autoshard.launch.best_degrees import Degrees as Degrees
-    from autoshard.launch.best_degrees import degrees as degrees
-    from autoshard.launch.checked_launch import CheckedLaunch as CheckedLaunch
-    from autoshard.launch.checked_launch import check_launch as check_launch
-    from autoshard.launch.fitting import Fitting as Fitting
-    from autoshard.launch.fitting import will_fit as will_fit
-    from autoshard.planning.extrapolate import extrapolate as extrapolate
-    from autoshard.planning.frontier import Frontier as Frontier
-    from autoshard.planning.frontier import FrontierPoint as FrontierPoint
-    from autoshard.planning.frontier import frontier as frontier
-    from autoshard.planning.keeping import edited_layouts as edited_layouts
-    from autoshard.planning.keeping import kept_layouts as kept_layouts
-    from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
-    from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
-    from autoshard.planning.options import Infeasible as Infeasible
-    from autoshard.planning.options import NoAnswer as NoAnswer
-    from autoshard.planning.options import Options as Options
-    from autoshard.planning.programs import Program as Program
-    from autoshard.runtime.agreement import RankLost as RankLost
-    from autoshard.runtime.checkpoints import load_checkpoint as load_checkpoint
-    from autoshard.runtime.checkpoints import save_checkpoint as save_checkpoint
-    from autoshard.runtime.parallelize import device_mesh as device_mesh
-    from autoshard.solution import Plan as Plan
-    from autoshard.solution import ProgramsSolution as ProgramsSolution
-    from autoshard.solution import Solution as Solution
-    from autoshard.solution import from_text as from_text
-    from autoshard.solution import load as load
-    from autoshard.solution import load_one as load_one
-    from autoshard.solution import open_cache as open_cache
+    from autoshard.api.checking import check, dry_run, verify
+    from autoshard.api.compiling import backend
+    from autoshard.api.observing import observed, read_evidence
+    from autoshard.api.passes import PassOptions, autosharding_pass
+    from autoshard.api.planning import plan
+    from autoshard.api.reporting import html_report
+    from autoshard.api.running import parallelize
+    from autoshard.api.simulating import Parallel, Simulation, simulate, simulate_grid
+    from autoshard.api.with_tables import plan_with_tables
+    from autoshard.calibrate.measure import measure_this_cluster
+    from autoshard.explain.certified import certificate_of, problem_of, write_problem
+    from autoshard.explain.robustness import robustness
+    from autoshard.explain.why import explain
+    from autoshard.exports import NotHeld, as_plain, export
+    from autoshard.launch.best_degrees import Degrees, degrees
+    from autoshard.launch.checked_launch import CheckedLaunch, check_launch
+    from autoshard.launch.fitting import Fitting, will_fit
+    from autoshard.planning.extrapolate import extrapolate
+    from autoshard.planning.frontier import Frontier, FrontierPoint, frontier
+    from autoshard.planning.keeping import edited_layouts, kept_layouts
+    from autoshard.planning.mesh_shapes import mesh_shapes, plan_meshes
+    from autoshard.planning.options import Infeasible, NoAnswer, Options
+    from autoshard.planning.programs import Program
+    from autoshard.runtime.agreement import RankLost
+    from autoshard.runtime.checkpoints import load_checkpoint, save_checkpoint
+    from autoshard.runtime.parallelize import device_mesh
+    from autoshard.solution import Plan, ProgramsSolution, Solution, from_text, load, load_one, open_cache
 
 _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "check dry_run verify",

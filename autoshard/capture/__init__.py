@@ -1,44 +1,15 @@
 """From PyTorch models and fx graphs to a Graph. No other package reads fx in order to plan."""
 
-from autoshard.capture.captured import Captured as Captured
-from autoshard.capture.captured import Returned as Returned
-from autoshard.capture.depth import Container as Container
-from autoshard.capture.depth import Depth as Depth
-from autoshard.capture.depth import capture_deep as capture_deep
-from autoshard.capture.depth import containers as containers
-from autoshard.capture.depth import graphs_of as graphs_of
-from autoshard.capture.depth import same_but_for_sizes as same_but_for_sizes
-from autoshard.capture.depth import shrunk as shrunk
-from autoshard.capture.functional import FACTORING as FACTORING
-from autoshard.capture.fx_graphs import capture_fx as capture_fx
-from autoshard.capture.huggingface import cache_name as cache_name
-from autoshard.capture.huggingface import load_huggingface as load_huggingface
-from autoshard.capture.inputs import arguments as arguments
-from autoshard.capture.inputs import computed_in as computed_in
-from autoshard.capture.inputs import constants as constants
-from autoshard.capture.inputs import ignored as ignored
-from autoshard.capture.inputs import input_names as input_names
-from autoshard.capture.inputs import without_process_groups as without_process_groups
-from autoshard.capture.module import capture as capture
-from autoshard.capture.module import capture_module as capture_module
-from autoshard.capture.nested_tensors import copied as copied
-from autoshard.capture.nested_tensors import filled as filled
-from autoshard.capture.nested_tensors import listed as listed
-from autoshard.capture.nested_tensors import opened as opened
-from autoshard.capture.nested_tensors import state_of as state_of
-from autoshard.capture.operators import ATTENTION as ATTENTION
-from autoshard.capture.operators import BACKWARD as BACKWARD
-from autoshard.capture.operators import DROPOUT as DROPOUT
-from autoshard.capture.operators import DROPOUT_BACKWARD as DROPOUT_BACKWARD
-from autoshard.capture.operators import LOSS as LOSS
-from autoshard.capture.operators import LOSS_BACKWARD as LOSS_BACKWARD
-from autoshard.capture.operators import REORDER as REORDER
-from autoshard.capture.operators import reorder as reorder
-from autoshard.capture.read import draws as draws
-from autoshard.capture.replaced import fake_grouped_mm as fake_grouped_mm
-from autoshard.capture.replaced import flex_as_attention as flex_as_attention
-from autoshard.capture.sized import dims_of as dims_of
-from autoshard.capture.sized import inputs_at as inputs_at
-from autoshard.capture.turns import deep_enough as deep_enough
-from autoshard.capture.turns import in_turn as in_turn
-from autoshard.capture.turns import no_warnings_about_torch as no_warnings_about_torch
+from .captured import Captured, Returned
+from .depth import Container, Depth, capture_deep, containers, graphs_of, same_but_for_sizes, shrunk
+from .functional import FACTORING
+from .fx_graphs import capture_fx
+from .huggingface import cache_name, load_huggingface
+from .inputs import arguments, computed_in, constants, ignored, input_names, without_process_groups
+from .module import capture, capture_module
+from .nested_tensors import copied, filled, listed, opened, state_of
+from .operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD, LOSS, LOSS_BACKWARD, REORDER, reorder
+from .read import draws
+from .replaced import fake_grouped_mm, flex_as_attention
+from .sized import dims_of, inputs_at
+from .turns import deep_enough, in_turn, no_warnings_about_torch

@@ -2,83 +2,52 @@
 step and state. All formulas of the package for these are here.
 """
 
-from autoshard.cost.block_prices import IdealPrices as IdealPrices
-from autoshard.cost.block_prices import MeshPrices as MeshPrices
-from autoshard.cost.block_prices import Prices as Prices
-from autoshard.cost.block_prices import Seconds as Seconds
-from autoshard.cost.caching_allocator import CachingAllocator as CachingAllocator
-from autoshard.cost.caching_allocator import OutOfMemory as OutOfMemory
-from autoshard.cost.caching_allocator import peak_of_snapshot as peak_of_snapshot
-from autoshard.cost.caching_allocator import replayed as replayed
-from autoshard.cost.compute import EFFICIENCY as EFFICIENCY
-from autoshard.cost.curves import load_cluster as load_cluster
-from autoshard.cost.curves import load_device as load_device
-from autoshard.cost.curves import save_cluster as save_cluster
-from autoshard.cost.curves.files import CLUSTER_FORMAT as CLUSTER_FORMAT
-from autoshard.cost.curves.files import save as save
-from autoshard.cost.curves.kinds import PchipCurve as PchipCurve
-from autoshard.cost.curves.kinds import Sigmoid as Sigmoid
-from autoshard.cost.curves.kinds import bus_factor as bus_factor
-from autoshard.cost.curves.kinds import sigmoid as sigmoid
-from autoshard.cost.curves.records import Curve as Curve
-from autoshard.cost.curves.records import PiecewiseCurve as PiecewiseCurve
-from autoshard.cost.curves.records import PNorm as PNorm
-from autoshard.cost.curves.records import Series as Series
-from autoshard.cost.curves.records import check as check
-from autoshard.cost.curves.records import tail_slope as tail_slope
-from autoshard.cost.devices import DeviceConstants as DeviceConstants
-from autoshard.cost.devices import MemoryConstants as MemoryConstants
-from autoshard.cost.devices import StackConstants as StackConstants
-from autoshard.cost.devices import device_constants as device_constants
-from autoshard.cost.devices import kernel_columns as kernel_columns
-from autoshard.cost.devices import memory_constants as memory_constants
-from autoshard.cost.devices import memory_errors as memory_errors
-from autoshard.cost.devices import spread_of as spread_of
-from autoshard.cost.devices import stack_constants as stack_constants
-from autoshard.cost.kernels import Ring as Ring
-from autoshard.cost.kernels import beside as beside
-from autoshard.cost.measured_kernels import attention_seconds as attention_seconds
-from autoshard.cost.measured_kernels import experts_seconds as experts_seconds
-from autoshard.cost.measured_kernels import latent_attention_seconds as latent_attention_seconds
-from autoshard.cost.measured_kernels import matmul_seconds as matmul_seconds
+from .block_prices import IdealPrices, MeshPrices, Prices, Seconds
+from .caching_allocator import CachingAllocator, OutOfMemory, peak_of_snapshot, replayed
+from .collectives import COLLECTIVES, PricedCollective, bytes_sent, collective_seconds, size_independent_seconds
+from .compute import EFFICIENCY, Columns, busy_seconds, op_flops, op_seconds
+from .curves import load_cluster, load_device, save_cluster
+from .curves.files import CLUSTER_FORMAT, save
+from .curves.kinds import PchipCurve, Sigmoid, bus_factor, sigmoid
+from .curves.records import Curve, PiecewiseCurve, PNorm, Series, check, tail_slope
+from .devices import (
+    DeviceConstants,
+    MemoryConstants,
+    StackConstants,
+    device_constants,
+    kernel_columns,
+    memory_constants,
+    memory_errors,
+    spread_of,
+    stack_constants,
+)
+from .kernels import Ring, beside
+from .links import (
+    Gaps,
+    axes_by_link,
+    axis_transfer_seconds,
+    bucket_limit,
+    gather_seconds,
+    groups_on_link,
+    host_bandwidth,
+    host_seconds,
+    least_joined_seconds,
+    ring_seconds,
+    shared_links,
+    slowest_seconds_per_byte,
+    transfer_latency,
+    transfer_seconds,
+)
+from .measured_kernels import attention_seconds, experts_seconds, latent_attention_seconds, matmul_seconds
+from .memory import (
+    OPTIMIZERS,
+    accumulation_bytes,
+    bytes_per_parameter,
+    master_bytes,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+    spare_bytes,
+)
+from .model import CostModel, DefaultCosts, cost_of, priced, register_price, registered_prices
+from .stages import TimedStage, in_the_open, makespan, timed
 
-from .collectives import COLLECTIVES as COLLECTIVES
-from .collectives import PricedCollective as PricedCollective
-from .collectives import bytes_sent as bytes_sent
-from .collectives import collective_seconds as collective_seconds
-from .collectives import size_independent_seconds as size_independent_seconds
-from .compute import Columns as Columns
-from .compute import busy_seconds as busy_seconds
-from .compute import op_flops as op_flops
-from .compute import op_seconds as op_seconds
-from .links import Gaps as Gaps
-from .links import axes_by_link as axes_by_link
-from .links import axis_transfer_seconds as axis_transfer_seconds
-from .links import bucket_limit as bucket_limit
-from .links import gather_seconds as gather_seconds
-from .links import groups_on_link as groups_on_link
-from .links import host_bandwidth as host_bandwidth
-from .links import host_seconds as host_seconds
-from .links import least_joined_seconds as least_joined_seconds
-from .links import ring_seconds as ring_seconds
-from .links import shared_links as shared_links
-from .links import slowest_seconds_per_byte as slowest_seconds_per_byte
-from .links import transfer_latency as transfer_latency
-from .links import transfer_seconds as transfer_seconds
-from .memory import OPTIMIZERS as OPTIMIZERS
-from .memory import accumulation_bytes as accumulation_bytes
-from .memory import bytes_per_parameter as bytes_per_parameter
-from .memory import master_bytes as master_bytes
-from .memory import optimizer_state_bytes as optimizer_state_bytes
-from .memory import optimizer_step_bytes as optimizer_step_bytes
-from .memory import spare_bytes as spare_bytes
-from .model import CostModel as CostModel
-from .model import DefaultCosts as DefaultCosts
-from .model import cost_of as cost_of
-from .model import priced as priced
-from .model import register_price as register_price
-from .model import registered_prices as registered_prices
-from .stages import TimedStage as TimedStage
-from .stages import in_the_open as in_the_open
-from .stages import makespan as makespan
-from .stages import timed as timed

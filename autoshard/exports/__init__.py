@@ -16,14 +16,9 @@ from autoshard.solution import PICKLE_SUFFIXES, Solution, json_text
 from autoshard.writing import write_atomically
 
 from . import checkpoint_policy, engines, fully_shard, modules, partition
-from .record import Export as Export
-from .record import Left as Left
-from .record import why_not_held
-from .sharding_map import as_text, portable
-from .sharding_map import sharding_map as sharding_map
-from .sharding_map import spec_of as spec_of
-from .sharding_map import unbacked_mesh as unbacked_mesh
-from .spmd import spmd_type as spmd_type
+from .record import Export, Left, why_not_held
+from .sharding_map import as_text, portable, sharding_map, spec_of, unbacked_mesh
+from .spmd import spmd_type
 
 
 @dataclass(frozen=True)

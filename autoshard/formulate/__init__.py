@@ -12,25 +12,10 @@ layout, and so data parallel, FSDP and ZeRO are points of this search space. The
 it exists only where the layouts differ.
 """
 
-from autoshard.formulate.build import formulate as formulate
-from autoshard.formulate.build import op_candidate_seconds as op_candidate_seconds
-from autoshard.formulate.build import op_collectives as op_collectives
-from autoshard.formulate.build import op_stages as op_stages
-from autoshard.formulate.joined import Joined as Joined
-from autoshard.formulate.joined import ParameterCopy as ParameterCopy
-from autoshard.formulate.joined import Piece as Piece
-from autoshard.formulate.joined import join as join
-from autoshard.formulate.records import Formulation as Formulation
-from autoshard.formulate.records import TensorEdge as TensorEdge
-from autoshard.formulate.records import Training as Training
-from autoshard.formulate.records import with_pins as with_pins
-from autoshard.formulate.saved_values import SavedValues as SavedValues
-from autoshard.formulate.saved_values import chosen_of as chosen_of
-from autoshard.formulate.saved_values import hidden_seconds as hidden_seconds
-from autoshard.formulate.saved_values import transfer_seconds_of as transfer_seconds_of
-from autoshard.formulate.saved_values import with_saved_values as with_saved_values
-from autoshard.formulate.streams import EARLY as EARLY
-from autoshard.formulate.streams import StreamSeconds as StreamSeconds
-from autoshard.formulate.streams import stream_seconds as stream_seconds
-from autoshard.formulate.tables import Tables as Tables
-from autoshard.formulate.usages import KINDS as KINDS
+from .build import formulate, op_candidate_seconds, op_collectives, op_stages
+from .joined import Joined, ParameterCopy, Piece, join
+from .records import Formulation, TensorEdge, Training, with_pins
+from .saved_values import SavedValues, chosen_of, hidden_seconds, transfer_seconds_of, with_saved_values
+from .streams import EARLY, StreamSeconds, stream_seconds
+from .tables import Tables
+from .usages import KINDS

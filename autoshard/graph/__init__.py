@@ -1,78 +1,34 @@
 """The program to plan, as frozen records without torch, and functions of its structure: repeated blocks, deeper copies, recomputation."""
 
-from autoshard.graph.accumulation import ACCUMULATED as ACCUMULATED
-from autoshard.graph.accumulation import KEPT as KEPT
-from autoshard.graph.accumulation import with_microbatches as with_microbatches
-from autoshard.graph.blocks import repeated_blocks as repeated_blocks
-from autoshard.graph.blocks import repetitions as repetitions
-from autoshard.graph.casts import REDUCE_THEN_CAST as REDUCE_THEN_CAST
-from autoshard.graph.casts import early_casts as early_casts
-from autoshard.graph.casts import mixed as mixed
-from autoshard.graph.casts import pending as pending
-from autoshard.graph.chunked_loss import BACKWARD as BACKWARD
-from autoshard.graph.chunked_loss import FORWARD as FORWARD
-from autoshard.graph.chunked_loss import ROWS as ROWS
-from autoshard.graph.chunked_loss import chunked_loss as chunked_loss
-from autoshard.graph.chunked_loss import losses_of as losses_of
-from autoshard.graph.evaluation import is_without_dropout as is_without_dropout
-from autoshard.graph.hidden_values import KEEPING as KEEPING
-from autoshard.graph.hidden_values import READING as READING
-from autoshard.graph.hidden_values import private_values as private_values
-from autoshard.graph.hidden_values import with_hidden_values as with_hidden_values
-from autoshard.graph.order import ATTENTION as ATTENTION
-from autoshard.graph.order import Runs as Runs
-from autoshard.graph.order import SequenceOrder as SequenceOrder
-from autoshard.graph.order import in_order as in_order
-from autoshard.graph.order import stored_runs as stored_runs
-from autoshard.graph.random import FACTORIES as FACTORIES
-from autoshard.graph.random import ORDER as ORDER
-from autoshard.graph.random import PER_ELEMENT as PER_ELEMENT
-from autoshard.graph.random import RANDOM as RANDOM
-from autoshard.graph.random import SHAPED as SHAPED
-from autoshard.graph.random import drawn_by as drawn_by
-from autoshard.graph.random import is_drawn_in_full as is_drawn_in_full
-from autoshard.graph.random import is_random as is_random
-from autoshard.graph.recompute import SUFFIX as SUFFIX
-from autoshard.graph.recompute import checkpointed as checkpointed
-from autoshard.graph.recompute import forward_blocks as forward_blocks
-from autoshard.graph.recompute import recompute as recompute
-from autoshard.graph.recompute import recompute_ops as recompute_ops
-from autoshard.graph.recompute import recomputed_names as recomputed_names
-from autoshard.graph.records import FIRST_MATRIX as FIRST_MATRIX
-from autoshard.graph.records import ITEMSIZE as ITEMSIZE
-from autoshard.graph.records import WRITES as WRITES
-from autoshard.graph.records import Const as Const
-from autoshard.graph.records import Fused as Fused
-from autoshard.graph.records import Graph as Graph
-from autoshard.graph.records import Op as Op
-from autoshard.graph.records import Ref as Ref
-from autoshard.graph.records import Result as Result
-from autoshard.graph.records import Tensor as Tensor
-from autoshard.graph.records import Value as Value
-from autoshard.graph.records import hash_of as hash_of
-from autoshard.graph.records import is_dense as is_dense
-from autoshard.graph.records import leaves as leaves
-from autoshard.graph.records import reached as reached
-from autoshard.graph.records import replace_refs as replace_refs
-from autoshard.graph.rewriting import Rewriting as Rewriting
-from autoshard.graph.selective import OFFLOADED as OFFLOADED
-from autoshard.graph.selective import RELOADED as RELOADED
-from autoshard.graph.selective import SELECTED as SELECTED
-from autoshard.graph.selective import Alternatives as Alternatives
-from autoshard.graph.selective import Chosen as Chosen
-from autoshard.graph.selective import Offload as Offload
-from autoshard.graph.selective import alternatives as alternatives
-from autoshard.graph.selective import constants as constants
-from autoshard.graph.selective import selective as selective
-from autoshard.graph.sized import Range as Range
-from autoshard.graph.sized import Ranges as Ranges
-from autoshard.graph.sized import SizedGraph as SizedGraph
-from autoshard.graph.sized import Sizes as Sizes
-from autoshard.graph.sized import corners as corners
-from autoshard.graph.sized import grid as grid
-from autoshard.graph.sized import size_at as size_at
-from autoshard.graph.sized import sizes_of as sizes_of
-from autoshard.graph.sized import written as written
-from autoshard.graph.tile import check as check
-from autoshard.graph.tile import tile as tile
-from autoshard.graph.upsampling import UPSAMPLED as UPSAMPLED
+from .accumulation import ACCUMULATED, KEPT, with_microbatches
+from .blocks import repeated_blocks, repetitions
+from .casts import REDUCE_THEN_CAST, early_casts, mixed, pending
+from .chunked_loss import BACKWARD, FORWARD, ROWS, chunked_loss, losses_of
+from .evaluation import is_without_dropout
+from .hidden_values import KEEPING, READING, private_values, with_hidden_values
+from .order import ATTENTION, Runs, SequenceOrder, in_order, stored_runs
+from .random import FACTORIES, ORDER, PER_ELEMENT, RANDOM, SHAPED, drawn_by, is_drawn_in_full, is_random
+from .recompute import SUFFIX, checkpointed, forward_blocks, recompute, recompute_ops, recomputed_names
+from .records import (
+    FIRST_MATRIX,
+    ITEMSIZE,
+    WRITES,
+    Const,
+    Fused,
+    Graph,
+    Op,
+    Ref,
+    Result,
+    Tensor,
+    Value,
+    hash_of,
+    is_dense,
+    leaves,
+    reached,
+    replace_refs,
+)
+from .rewriting import Rewriting
+from .selective import OFFLOADED, RELOADED, SELECTED, Alternatives, Chosen, Offload, alternatives, constants, selective
+from .sized import Range, Ranges, SizedGraph, Sizes, corners, grid, size_at, sizes_of, written
+from .tile import check, tile
+from .upsampling import UPSAMPLED

@@ -1,44 +1,20 @@
 """From a graph, a mesh and the user's demands (pins, limits, kept layouts) to a plan with its proof."""
 
-from autoshard.planning.demands import allowed_by_pins as allowed_by_pins
-from autoshard.planning.demands import broken_by as broken_by
-from autoshard.planning.describe import choice_of as choice_of
-from autoshard.planning.describe import fingerprint as fingerprint
-from autoshard.planning.describe import layouts_of as layouts_of
-from autoshard.planning.describe import results_of as results_of
-from autoshard.planning.dynamic import plan_ranges as plan_ranges
-from autoshard.planning.extrapolate import extrapolate as extrapolate
-from autoshard.planning.frontier import Frontier as Frontier
-from autoshard.planning.frontier import FrontierPoint as FrontierPoint
-from autoshard.planning.frontier import frontier as frontier
-from autoshard.planning.instance import Instance as Instance
-from autoshard.planning.instance import formulate_for as formulate_for
-from autoshard.planning.keeping import edited_layouts as edited_layouts
-from autoshard.planning.keeping import kept_layouts as kept_layouts
-from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
-from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
-from autoshard.planning.node_layouts import is_value as is_value
-from autoshard.planning.node_layouts import with_node_layouts as with_node_layouts
-from autoshard.planning.options import Infeasible as Infeasible
-from autoshard.planning.options import NoAnswer as NoAnswer
-from autoshard.planning.options import Options as Options
-from autoshard.planning.options import Progress as Progress
-from autoshard.planning.options import Stopwatch as Stopwatch
-from autoshard.planning.options import bytes_text as bytes_text
-from autoshard.planning.options import checked_options as checked_options
-from autoshard.planning.overlapped import overlapped as overlapped
-from autoshard.planning.plan import baseline_only as baseline_only
-from autoshard.planning.plan import plan as plan
-from autoshard.planning.plan import plan_captured as plan_captured
-from autoshard.planning.plan import plan_graph as plan_graph
-from autoshard.planning.programs import Program as Program
-from autoshard.planning.programs import plan_programs as plan_programs
-from autoshard.planning.programs import sub_mesh as sub_mesh
-from autoshard.planning.question import ModelGraphs as ModelGraphs
-from autoshard.planning.question import Question as Question
-from autoshard.planning.question import with_number_of_microbatches as with_number_of_microbatches
-from autoshard.planning.random_choice import random_choice as random_choice
-from autoshard.planning.refusal import infeasible as infeasible
-from autoshard.planning.regret import Regret as Regret
-from autoshard.planning.regret import regret as regret
-from autoshard.planning.tying import solve_tied as solve_tied
+from .demands import allowed_by_pins, broken_by
+from .describe import choice_of, fingerprint, layouts_of, results_of
+from .dynamic import plan_ranges
+from .extrapolate import extrapolate
+from .frontier import Frontier, FrontierPoint, frontier
+from .instance import Instance, formulate_for
+from .keeping import edited_layouts, kept_layouts
+from .mesh_shapes import mesh_shapes, plan_meshes
+from .node_layouts import is_value, with_node_layouts
+from .options import Infeasible, NoAnswer, Options, Progress, Stopwatch, bytes_text, checked_options
+from .overlapped import overlapped
+from .plan import baseline_only, plan, plan_captured, plan_graph
+from .programs import Program, plan_programs, sub_mesh
+from .question import ModelGraphs, Question, with_number_of_microbatches
+from .random_choice import random_choice
+from .refusal import infeasible
+from .regret import Regret, regret
+from .tying import solve_tied

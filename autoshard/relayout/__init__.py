@@ -8,23 +8,11 @@ Two parts reproduce a published system, TensorCraft, and stay for comparison: it
 `naive`) and its cost model (`IdealPrices` in cost/block_prices.py).
 """
 
-from autoshard.cost import IdealPrices as IdealPrices
-from autoshard.cost import MeshPrices as MeshPrices
-from autoshard.cost import Prices as Prices
-from autoshard.relayout.blocks import BlockLayout as BlockLayout
-from autoshard.relayout.packing import holds as holds
-from autoshard.relayout.packing import packing as packing
-from autoshard.relayout.placements import from_placements as from_placements
-from autoshard.relayout.placements import order_of as order_of
-from autoshard.relayout.placements import to_placements as to_placements
-from autoshard.relayout.planners import PLANNERS as PLANNERS
-from autoshard.relayout.planners import astar as astar
-from autoshard.relayout.planners import dijkstra as dijkstra
-from autoshard.relayout.planners import naive as naive
-from autoshard.relayout.planners import priced as priced
-from autoshard.relayout.problems import BlockProblem as BlockProblem
-from autoshard.relayout.problems import BlockRoute as BlockRoute
-from autoshard.relayout.problems import BlockStep as BlockStep
-from autoshard.relayout.problems import read_problem as read_problem
-from autoshard.relayout.problems import read_problems as read_problems
-from autoshard.relayout.tensorcraft import memory_constrained as memory_constrained
+from autoshard.cost import IdealPrices, MeshPrices, Prices
+
+from .blocks import BlockLayout
+from .packing import holds, packing
+from .placements import from_placements, order_of, to_placements
+from .planners import PLANNERS, astar, dijkstra, naive, priced
+from .problems import BlockProblem, BlockRoute, BlockStep, read_problem, read_problems
+from .tensorcraft import memory_constrained

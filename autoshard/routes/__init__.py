@@ -3,11 +3,6 @@
 The planner computes its costs from these routes, and `lower` executes them.
 """
 
-from autoshard.routes.buffers_and_streams import buffer_table as buffer_table
-from autoshard.routes.buffers_and_streams import stream_table as stream_table
-from autoshard.routes.shortest import Route as Route
-from autoshard.routes.shortest import Routes as Routes
-from autoshard.routes.shortest import Step as Step
-from autoshard.routes.transfers import DeviceSet as DeviceSet
-from autoshard.routes.transfers import Message as Message
-from autoshard.routes.transfers import Transfers as Transfers
+from .buffers_and_streams import buffer_table, stream_table
+from .shortest import Route, Routes, Step
+from .transfers import DeviceSet, Message, Transfers

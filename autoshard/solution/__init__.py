@@ -1,47 +1,17 @@
 """A plan as a value: layouts by name, certificate and fingerprint; and its file formats."""
 
-from autoshard.solution.cache import CacheEntry as CacheEntry
-from autoshard.solution.cache import open_cache as open_cache
-from autoshard.solution.compare import changes as changes
-from autoshard.solution.compare import differences as differences
-from autoshard.solution.compare import misfits as misfits
-from autoshard.solution.dynamic import Coverage as Coverage
-from autoshard.solution.dynamic import DynamicShapes as DynamicShapes
-from autoshard.solution.files import PICKLE_SUFFIXES as PICKLE_SUFFIXES
-from autoshard.solution.files import clear_folder as clear_folder
-from autoshard.solution.files import digest as digest
-from autoshard.solution.files import json_text as json_text
-from autoshard.solution.files import publish_folder as publish_folder
-from autoshard.solution.files import write as write
-from autoshard.solution.pickles import Inert as Inert
-from autoshard.solution.pickles import record as record
-from autoshard.solution.pickles import unpickled as unpickled
-from autoshard.solution.plan import Plan as Plan
-from autoshard.solution.plan import provide as provide
-from autoshard.solution.plan import provided as provided
-from autoshard.solution.record import parsed as parsed
-from autoshard.solution.record import plain as plain
-from autoshard.solution.stage_records import RECEIVED as RECEIVED
-from autoshard.solution.stage_records import SENT as SENT
-from autoshard.solution.stage_records import Pipeline as Pipeline
-from autoshard.solution.stage_records import PipelineStage as PipelineStage
-from autoshard.solution.stage_records import PipelineToRun as PipelineToRun
-from autoshard.solution.stage_records import StageToRun as StageToRun
-from autoshard.version import VERSION as VERSION
+from autoshard.version import VERSION
 
-from .interval import parts as parts
-from .interval import price_errors as price_errors
-from .load import AnyPlan as AnyPlan
-from .load import from_text as from_text
-from .load import load as load
-from .load import load_one as load_one
-from .load import save_over as save_over
-from .load import to_text as to_text
-from .programs import ProgramsSolution as ProgramsSolution
-from .record import ROUNDING as ROUNDING
-from .record import Placed as Placed
-from .record import Solution as Solution
-from .record import noted_choice as noted_choice
-from .replay import Replay as Replay
-from .replay import of_one_microbatch as of_one_microbatch
-from .replay import replay as replay
+from .cache import CacheEntry, open_cache
+from .compare import changes, differences, misfits
+from .dynamic import Coverage, DynamicShapes
+from .files import PICKLE_SUFFIXES, clear_folder, digest, json_text, publish_folder, write
+from .interval import parts, price_errors
+from .load import AnyPlan, from_text, load, load_one, save_over, to_text
+from .pickles import Inert, record, unpickled
+from .plan import Plan, provide, provided
+from .programs import ProgramsSolution
+from .record import ROUNDING, Placed, Solution, noted_choice, parsed, plain
+from .replay import Replay, of_one_microbatch, replay
+from .stage_records import RECEIVED, SENT, Pipeline, PipelineStage, PipelineToRun, StageToRun
+

@@ -1,42 +1,20 @@
 """Solvers: they choose one choice per node of a Problem, with a proof. They know numbers only, no tensors and no meshes."""
 
-from autoshard.solvers.certificate import certificate as certificate
-from autoshard.solvers.certificate import to_record as to_record
-from autoshard.solvers.compiling import compiled as compiled
-from autoshard.solvers.dual_ascent import Messages as Messages
-from autoshard.solvers.incumbent import Incumbent as Incumbent
-from autoshard.solvers.incumbent import Record as Record
-from autoshard.solvers.infeasibility import hopeless as hopeless
-from autoshard.solvers.infeasibility import level as level
-from autoshard.solvers.linprog import SparseRows as SparseRows
-from autoshard.solvers.linprog import linprog as linprog
-from autoshard.solvers.memory_hull import LEAST_GAP as LEAST_GAP
-from autoshard.solvers.memory_hull import PROVEN_GAP as PROVEN_GAP
-from autoshard.solvers.settle import reduce_and_settle as reduce_and_settle
+from .answer import TOLERANCE, Answer, Infeasibility, Status
+from .certificate import certificate, to_record
+from .compiling import compiled
+from .cvx import CVX
+from .dual_ascent import Dual, Messages
+from .elimination import DP
+from .exchange_parts import parts_that_differ
+from .exhaustive import Exhaustive
+from .ilp import ILP, write_program
+from .incumbent import Incumbent, Record
+from .infeasibility import hopeless, level
+from .linprog import SparseRows, linprog
+from .memory_hull import LEAST_GAP, PROVEN_GAP, Hull, HullPoint, hull
+from .price_search import mixed
+from .settle import reduce_and_settle
+from .solve import TIME_LIMIT, Auto, certified, converged, solve
+from .streams import Loads, Part, best_prices, priced_by_stream, seconds_of_choice, seconds_of_parts
 
-from .answer import TOLERANCE as TOLERANCE
-from .answer import Answer as Answer
-from .answer import Infeasibility as Infeasibility
-from .answer import Status as Status
-from .cvx import CVX as CVX
-from .dual_ascent import Dual as Dual
-from .elimination import DP as DP
-from .exchange_parts import parts_that_differ as parts_that_differ
-from .exhaustive import Exhaustive as Exhaustive
-from .ilp import ILP as ILP
-from .ilp import write_program as write_program
-from .memory_hull import Hull as Hull
-from .memory_hull import HullPoint as HullPoint
-from .memory_hull import hull as hull
-from .price_search import mixed as mixed
-from .solve import TIME_LIMIT as TIME_LIMIT
-from .solve import Auto as Auto
-from .solve import certified as certified
-from .solve import converged as converged
-from .solve import solve as solve
-from .streams import Loads as Loads
-from .streams import Part as Part
-from .streams import best_prices as best_prices
-from .streams import priced_by_stream as priced_by_stream
-from .streams import seconds_of_choice as seconds_of_choice
-from .streams import seconds_of_parts as seconds_of_parts
