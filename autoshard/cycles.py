@@ -1,7 +1,5 @@
 """Python's search for reference cycles (its garbage collector): paused while only long-lived records are created, rarer in a command."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,8 +12,6 @@ A layout that leaves a rank with an empty shard (5 rows in 4 parts: 2, 2, 1, 0) 
 tensors correctly. `P` (Partial) on an axis: the value is the reduction over that axis of the tensors that its ranks hold.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import lru_cache

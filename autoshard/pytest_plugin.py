@@ -6,8 +6,6 @@
 pytest finds this module through the package's entry point and imports it in every run, so it imports torch only when a plan is checked.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

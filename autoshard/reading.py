@@ -12,8 +12,6 @@ schema takes 0.1 s (one core): jsonschema-rs was chosen for that; jsonschema tak
 The values of problems are not checked for soundness one by one: their schema allows only numbers in the lists that are read.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -6,8 +6,6 @@ A row says where torch has the name, for the versions of torch that have it ther
 where its arguments differ. `check_all` looks up what this torch should have; tests/test_torch_private.py calls it.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from importlib import import_module

@@ -1,7 +1,5 @@
 """SI numbers as text for people: 1.23 ms, 4.5 GB, 300 GB/s."""
 
-from __future__ import annotations
-
 import math
 
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))

@@ -4,8 +4,6 @@ What isn't a file, such as a device or a pipe, is written into and stays what it
 its process keeps locked: one that isn't locked belongs to a process that was killed, and the next write into its folder removes it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

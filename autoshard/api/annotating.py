@@ -8,8 +8,6 @@ groups of queries reads keys and values as they are: the nodes that repeat each 
 A caller that runs them needs their layouts all the same: they are views of the keys, in the same layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

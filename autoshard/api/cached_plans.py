@@ -1,7 +1,5 @@
 """Plans from a cache, which are judged before they are used, and near ones, from which the search starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -9,8 +9,6 @@ verify_stages      the same of a pipeline, whose stages run on ranks of their ow
 A plan of several programs is verified and checked program by program: `verify` and `check` take any plan.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

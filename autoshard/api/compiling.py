@@ -6,8 +6,6 @@
     answer   parallelize(module, plan(module, inputs, mesh), device_mesh), with global tensors as results
 """
 
-from __future__ import annotations
-
 import fnmatch
 import logging
 import re

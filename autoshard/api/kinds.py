@@ -3,8 +3,6 @@
     checked_kinds(function)     the function, that first compares its arguments with KINDS, by the names of its parameters
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,8 +1,6 @@
 """Gives Solution and Frontier the methods whose code is in packages that these classes can't import: extrapolation, notebook pages,
 plots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autoshard.solution import provide

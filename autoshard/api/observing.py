@@ -1,7 +1,5 @@
 """What a user's own run needed, and the next answers corrected by it: files of `fits --observed` and `--evidence`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from autoshard.launch import Evidence, Observed

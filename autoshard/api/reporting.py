@@ -1,7 +1,5 @@
 """The report of a plan as one HTML page, with a simulated time line where the model is known."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

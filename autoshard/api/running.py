@@ -1,7 +1,5 @@
 """Plans that run on torch.distributed: of one program or several (runtime.parallelize), and pipelines."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Simulated steps: of a plan (`simulate`), and of a model on D x H x P devices with K microbatches (`simulate_grid`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ s = shared_by = seconds of an all_gather in all groups of the axis at once / in 
 measured).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median

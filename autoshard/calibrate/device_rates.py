@@ -9,8 +9,6 @@ The seconds of an op are the median of several rounds. A round repeats the op fo
 resolution of the clock does not matter.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial

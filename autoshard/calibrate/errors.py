@@ -8,8 +8,6 @@ A perfect predictor has a gmae of 0.04 %: the formula is the published one (cali
     extrapolated   sizes above last / `span` are predicted from the others                                             (`extrapolated`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 

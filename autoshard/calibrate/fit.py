@@ -25,8 +25,6 @@ collective, another collective, or another version of a library is weighted by h
 Of 130 measured curves, 3 folds: GMAE / mean 2.2 / 5.0 % alone, 1.5 / 4.0 % with the other curves (benchmarks/calibration.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

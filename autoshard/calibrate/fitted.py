@@ -1,7 +1,5 @@
 """A fitted curve with its series of measurements and its errors, in sample and held out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -9,8 +9,6 @@ A collective or number of devices that the file does not contain is read from it
 (`all_reduce_perf_8.txt`, `all_to_all_4.txt`, `intra_8.json`), or given by the caller. Every error is one sentence with file and line.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@ is left, the middle of the gap with the highest score: the distance (in log seco
 neighbours.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Rates of a device: FLOPs of each class of ops, bytes and launches per second, from the measured seconds of single ops (`Roofline`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ Source: owensgroup/ml_perf_model, analysis/memory_bw_utils.py; Lin et al., "Towa
 Learning Training on Multi-GPU Platforms".
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 

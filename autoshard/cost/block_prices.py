@@ -25,8 +25,6 @@ an all_to_all is n times as large and that of a permute twice as large, a change
 split is free.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

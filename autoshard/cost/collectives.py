@@ -22,8 +22,6 @@ gloo has neither reduce_scatter nor all_to_all: torch runs an all_reduce or an a
 (`_executed`).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeVar
 
 import numpy as np

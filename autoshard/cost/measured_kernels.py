@@ -31,8 +31,6 @@ Letters that are words are fields of the form's record. Every t increases with t
 fields are numbers or arrays: of one op of a plan, or of thousands of launches at once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from autoshard.devices import WIDE, Amount, AttentionKernel, ExpertsKernel, LatentAttentionKernel, MatmulKernel

@@ -10,8 +10,6 @@ reads and writes the parameter, reads the gradient, and reads and writes states 
 that. There is no launch cost, because fused optimizers update all parameters in a handful of kernels; the same for adding up gradients.
 """
 
-from __future__ import annotations
-
 import math
 
 from autoshard.options import OPTIMIZERS as OPTIMIZERS

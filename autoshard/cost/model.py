@@ -8,8 +8,6 @@
 Beside a model, `register_price` states the seconds or the bytes of a single operator.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence

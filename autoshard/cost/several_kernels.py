@@ -14,8 +14,6 @@ A cross entropy in chunks of tokens (`graph.chunked_loss`): z has all tokens her
                 p w' -> x'   p' x -> w'       w' of a chunk added to the sum, with more than one chunk
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@
 So a hop of a ring takes the longer of the transfer and the kernel beside it. Axes on one link have one stream: they take turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

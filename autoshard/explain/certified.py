@@ -1,7 +1,5 @@
 """The problem that a saved plan solves, and the numbers that prove how good the plan is; others can check both without autoshard."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

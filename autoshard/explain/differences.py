@@ -7,8 +7,6 @@ other. A tensor with several readers has a hub: one edge leads from the producer
 edge leads from the hub to each reader.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 

@@ -3,8 +3,6 @@
 Costs are in seconds and sizes in bytes per device. The cost of what is impossible is inf in a record and None in its plain form.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

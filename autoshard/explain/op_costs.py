@@ -3,8 +3,6 @@
     cost = sum over ops of seconds(op) + sum over (value, its copy for several readers), (op, input), results of seconds of the route
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

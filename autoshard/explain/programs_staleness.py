@@ -7,8 +7,6 @@
 So a loss that sharing costs is no reason against the plan: the best plan now shares too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -10,8 +10,6 @@ Messages give a valid bound for any costs, so the search for every V(K) starts f
 `plan(pins={**pins, name: layout})`; where pins can't express K, it replaces the plan's own pins on its nodes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

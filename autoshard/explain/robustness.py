@@ -12,8 +12,6 @@ chosen anew the plan's layouts may cost less than the line says, so the true ran
 with the best routes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

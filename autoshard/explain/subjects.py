@@ -4,8 +4,6 @@ A block is a module path, `h.3` or `h.3.attn`. It holds the parameters under tha
 included. Where an op and a block have one name, the name means the op; with a dot at the end, `h.3.`, it means the block.
 """
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 

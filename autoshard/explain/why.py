@@ -9,8 +9,6 @@ For an op, the cheapest other layouts are reported. They are solved in ascending
 is below the costs that are known. For a block, the usual schemes are reported, each applied to this block alone.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

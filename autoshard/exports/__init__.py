@@ -1,7 +1,5 @@
 """A Solution in the formats of other tools; each says what it leaves out of the plan and what that costs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -10,8 +10,6 @@ The policy sees an operator, not a call: where a module calls one operator sever
 the operator is saved, and `left` says so. Views cost nothing and are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -16,8 +16,6 @@ sgl-project/sglang python/sglang/srt/models/transformers.py: replace_linear_clas
 vLLM knows the names of transformers 4 (colwise_rep) and 5 (colwise_gather_output); transformers 5 itself the second one only.
 """
 
-from __future__ import annotations
-
 import re
 
 from autoshard.exports.modules import left_on, on_axis

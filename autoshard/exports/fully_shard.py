@@ -20,8 +20,6 @@ schemes fix once for all parameters:
         begin_microbatch(recipe, model, k)      before the forward of microbatch k
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace

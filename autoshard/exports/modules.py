@@ -11,8 +11,6 @@ of a Solution can be sharded like that (`Solution.modules`); here each of them g
     features          [words, width / n]  ColwiseParallel(output_layouts=Replicate())     embedding_colwise
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A partition function for torch's `distribute_module`: every parameter as a DTensor in the plan's layout."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor

@@ -1,7 +1,5 @@
 """The value of an export: a dict that also says what it leaves out of the plan and what that costs."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@
 A launcher distributes each attribute with its spec's placements on its own device mesh. The root module's parameters are under "".
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

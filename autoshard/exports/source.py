@@ -5,8 +5,6 @@
     rows({"h.0": "Shard(0)"})      'h.0': Shard(0),        a value is source that we wrote; a key is a string of the file
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 

@@ -5,8 +5,6 @@
     P         P: a sum that is still to be made; other reductions have no type
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds the Formulation of a graph and its candidates: the Problem's nodes and edges with their costs, in a fixed order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType

@@ -18,8 +18,6 @@ Gradients are taken to be freed before a switch. The state of a program (buffers
 always.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The layouts and bytes of the choices of every op: its candidates. Ops of one signature share them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from autoshard.formulate.records import Layouts

@@ -1,7 +1,5 @@
 """What the numbers of a Problem mean: its nodes stand for ops, hubs and results, its edges for tensors that go from node to node."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@
 A stream does one thing at a time, so no schedule of a plan ends before any stream has done its seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ bytes. Let t_v be the time of view v, x its base, and from(x) the time from whic
     from(v) = max(t_v + 1, last of the other readers of x + 1, from(x))
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

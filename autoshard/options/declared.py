@@ -7,8 +7,6 @@ The options of a verb and of the pass, the words of `--help`, the checks before 
 plan that is made anew takes over follow from the declaration.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields

@@ -6,8 +6,6 @@
 name: of the option as the user knows it, `memory_limit` or `--memory`. None of this needs torch, so that a wrong word is refused at once.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The options of the search for a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

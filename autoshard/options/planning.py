@@ -1,7 +1,5 @@
 """The options of planning: all that a plan depends on beside the model and the mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Each row says when it is wanted, and adds its part to the plan. Ctrl-C leaves out the rest, and so does the time limit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

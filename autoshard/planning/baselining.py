@@ -3,8 +3,6 @@
 A baseline that obeys the pins and the memory limit is also a choice that the search for the best plan can start from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

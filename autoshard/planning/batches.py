@@ -7,8 +7,6 @@ A solver decides each input's layout by the op that reads it, and a preference p
 where the plan stays as good as was asked for: pins and memory limit hold, and the cost is the same, or within the gap asked for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The plan of a choice: layouts by name, with the certificate, the fingerprint, the assumptions, and what fills time and memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

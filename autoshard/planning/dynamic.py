@@ -15,8 +15,6 @@ memory      every size grows with the dims, and so do the bytes of every layout:
 The plan is of the example inputs; what it is at other points is noted (solution.dynamic).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ gets the choice of the corresponding op (few_layers.py), and the result is evalu
 and a bound on all plans of the full graph, by dual ascent. The gap says how much a plan of the full model could gain.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

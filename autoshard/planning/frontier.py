@@ -6,8 +6,6 @@ swept    = hull(instance.problem)                              every answer that
 points   = the memory and seconds of each answer, and the bound on all plans within its memory
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ the memory limit binds, plans that compute them again are looked for too, and th
 kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

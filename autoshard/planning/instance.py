@@ -1,7 +1,5 @@
 """The question in numbers: the formulation of the graph, and the problem that obeys the pins. Created once, and no step changes it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

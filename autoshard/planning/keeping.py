@@ -8,8 +8,6 @@ Parameters are edited in the table `parameters`, which lists all of them, or in 
 packed can be edited in `parameters` only.
 """
 
-from __future__ import annotations
-
 import base64
 import bz2
 import hashlib

@@ -7,8 +7,6 @@ The flat mesh (N,) is tried as well, although its one axis crosses the nodes' bo
 them, to show the speedup. The meshes must describe one cluster: give all of them the same number of devices per node.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ A group of weights (baselines/uses.py) is sharded where the plan shards it in mo
 because a launcher's plan says `layers.*`. The styles are worked out while planning, because a saved plan no longer has the graph.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

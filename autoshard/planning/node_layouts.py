@@ -1,7 +1,5 @@
 """Converts an old plan, which has placements by node of an fx graph and nothing else, to a Solution of the graph captured from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from autoshard.capture import Captured

@@ -12,8 +12,6 @@ Whatever the graph does along its sequence, the result is the same; where much h
 sequence of any attention, or can't be had, the natural order is planned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

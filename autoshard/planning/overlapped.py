@@ -12,8 +12,6 @@ Every search is counted in steps, so that the result is the same on every machin
 some time, end it earlier.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

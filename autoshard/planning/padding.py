@@ -9,8 +9,6 @@ Where the padded graph has no candidate that the graph lacks, nothing is saved, 
 of the graph is larger than that of the padded graph.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

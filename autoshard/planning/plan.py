@@ -3,8 +3,6 @@
 docs/how.md follows the model and the mesh through this, call by call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

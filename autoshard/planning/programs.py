@@ -7,8 +7,6 @@ solve     the best choice of all programs together, with its proof              
 describe  a Solution per program, the copies, and what sharing costs each program                                     (`_described`)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A random choice of layouts for all tensors that fits together, which verification runs to test the candidates themselves."""
 
-from __future__ import annotations
-
 from random import Random
 
 import numpy as np

@@ -8,8 +8,6 @@ a number, "all"   so many blocks
 "auto"            each saved value is kept, recomputed or offloaded (selecting.py); where no such plan fits, as with "blocks"
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

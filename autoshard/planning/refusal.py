@@ -1,7 +1,5 @@
 """The sentence that says why there is no plan: conflicting demands, the smallest memory limit that works, or too short a time limit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@
 Both are of one pass over the inputs and one update, serial, without a memory limit: a limit can only raise the bound.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 To add a kind of variant, write its function in a file of its own (variants.py) and name it in KINDS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ _Search.best     the best of these, with a bound on all of them:
                  3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Runs the search: which solver gets an instance, with which limits, and what is reported to the user while it runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

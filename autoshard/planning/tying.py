@@ -7,8 +7,6 @@
 Tied plans are easier to read and to run. The gap says how much more they may cost.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ It yields the variants one after the other, in the order in which they are tried
 that the next may depend on it. The last variant that it yields is meant to be the answer, or where it competes the fastest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A choice in a new problem from the plan of a near one: another batch, other bandwidths, a layer more or less."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -12,8 +12,6 @@ on the largest shard, which has at least l elements.) A change of block size or 
 left out.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import combinations
 from math import inf, prod

@@ -13,8 +13,6 @@ equals t's on the axes that neither layout shards over, and on the axes before t
 on the other axes the i-th holder sends to the i-th of the ranks that need the same elements (modulo the number of holders).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -10,8 +10,6 @@ In a reduce_scatter a rank sends to every member t, itself included, the element
 it receives. An all_reduce packs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product

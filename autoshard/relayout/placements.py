@@ -9,8 +9,6 @@ From a block layout, `to_placements` returns plain placements. They are exact fo
 same parts in another order of axes need the shard order as well (`order_of`). Block-cyclic dims have no plain placement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ limit, the status of the returned route is "infeasible". A search that stops aft
 so far and the route of a greedy search; its bound is the least g + h of the states that are left.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence

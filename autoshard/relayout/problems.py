@@ -8,8 +8,6 @@ it the parts are torch.chunk's); mem: elements per rank, null for the default. A
 "reduce_op", "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)` as "src" or "dst". Items may be wrapped as {"problem": {...}}.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping, Sequence

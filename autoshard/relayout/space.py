@@ -18,8 +18,6 @@ The block sizes are those that a cheapest route can use: ceil(S / N), and b_targ
 splits lead to b_target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, permutations, product

@@ -4,8 +4,6 @@ The block of a parameter is its name up to the first number: `h.3` for `h.3.attn
 equal when their parameters have the same names within the block, layouts, shapes and bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

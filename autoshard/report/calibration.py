@@ -1,7 +1,5 @@
 """Fitted curves, measured clusters and presets of prices as tables; fits against their measurements as a figure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType

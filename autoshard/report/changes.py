@@ -1,7 +1,5 @@
 """Two plans, or two launches, compared, as tables: their costs, the parameters with different layouts, and the seconds that differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The answers of `explain` and `check`: a layout and its alternatives, errors of prices, ranges of bandwidths, what has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ vertical, the others are horizontal; the dim of a vector is horizontal. Parts ar
 selects the hue.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Names in a plan may come from an untrusted file. So the page's Content-Security-
 own (by its hash). The same plan yields the same bytes, since the page holds no date.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping

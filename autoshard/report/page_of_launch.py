@@ -1,7 +1,5 @@
 """What the page of a launch shows, of `check`, `fits` and `degrees`: the values that templates/launch.html.j2 puts in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The time line of the page is drawn from the seconds of the stages that the file 
 zero-bubble schedule splits the backward pass, whose halves the file doesn't hold: there it takes half for the weight gradients.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import os

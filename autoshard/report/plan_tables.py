@@ -1,7 +1,5 @@
 """What is said of one plan in its report as well as on its page: tables, and the words beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A plan in a terminal: its cost and proof, the usual plans, where the time goes, layouts of parameters. As a flat record too."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A plan of several programs: what sharing costs each of them, and which parameters are copied. As a record, in a terminal, on a page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

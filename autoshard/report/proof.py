@@ -6,8 +6,6 @@ feasible    the gap is larger than that
 unjudged    layouts without a cost
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

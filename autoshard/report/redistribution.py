@@ -3,8 +3,6 @@
 All take plain records: `BlockRoute.to_dict()`; the drawing takes panels of 0 and 1, by rank and index.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType

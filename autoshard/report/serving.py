@@ -1,7 +1,5 @@
 """Degrees for serving as a table, and the style of every module. Takes the record that `serve-plan --json` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType

@@ -3,8 +3,6 @@
 All functions take the record of `TablePlan.to_dict()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType

@@ -1,7 +1,5 @@
 """Tables and text as rich shows them in a terminal."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Time lines as pictures, as trace files, and as tables."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 ReportTable("Prices", ("what", *numbers("time", "share"), "known from"), [("mm", "1 ms", "75%", "measured")])
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

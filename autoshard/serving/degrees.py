@@ -17,8 +17,6 @@ A decode step reads (prompt + max_tokens) / 2 stored tokens per sequence: the me
 graphs, so launching them takes no time, unless `eager`. More tensor parallel devices than key-value heads hold copies of the heads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace

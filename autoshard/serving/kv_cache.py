@@ -7,8 +7,6 @@ With equal layers and d_k = d_v = d this is the usual 2 layers h_t d n itemsize.
 token on the meta device with a DynamicCache, and what the cache then holds is what it holds when serving.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ they shard the sequences, and the experts are sharded over all devices. What the
 breakdown, and the layers of the model cost what their corresponding layers do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Layer i of the model is priced as layer `corresponding[i]` of the few: the first
 are all like the second one (`capture.depth.containers` compares their shapes and attributes).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

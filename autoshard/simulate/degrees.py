@@ -1,7 +1,5 @@
 """The degrees of parallelism of a training step: data, tensor and pipeline parallel devices, and microbatches."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 

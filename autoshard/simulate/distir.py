@@ -23,8 +23,6 @@ L/P weights.
 examples/mlp.py), units at 83d7fc3963e8.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

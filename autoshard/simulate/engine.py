@@ -11,8 +11,6 @@ Without shared links and with s = 0 one pass over the list is enough: begin = ma
 waited for), in time linear in the length of the list.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate

@@ -4,8 +4,6 @@ The candidates of an op are only those layouts that the plan has for ops of the 
 of the choice is the cost of the plan (`problem.evaluate` agrees for both).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

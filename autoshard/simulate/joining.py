@@ -7,8 +7,6 @@
 Only the optimizer reads a reduced gradient, so a bucket delays no other task.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

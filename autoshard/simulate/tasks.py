@@ -29,8 +29,6 @@ The sum of all seconds is the cost of the plan, where no op computes while it se
 the same at the same times, so one is simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

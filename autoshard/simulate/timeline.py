@@ -9,8 +9,6 @@
 Without overlap the tasks run one after the other: seconds is the plan's cost, and the peak of memory is the plan's peak.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 runs, but its cost and its proof are those of the time at which it was made. `changes` compares two plans of one model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

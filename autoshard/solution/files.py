@@ -4,8 +4,6 @@ The content of a pickle (solution.pickles) must be as sound as JSON (reading.che
 counts a thousand times.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

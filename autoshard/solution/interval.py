@@ -13,8 +13,6 @@ Otherwise errors are not averaged: all prices are assumed to be wrong in the sam
 sizes to which it was not fitted; any other price has an error that is usual for its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 

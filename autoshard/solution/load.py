@@ -1,7 +1,5 @@
 """A plan from a file: our own formats, or an old plan of `{node: {"args": {...}, "results": {...}}}` with torch placements."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

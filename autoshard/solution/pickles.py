@@ -5,8 +5,6 @@ memo that is counted up as picklers do. Then the program runs without anything t
 stand for records of the written fields.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

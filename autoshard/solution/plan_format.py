@@ -12,8 +12,6 @@ Format 1 had a kind of file for each of the three, which are the records' own `t
 `unpacked` is its inverse. A value of another type than expected stays where it is, for the schema to complain about.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@
 Verifying, simulating, running, explaining and checking a plan all begin here.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -12,8 +12,6 @@ Where a layer has an integrality gap, dual ascent leaves a gap as many times as 
 layer by itself is settled in a tenth of a second (settle.narrow), and the layers in the middle are equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

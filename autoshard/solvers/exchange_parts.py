@@ -10,8 +10,6 @@ If x and y are both optimal at some price, the exchange of any part is worth 0 a
 two corners of a hull there are as many proven answers as there are parts, for example one per layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

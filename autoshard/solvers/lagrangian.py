@@ -10,8 +10,6 @@ Without a limit most planning problems are proven by reductions and dual ascent 
 minutes. What these leave open goes to branch and bound, for EXACT_SECONDS in total.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

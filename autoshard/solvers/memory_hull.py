@@ -10,8 +10,6 @@ Answers on the hull need no branching, which is what makes single plans under a 
 proven points is always next, so the points are evenly distributed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -8,8 +8,6 @@
     slot      a boundary node of a class; a joint says which slots are one and the same node
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

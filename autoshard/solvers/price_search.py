@@ -10,8 +10,6 @@
 Where many layers are equal this proves in seconds what branching on their choices doesn't prove in hours.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

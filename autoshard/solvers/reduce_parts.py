@@ -5,8 +5,6 @@
     reduced   the joined problem, in a sixth of the time that the whole takes
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ Where layers repeat and the value between them has another layout in y, exchange
 not at all. A split part costs one change of layout more than the straight line between the two answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

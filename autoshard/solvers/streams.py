@@ -13,8 +13,6 @@ A limit on bytes is priced beside them: with m_t(x) = bytes_t(x) / limit - 1 and
     min over x that fit of time(x)  >=  min over all x of sum_r y_r F_r(x) + sum_t z_t m_t(x)                                   (`Loads`)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

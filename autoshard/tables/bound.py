@@ -16,8 +16,6 @@ function that rounds z > 1 - e up to 1 and z < e down to 0.
 Source: Fekete, Schepers, "New classes of fast lower bounds for bin packing problems" (2001).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

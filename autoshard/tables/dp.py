@@ -9,8 +9,6 @@ faster sum is kept, even if it needs more memory. After the last table each non-
 Source: DynamicProgrammingProposer of TorchEasyRec and torchrec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@
 Devices of a node with the same load are equivalent for a table of one shard: only the first is tried.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

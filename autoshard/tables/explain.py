@@ -1,7 +1,5 @@
 """A sentence for each table that explains the choice of its option and its devices."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from autoshard.tables.arrays import part_devices

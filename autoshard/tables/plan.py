@@ -6,8 +6,6 @@ planner  = bound, search, proof                                                 
 plan     = the result by table name, with a reason for each table's placement     explain.py
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ search   = annealing from the starts, then from the best plan                   
 exact    = all plans, where they are few                                         exact.py
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

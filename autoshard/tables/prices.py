@@ -22,8 +22,6 @@ gradient. Costs per step that do not depend on the number of tables (latency of 
 and left out. The sizes follow torchrec's estimators; the prices are those of the mesh.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ An option is a list of shards. Its scope restricts their places:
     mesh     one shard on every device, in the order of ranks     row-wise, data parallel
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field

@@ -7,8 +7,6 @@ above a limit, raised while the plan does not fit. A state that fits and whose s
 A move changes one table (another option, or another place for one of its parts), or swaps the places of two parts.            -> anneal
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Readers of tables from plain records: rows of a CSV file, or JSON. A ValueError with one sentence says what is no table."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -12,8 +12,6 @@ together  the best of several D, each with the best X beside it: D free or with 
           memory or less
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Sequence

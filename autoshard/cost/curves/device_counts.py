@@ -12,8 +12,6 @@ Groups over several nodes are compared with groups over several nodes: those ove
 node, else any.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

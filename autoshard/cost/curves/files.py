@@ -5,8 +5,6 @@ dtype, source), its method and parameters in SI units, and its errors (gmae, mea
 `calibrate.cluster.cluster` returns.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
     sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (the rest: `calibrate.sigmoid`)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final

@@ -3,8 +3,6 @@
 B = the bytes of the largest buffer that one rank of the group holds (the "size" of nccl-tests), as in cost/collectives.py.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

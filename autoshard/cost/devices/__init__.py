@@ -4,8 +4,6 @@ Each constant has a published figure with its source (data sheets, published ker
 changed, and where benchmarks/fit_devices.py has fitted it, the fitted figure. `fitted=False` uses only the published ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache

@@ -7,8 +7,6 @@
 A price without a measurement gets the usual error of prices of its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
