@@ -13,7 +13,7 @@ stands for `inf`.
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -229,6 +229,17 @@ def anchored(problem: Problem) -> Problem:
         return problem
     shape = problem.node_costs[0].shape
     return replace(problem, usages=tuple(u if u.ends else replace(u, ends=(0,), bytes=np.full(shape, u.bytes)) for u in problem.usages))
+
+
+def costs_beside(problem: Problem, free: Collection[int], choice: Sequence[int] | Mapping[int, int]) -> dict[int, np.ndarray]:
+    """What each choice of the free nodes costs with its edges to all other nodes, which are at their choice; edges among them aside."""
+    costs = {v: problem.node_costs[v].copy() for v in free}
+    for e in problem.edges:
+        if e.a in costs and e.b not in costs:
+            costs[e.a] += e.table[:, choice[e.b]]
+        elif e.b in costs and e.a not in costs:
+            costs[e.b] += e.table[choice[e.a]]
+    return costs
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.baselines import Pin, allowed, baselines, parameter_uses, uses
-from autoshard.baselines.launched import _lone_dims
+from autoshard.baselines.schemes import _lone_dims
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, with_pins
 from autoshard.graph import Graph

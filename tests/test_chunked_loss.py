@@ -20,7 +20,7 @@ from autoshard.lower.kernels import chunked_loss as kernels
 from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
 from autoshard.mesh import Mesh
-from autoshard.planning import chunking
+from autoshard.planning import recomputing
 from autoshard.strategies import candidates, internal_bytes
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
@@ -171,7 +171,7 @@ def planned(**options):
 @pytest.fixture
 def rows(monkeypatch):
     """Chunks of eight tokens: 128 tokens on two devices are eight each."""
-    for module in (chunking, graph_of_loss, cost_of_loss):
+    for module in (recomputing, graph_of_loss, cost_of_loss):
         monkeypatch.setattr(module, "ROWS", 8)
 
 

@@ -17,7 +17,7 @@ from autoshard.mesh import Mesh
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import describe, layouts_of, results_of
 from autoshard.planning.options import Options
-from autoshard.planning.random_choice import random_choice
+from autoshard.planning.warm_starts import random_choice
 from autoshard.problem import evaluate
 from autoshard.routes import Routes
 from autoshard.simulate.from_solution import formulation_of_solution

@@ -21,7 +21,7 @@ from autoshard.lower.kernels import expert_parallel, experts
 from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
 from autoshard.planning import Infeasible
-from autoshard.planning import hidden_values as kind
+from autoshard.planning import recomputing as kind
 from autoshard.planning.baselining import masks_of
 from autoshard.precision import Precision
 from autoshard.solution import load, replay

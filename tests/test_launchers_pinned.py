@@ -11,9 +11,9 @@ from autoshard.cli.launchers import model_builder
 from autoshard.launch import Launch, Site
 from autoshard.launch.best_degrees import mesh_of, recompute_of, scheme_of
 from autoshard.launch.torchtitan import FLAVORS
+from autoshard.planning.baselining import regret
 from autoshard.planning.plan import baseline_only
 from autoshard.planning.recomputing import with_recomputed_blocks
-from autoshard.planning.regret import regret
 from models import llama
 from tests.helpers_models import asked
 

@@ -18,7 +18,7 @@ from autoshard.launch.configurations import FORMATS
 from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.ranking import ranking
 from autoshard.launch.runs import PRECISIONS
-from autoshard.planning.regret import regret
+from autoshard.planning.baselining import regret
 from autoshard.report.launchers import launches_table, ranked_launches
 from autoshard.report.terminal import as_text, shown
 from models import llama

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.problem import Edge, EdgeUsage, Evaluation, NodeUsage, Problem, Usage, evaluate, held
-from autoshard.solvers import Answer, Status, price_search, solve, split
+from autoshard.solvers import Answer, Status, price_search, solve
 from autoshard.solvers.binding_times import binding_rows, load
 from autoshard.solvers.lagrangian import Line
 from tests.helpers_problems import every_answer, every_choice, random_problem
@@ -330,7 +330,7 @@ def test_what_lies_on_the_way_is_what_evaluate_says(shape, copies):
         peaks = list(range(len(rows.times)))
         for x, y in zip(map(np.array, allowed), map(np.array, reversed(allowed))):
             way = np.random.default_rng(seed).permutation(np.flatnonzero(x != y))[: 4 if seed % 2 else None]
-            cost, bytes_ = split._along(problem, rows, peaks, x, y, way)
+            cost, bytes_ = price_search._along(problem, rows, peaks, x, y, way)
             for t in range(len(way)):
                 mixed = x.copy()
                 mixed[way[: t + 1]] = y[way[: t + 1]]
@@ -343,7 +343,7 @@ def test_layers_are_cut_between_layers():
     problem, shuffle = layers(30), np.random.default_rng(0).permutation(60)
     edges = tuple(Edge(int(shuffle[e.a]), int(shuffle[e.b]), e.table) for e in problem.edges)
     costs = tuple(problem.node_costs[v] for v in np.argsort(shuffle))
-    place = np.argsort(split._order(replace(problem, node_costs=costs, edges=edges, usages=()), np.arange(60)))
+    place = np.argsort(price_search._order(replace(problem, node_costs=costs, edges=edges, usages=()), np.arange(60)))
     assert max(abs(int(place[e.a]) - int(place[e.b])) for e in edges) <= 2
 
 

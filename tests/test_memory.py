@@ -12,7 +12,7 @@ from autoshard.formulate import KINDS, Formulation, Training, formulate
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, peak_of, results_of
-from autoshard.planning.random_choice import random_choice
+from autoshard.planning.warm_starts import random_choice
 from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve

@@ -8,7 +8,7 @@ import pytest
 import autoshard
 from autoshard import Cluster
 from autoshard.cli.table import ONLY, OWN, options_of_verb
-from autoshard.options.pipelines import PipelineOptions
+from autoshard.options.planning import PipelineOptions
 from models import mlp
 from tests.helpers_command import record_of
 from tests.helpers_options import MIXTRAL, MLP, ROOT, TITAN, prepare

@@ -22,8 +22,8 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.overlapped import overlapped
 from autoshard.planning.plan import plan_graph
 from autoshard.planning.question import ask
-from autoshard.planning.random_choice import random_choice
 from autoshard.planning.selecting import answered_per_tensor
+from autoshard.planning.warm_starts import random_choice
 from autoshard.problem import evaluate
 from autoshard.report.planned import planned_report, summary
 from autoshard.report.proof import proof, verdict

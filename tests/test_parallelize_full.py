@@ -11,7 +11,7 @@ from autoshard.capture import capture
 from autoshard.formulate import Training, formulate
 from autoshard.lower.unsharded import materialized
 from autoshard.planning.describe import layouts_of, results_of
-from autoshard.planning.random_choice import random_choice
+from autoshard.planning.warm_starts import random_choice
 from autoshard.strategies import candidates
 from models import bert, gpt2, llama, moe
 from tests.helpers import fast_mesh

@@ -23,7 +23,7 @@ from autoshard.lower.fx_program import trace
 from autoshard.lower.program import Redistribute, lower
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
-from autoshard.planning.random_choice import random_choice
+from autoshard.planning.warm_starts import random_choice
 from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.solution import replay

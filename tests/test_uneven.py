@@ -25,7 +25,7 @@ from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.planning.describe import layouts_of, results_of
-from autoshard.planning.random_choice import random_choice
+from autoshard.planning.warm_starts import random_choice
 from autoshard.report.planned import planned_report
 from autoshard.report.terminal import as_text
 from autoshard.routes import Routes

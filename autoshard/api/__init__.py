@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoshard.api.simulating import Parallel, Simulation, simulate, simulate_grid
     from autoshard.api.with_tables import plan_with_tables
     from autoshard.calibrate.measure import measure_this_cluster
-    from autoshard.explain.certified import certificate_of, problem_of, write_problem
+    from autoshard.explain.reopened import certificate_of, problem_of, write_problem
     from autoshard.explain.robustness import robustness
     from autoshard.explain.why import explain
     from autoshard.exports import NotHeld, as_plain, export
@@ -50,7 +50,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "api.simulating": "Parallel Simulation simulate simulate_grid",
     "api.with_tables": "plan_with_tables",
     "calibrate.measure": "measure_this_cluster",
-    "explain.certified": "certificate_of problem_of write_problem",
+    "explain.reopened": "certificate_of problem_of write_problem",
     "explain.robustness": "robustness",
     "explain.why": "explain",
     "exports": "NotHeld as_plain export",

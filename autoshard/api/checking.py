@@ -21,15 +21,7 @@ from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.explain import Changes, Checked, Inspection, check_program, check_programs
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
-from autoshard.lower import (
-    CannotRun,
-    RankProgram,
-    Verification,
-    lower,
-    out_of_step,
-    run_unsharded,
-    verify_program,
-)
+from autoshard.lower import CannotRun, RankProgram, Verification, lower, out_of_step, run_unsharded, verify_program
 from autoshard.lower import dry_run as lower_dry_run
 from autoshard.lower import plant_fault as put_fault
 from autoshard.mesh import Mesh

@@ -193,9 +193,7 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 
-def _solve(
-    graph: Any, captured: Captured, clock: Stopwatch, chosen: PassOptions, given: Mapping[str, Any]
-) -> tuple[Solution, str | None]:
+def _solve(graph: Any, captured: Captured, clock: Stopwatch, chosen: PassOptions, given: Mapping[str, Any]) -> tuple[Solution, str | None]:
     """The plan, and whether it is the cache's ("hit"), started from near ones ("warm") or from nothing ("cold"); None without a cache."""
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}

@@ -2,9 +2,8 @@
 
 from .classes import dim_classes, number_slots
 from .context_parallel import CONTEXT_PARALLEL
-from .launched import launched
 from .megatron import from_parameters
 from .pins import Pin, allowed
-from .schemes import MEGATRON_EXPERT_PARALLEL, MEGATRON_EXPERTS, SHARDED_MEGATRON, USUAL, ZERO, baseline, baselines
+from .schemes import MEGATRON_EXPERT_PARALLEL, MEGATRON_EXPERTS, SHARDED_MEGATRON, USUAL, ZERO, baseline, baselines, launched
 from .setting import Baseline
 from .uses import Group, Use, Uses, parameter_uses

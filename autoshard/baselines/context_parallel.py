@@ -74,9 +74,7 @@ def _attention(s: Setting, ring: RingPins, name: str) -> dict[str, Pin]:
     return pins
 
 
-def _layouts(
-    mesh: Mesh, q: Layout | None, k: Layout | None, axes: tuple[int, ...], heads: int, name: str
-) -> tuple[Layout, Layout] | None:
+def _layouts(mesh: Mesh, q: Layout | None, k: Layout | None, axes: tuple[int, ...], heads: int, name: str) -> tuple[Layout, Layout] | None:
     """Of queries and keys under a scheme; from those of a ring."""
     if q is None or k is None:
         return None

@@ -22,6 +22,10 @@ The stages of ZeRO shard the batch as fsdp does. They differ in what a device ho
 
 fsdp is zero3 in which a parameter may be gathered once for its uses in forward and backward, where that is faster. A step of one
 microbatch has neither copies nor sums: its zero1 and zero2 are the same, a parameter gathered once for all its uses.
+
+A plan for launchers that shard modules (parallelize_module, tp_plan) shards on one mesh axis the weights of a group and all values between
+them along the dims of the group's class, and a weight without a group, the output of whose op is gathered at once. Everything else is
+replicated there. On the other axes the batch is sharded; parameters are replicated there, or sharded too (fully_shard).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +36,10 @@ from autoshard.baselines.classes import dim_classes
 from autoshard.baselines.context_parallel import CONTEXT_PARALLEL, context_parallel
 from autoshard.baselines.expert_parallel import expert_parallel
 from autoshard.baselines.megatron import Recognised, recognise, sequence_class, token_tables
-from autoshard.baselines.pins import FIRST, SECOND, Pin
+from autoshard.baselines.pins import FIRST, SECOND, Pin, Priorities
 from autoshard.baselines.setting import AxisSharding, AxisShardings, Baseline, Setting, Wanted, num_shards, once
-from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
+from autoshard.baselines.uses import Use, Uses, swaps
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Value
 from autoshard.layout import Layout, replicated
 from autoshard.mesh import Mesh
 from autoshard.strategies import LONG, Candidates, is_experts
@@ -245,3 +250,42 @@ def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Bas
         return scheme
     others = ", ".join(other for other in RULES if other != name)
     raise ValueError(WHY_NOT.get(name, f"there is no scheme {name!r} on this mesh; expected one of {others}"))
+
+
+def launched(
+    graph: Graph, mesh: Mesh, candidates: Candidates, axis: int, uses: Uses, roots: Sequence[int], lone: Sequence[tuple[Use, int]],
+    *, fully_shard: bool,
+) -> Baseline:  # fmt: skip
+    """roots: classes of the sharded groups. lone: weights without a group, as (use, the parameter's sharded dim)."""
+    setting = Setting(graph, mesh, candidates, uses.slots)
+    sharding, words = setting.shard_batch([k for k in setting.axes if k != axis])
+    sharding[axis] = AxisSharding(uses.classes, dict.fromkeys(roots, FIRST))
+    of_classes, lone_dims = setting.wanted(sharding), dict(_lone_dims(graph, lone))
+
+    def wanted(value: Value) -> Priorities:
+        rows = of_classes(value)
+        if value not in lone_dims:
+            return rows
+        return tuple(tuple(FIRST if k == axis and d == lone_dims[value] else p for d, p in enumerate(row)) for k, row in enumerate(rows))
+
+    pins = setting.pins(wanted, {})
+    if not fully_shard:
+        return Baseline("modules", pins, words)
+    fixed = fully_sharded(setting, pins, axis)
+    views = frozenset(i for i in setting.views if graph.ops[i].kind == "compute")
+    return Baseline("modules", setting.pins(wanted, fixed, views), f"{words}; parameters sharded over the other axes")
+
+
+def _lone_dims(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Value, int]]:
+    """The values that are sharded because of a weight without a group (it, its views, the op's output), with the sharded dim."""
+    dims = []
+    for use, dim in lone:
+        op, swapped = graph.ops[use.index], False
+        dims.append((use.trail[0], dim))
+        if dim == use.kept:
+            dims.append(((use.index, 0), len(op.output.shape) - 1))
+        for value in use.trail[1:]:
+            rank = len(graph.tensor(value).shape)
+            swapped ^= swaps(graph.ops[value[0]], rank)
+            dims.append((value, rank - 1 - dim if swapped else dim))
+    return dims

@@ -22,11 +22,7 @@ from autoshard.capture.attention import canonical
 from autoshard.capture.captured import Captured, Returned, check_operators, is_value, merge_tied, tied_parameters
 from autoshard.capture.experts import experts_as_one_op
 from autoshard.capture.explain import WithoutAutograd, explained, leave_transforms
-from autoshard.capture.functional import (
-    weight_gradients_later,
-    with_dense_factors,
-    without_equal_strides,
-)
+from autoshard.capture.functional import weight_gradients_later, with_dense_factors, without_equal_strides
 from autoshard.capture.fx_graphs import retraced
 from autoshard.capture.inputs import (
     arguments,

@@ -8,9 +8,13 @@
 
 Messages give a valid bound for any costs, so the search for every V(K) starts from M, which is near the end already. K is written as pins,
 `plan(pins={**pins, name: layout})`; where pins can't express K, it replaces the plan's own pins on its nodes.
+
+The problem itself, and the numbers that prove how good the plan is, can be written for others, who check both without autoshard.
 """
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,19 +25,21 @@ import numpy as np
 from torch import nn
 from torch.export import ExportedProgram
 
-from autoshard.capture import graphs_of
+from autoshard.capture import graphs_of, in_turn
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.options import SOLVERS, Options, having
 from autoshard.planning import allowed_by_pins, choice_of, formulate_for, solve_tied
-from autoshard.problem import Evaluation, Problem, evaluate, without_limit
+from autoshard.problem import Edge, Evaluation, Problem, contest_record, costs_beside, evaluate, without_limit
 from autoshard.solution import Replay, Solution, replay
-from autoshard.solvers import Answer, Messages, converged, solve
+from autoshard.solvers import Answer, Messages, certificate, converged, solve, to_record, write_program
 from autoshard.strategies import candidates
+from autoshard.writing import replacement, write_atomically
 
 Choice = tuple[int, ...]
 Kept = Mapping[int, np.ndarray]  # node -> which of its choices are allowed
+ENDINGS = (".mps", ".lp", ".json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,16 +146,9 @@ def reopened(graph: Graph, solution: Solution, mesh: Mesh | None = None) -> Reop
 def beside(problem: Problem, choice: Choice, free: Sequence[int]) -> tuple[Problem, list[int]]:
     """The problem of some nodes alone, all others at their choice, without the memory limit; and those nodes, in its order."""
     place = {v: k for k, v in enumerate(free)}
-    costs = [problem.node_costs[v].copy() for v in free]
-    edges = []
-    for e in problem.edges:
-        if e.a in place and e.b in place:
-            edges.append(type(e)(place[e.a], place[e.b], e.table))
-        elif e.a in place:
-            costs[place[e.a]] += e.table[:, choice[e.b]]
-        elif e.b in place:
-            costs[place[e.b]] += e.table[choice[e.a]]
-    return Problem(tuple(problem.names[v] for v in free), tuple(costs), tuple(edges)), list(free)
+    costs = costs_beside(problem, free, choice)
+    edges = tuple(Edge(place[e.a], place[e.b], e.table) for e in problem.edges if e.a in place and e.b in place)
+    return Problem(tuple(problem.names[v] for v in free), tuple(costs[v] for v in free), edges), list(free)
 
 
 def _only(problem: Problem, choice: Choice, free: set[int]) -> Problem:
@@ -202,3 +201,40 @@ def nearest(problem: Problem, best: Choice, plan: Choice, fixed: Sequence[int]) 
 
 
 ROUNDING = 1e-12  # relative: costs this near are equal
+
+
+@in_turn
+def problem_of(model: Any, example_inputs: Any, solution: Solution) -> Problem:
+    """The problem in numbers of a plan of this model: seconds per choice and pair of choices, bytes over time, the memory limit.
+
+    model: a module, or the graph that was planned. Choices that pins and forbidden layouts exclude cost inf. ValueError where the plan is
+    of another model.
+    """
+    return _plan(model, example_inputs, solution).problem
+
+
+@in_turn
+def certificate_of(model: Any, example_inputs: Any, solution: Solution) -> dict[str, Any]:
+    """The numbers that prove a plan's cost and a bound on all plans, which `autoshard/certify.py` checks with numpy alone.
+
+    Both are of the sum of all seconds (`solution.cost`); the seconds of the simulated time line, and their bound, need the simulator. The
+    bound is what duality proves: `claims["bound"]` is below `solution.bound` where the search has branched.
+    """
+    plan = _plan(model, example_inputs, solution)
+    return to_record(plan.problem, certificate(plan.problem, plan.choice))
+
+
+def _plan(model: Any, example_inputs: Any, solution: Solution) -> Reopened:
+    return reopened(captured(model, example_inputs, solution).checked(), solution)
+
+
+def write_problem(problem: Problem, path: str | os.PathLike[str]) -> None:
+    """Writes a problem for another solver: `.mps` or `.lp`, by HiGHS, costs in nanoseconds; `.json`, the format of `autoshard solve`."""
+    ending = os.path.splitext(path)[1]
+    if ending not in ENDINGS:
+        raise ValueError(f"{path} ends in {ending or 'nothing'}; a problem is written to {', '.join(ENDINGS)}")
+    if ending == ".json":
+        write_atomically(json.dumps(contest_record(problem), allow_nan=False) + "\n", path)
+        return
+    with replacement(path) as temporary:
+        write_program(problem, os.fspath(temporary))

@@ -15,8 +15,7 @@ from autoshard.writing import write_atomically
 
 from . import checkpoint_policy, engines, fully_shard, modules, partition
 from .record import Export, Left, why_not_held
-from .sharding_map import as_text, portable, sharding_map, spec_of, unbacked_mesh
-from .spmd import spmd_type
+from .sharding_map import as_text, portable, sharding_map, spec_of, spmd_type, unbacked_mesh
 
 
 @dataclass(frozen=True)

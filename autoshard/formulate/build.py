@@ -18,10 +18,9 @@ from autoshard.cost import (
     priced,
     timed,
 )
-from autoshard.formulate.op_choices import OpChoices
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
-from autoshard.formulate.usages import Usages
+from autoshard.formulate.usages import OpChoices, Usages
 from autoshard.graph import (
     ACCUMULATED,
     FIRST_MATRIX,
@@ -240,9 +239,7 @@ def op_collectives(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mes
     return priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
 
 
-def _kernel_seconds(
-    op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, share: float, by_columns: bool = False
-) -> float:
+def _kernel_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, share: float, by_columns: bool = False) -> float:
     ins = [(shape, t.dtype) for t, shape in zip(inputs, worked_shapes(op, inputs, candidate.inputs, mesh), strict=True)]
     if by_columns:
         ins[FIRST_MATRIX[op.target]] = (Columns(ins[FIRST_MATRIX[op.target]][0]), ins[FIRST_MATRIX[op.target]][1])

@@ -36,7 +36,7 @@ class StreamSeconds:
 def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
     """The seconds of a step by stream. links: per mesh axis the number of its link; default `shared_links`.
 
-    joined: of collectives into the parameters' layouts the least that they add to buckets (simulate.joining).
+    joined: of collectives into the parameters' layouts the least that they add to buckets (simulate.timeline).
     """
     return _Streams(formulation, shared_links(formulation.mesh) if links is None else links, joined).build()
 

@@ -13,9 +13,7 @@ from dataclasses import replace
 from autoshard.graph.records import Graph, Op, Ref, Tensor, Value
 
 KEEPING = {f"autoshard.{name}.default": f"autoshard.{name}_with_hidden.default" for name in ("experts", "biased_experts")}
-READING = {
-    old.replace(".default", "_backward.default"): new.replace(".default", "_backward.default") for old, new in KEEPING.items()
-}
+READING = {old.replace(".default", "_backward.default"): new.replace(".default", "_backward.default") for old, new in KEEPING.items()}
 
 
 def with_hidden_values(graph: Graph, parts: int) -> Graph:

@@ -75,7 +75,7 @@ def degrees(
     """All launches with the devices, sequence, global batch, precision and flags of `launch`, priced and sorted.
 
     model_of: builds the model for a batch; with it, the step of the best launch without pipeline, context and expert parallelism is
-    compared with the proven bound of an unrestricted plan, both at a plan's prices (planning.regret) on the mesh data x tensor. links:
+    compared with the proven bound of an unrestricted plan, both at a plan's prices (planning.baselining) on the mesh data x tensor. links:
     intra_node_bandwidth and inter_node_bandwidth of that mesh, bytes/s. executor: prices launches in its workers. only: values of degrees,
     {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch is legal.
     """

@@ -6,5 +6,5 @@ from .microbatches import microbatch
 from .pipelines import pipeline
 from .schedule_times import ScheduleRun, Span, run
 from .schedules import SCHEDULES, Schedule, Unit, schedule_of
-from .stage_layouts import schedule_of_plan, to_run, with_schedule
+from .stage_programs import schedule_of_plan, to_run, with_schedule
 from .submeshes import Cluster, Kind

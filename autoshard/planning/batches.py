@@ -11,11 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from autoshard.formulate import Formulation
 from autoshard.layout import Layout
-from autoshard.problem import Evaluation, Problem, evaluate
+from autoshard.problem import Evaluation, Problem, costs_beside, evaluate
 from autoshard.solvers import TOLERANCE, Answer
 
 TRIES = 8  # common layouts of a batch that are evaluated, cheapest first: the first that is cheap enough may not fit in memory
@@ -54,7 +52,8 @@ def _batches(formulated: Formulation) -> list[list[int]]:
 
 def _aligned(formulated: Formulation, problem: Problem, answer: Answer, batch: Sequence[int]) -> Iterator[dict[int, int]]:
     """The choices of the batch's nodes under each way to align them, cheapest first, then most preferred."""
-    costs = {node: _costs(problem, answer, node) for node in batch}
+    assert answer.choice is not None
+    costs = costs_beside(problem, batch, answer.choice)  # no edge joins two inputs
     layouts = {node: [c.outputs[0] for c in formulated.candidates.of[node]] for node in batch}
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for node in batch:
@@ -85,15 +84,3 @@ def _aligned(formulated: Formulation, problem: Problem, answer: Answer, batch: S
 def _axes_of_first_dim(layout: Layout | None) -> frozenset[int]:
     """The mesh axes over which dim 0 is sharded."""
     return frozenset(k for k, p in enumerate(layout or ()) if p.is_shard() and p.dim == 0)  # type: ignore[attr-defined]
-
-
-def _costs(problem: Problem, answer: Answer, node: int) -> np.ndarray:
-    """The cost of each choice of a node while all others stay."""
-    assert answer.choice is not None
-    costs = problem.node_costs[node].astype(float)
-    for edge in problem.edges:
-        if edge.a == node:
-            costs = costs + edge.table[:, answer.choice[edge.b]]
-        elif edge.b == node:
-            costs = costs + edge.table[answer.choice[edge.a]]
-    return costs

@@ -25,7 +25,7 @@ import numpy as np
 
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
-from autoshard.problem import Edge, Problem, evaluate, without_limit
+from autoshard.problem import Edge, Problem, costs_beside, evaluate, without_limit
 from autoshard.solvers import TIME_LIMIT, Answer, converged, hopeless, solve
 
 PATIENCE = 120.0  # seconds: for a first choice of the problem of few layers, which dual ascent decodes in its first sweeps
@@ -259,15 +259,9 @@ def op_choices(deep: Formulation, few_layers: Formulation, choice: Sequence[int]
 
 def completed(formulated: Formulation, known: Mapping[int, int]) -> tuple[int, ...]:
     """The choice in which every other node (a hub; no two of them are neighbours) has what is cheapest beside the known choices."""
-    problem = formulated.problem
-    costs = {v: c.copy() for v, c in enumerate(problem.node_costs) if v not in known}
-    for e in problem.edges:
-        if e.a in costs and e.b in known:
-            costs[e.a] += e.table[:, known[e.b]]
-        elif e.b in costs and e.a in known:
-            costs[e.b] += e.table[known[e.a]]
-    cheapest = {v: int(np.argmin(c)) for v, c in costs.items()}
-    return tuple(known[v] if v in known else cheapest[v] for v in range(len(problem.node_costs)))
+    nodes = range(len(formulated.problem.node_costs))
+    costs = costs_beside(formulated.problem, [v for v in nodes if v not in known], known)
+    return tuple(known[v] if v in known else int(np.argmin(costs[v])) for v in nodes)
 
 
 def _edges(formulated: Formulation) -> dict[tuple, int]:

@@ -21,10 +21,10 @@ from autoshard.planning.baselining import masks_of
 from autoshard.planning.demands import Demanded
 from autoshard.planning.describe import described
 from autoshard.planning.dynamic import plan_ranges
-from autoshard.planning.hidden_values import hidden_values
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Demand, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.question import ModelGraphs, Question, ask, check_effects, with_number_of_microbatches
+from autoshard.planning.recomputing import hidden_values
 from autoshard.planning.refusal import infeasible
 from autoshard.planning.search import search
 from autoshard.planning.variants import Answered

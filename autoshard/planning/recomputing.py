@@ -1,11 +1,22 @@
-"""Activation checkpointing as a choice: how many of the repeated blocks are recomputed in the backward pass.
+"""Kinds of variants that give memory for seconds: of blocks that are recomputed, of the hidden values of experts, of a loss in chunks.
 
+recompute, of the repeated blocks in the backward pass:
 a number, "all"   so many blocks
 "blocks"          k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More
                   blocks mean more seconds and fewer bytes, but a tight limit also makes layouts more expensive. So no block, all
                   blocks, and by bisection the fewest that fit and the middle of what is left are planned with the solver `prices`,
                   and then the cheapest of them to within one percent. The proof is that of the chosen k
 "auto"            each saved value is kept, recomputed or offloaded (selecting.py); where no such plan fits, as with "blocks"
+
+hidden values of experts: kept between forward and backward they save the first matmul of the backward and need memory. So plans keep them;
+where no such plan fits, or where its peak shows that the memory limit binds, plans that compute them again are looked for too, and the
+faster plan is the answer. With recomputation they are not kept.
+
+chunked_loss, a cross entropy in chunks of tokens:
+"auto"            where no plan fits with all logits of a loss at once, and they are many: more than a chunk's tokens for each device,
+                  whose logits take more than LARGE of the memory limit
+"always"          in every loss that can be chunked
+"never"
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +24,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from autoshard.graph import Graph, checkpointed, forward_blocks
+from autoshard.graph import ROWS, Graph, checkpointed, chunked_loss, forward_blocks, losses_of, with_hidden_values
 from autoshard.planning.compiling import as_compiled
 from autoshard.planning.question import Question
-from autoshard.planning.variants import Tried, Variant
+from autoshard.planning.variants import Tried, Variant, is_short
 
 GAP = 0.01  # relative: how well "auto" plans at least, the numbers of blocks that "blocks" compares and the one that it chooses
 QUICK_SHARE = 1 / 4  # of the time left, for one number of blocks: the plan to within GAP needs time too
 BLOCKWISE = "blocks: single tensors are chosen without tie_blocks"
+LARGE = 0.02
 
 
 def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
@@ -96,3 +108,42 @@ def _recomputing(question: Question, k: int, num_blocks: int, **noted: Any) -> Q
         return checkpointed(graph, len(forward_blocks(graph))) if k == num_blocks else None
 
     return question.map(recomputed, **noted).with_options(recompute=k)
+
+
+def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
+    """Kept, and where memory is short computed again; only as the graph has them where it has none to keep, or something is recomputed."""
+    limit, again = question.options.memory_limit, Variant("hidden values of experts computed again", competes=True)
+    parts = question.mesh.num_devices
+    if question.options.recompute == 0 and with_hidden_values(question.graph, parts) is not question.graph:
+        explains = question.explains and limit is None
+        yield Variant(
+            "hidden values of experts kept",
+            lambda part: replace(part, explains=explains).map(partial(with_hidden_values, parts=parts), hidden_values=parts),
+        )
+        if not is_short(question, tried[-1]):
+            return
+    yield again
+
+
+def chunks(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
+    """All logits of a loss at once, or some at a time, as the options ask for. ValueError where "always" finds no loss to be chunked."""
+    wanted = question.options.chunked_loss
+    if wanted == "always" and not losses_of(question.graph):
+        raise ValueError(
+            "chunked_loss is 'always', but the model has no training loss that can be chunked: a cross entropy, without class weights, "
+            "of a matmul whose result nothing else reads or returns; leave the option out"
+        )
+    if wanted != "always":
+        may_chunk = wanted == "auto" and _has_many_logits(question)
+        yield Variant("all logits at once", lambda part: replace(part, explains=part.explains and not may_chunk))
+        if not (may_chunk and tried[-1].has_no_plan):
+            return
+    yield Variant("logits in chunks", lambda part: part.map(lambda graph: chunked_loss(graph, ROWS), chunked_loss=ROWS))
+
+
+def _has_many_logits(question: Question) -> bool:
+    limit, devices = question.options.memory_limit, question.mesh.num_devices
+    if limit is None or not question.options.training:
+        return False
+    logits = [question.graph.tensor((loss.softmax, 0)) for loss in losses_of(question.graph)]
+    return any(one.shape[0] > ROWS * devices and one.bytes / devices > LARGE * limit for one in logits)

@@ -9,16 +9,14 @@ from dataclasses import replace
 from autoshard.cycles import no_search_for_cycles
 from autoshard.planning.baselining import solve_baselines
 from autoshard.planning.batches import align_batches
-from autoshard.planning.chunking import chunks
 from autoshard.planning.compiling import compilations
 from autoshard.planning.describe import described
-from autoshard.planning.hidden_values import hidden_values
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
 from autoshard.planning.overlapped import WIDE, overlapped
 from autoshard.planning.question import Question
-from autoshard.planning.recomputing import recomputations
+from autoshard.planning.recomputing import chunks, hidden_values, recomputations
 from autoshard.planning.refusal import reworded
 from autoshard.planning.selecting import answered_per_tensor
 from autoshard.planning.solving import solve_or_refuse

@@ -10,9 +10,8 @@ Two parts reproduce a published system, TensorCraft, and stay for comparison: it
 
 from autoshard.cost import IdealPrices, MeshPrices, Prices
 
-from .blocks import BlockLayout
+from .blocks import BlockLayout, from_placements, order_of, to_placements
 from .packing import holds, packing
-from .placements import from_placements, order_of, to_placements
 from .planners import PLANNERS, astar, dijkstra, naive, priced
 from .problems import BlockProblem, BlockRoute, BlockStep, read_problem, read_problems
 from .tensorcraft import memory_constrained

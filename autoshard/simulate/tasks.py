@@ -270,9 +270,7 @@ class _Builder:
 class _Places:
     """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
 
-    def __init__(
-        self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int
-    ):
+    def __init__(self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
         self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}

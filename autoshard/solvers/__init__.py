@@ -5,9 +5,8 @@ from .certificate import certificate, to_record
 from .compiling import compiled
 from .cvx import CVX
 from .dual_ascent import Dual, Messages
-from .elimination import DP
+from .elimination import DP, Exhaustive
 from .exchange_parts import parts_that_differ
-from .exhaustive import Exhaustive
 from .ilp import ILP, write_program
 from .incumbent import Incumbent, Record
 from .infeasibility import hopeless, level

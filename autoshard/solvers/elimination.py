@@ -5,6 +5,8 @@ The node whose elimination looks at the fewest cells goes first. If the resultin
 divided into buckets that stay below that, and each bucket is minimised on its own; the total is then a lower bound (Dechter and Rish
 2003). On the way back every node gets the choice that is best for the tables from which it was eliminated, given the nodes that were
 eliminated after it. Memory is ignored: the bound remains a bound, and the answer counts if it fits.
+
+The reference solver for tiny problems has one table of all nodes instead, and another one of bytes for every live set.
 """
 
 import heapq
@@ -21,6 +23,7 @@ from .reduce import reduce
 
 MOST_DIMS = 32  # numpy allows 64
 ROUNDING = TOLERANCE / 10  # relative: what sums of floats may have added to a bound
+MOST_ANSWERS = 10**7  # an array of 80 MB
 
 
 @dataclass(frozen=True)
@@ -164,3 +167,26 @@ def _decide(order: list[tuple[int, list[Factor]]], sizes: list[int]) -> list[int
             costs = costs + f.table[tuple(slice(None) if n == v else choice[n] for n in f.nodes)]
         choice[v] = int(costs.argmin())
     return choice
+
+
+@dataclass(frozen=True)
+class Exhaustive(Solver):
+    """Try everything; only for problems of up to 1e7 answers."""
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        shape = tuple(len(c) for c in problem.node_costs)
+        if math.prod(shape) > MOST_ANSWERS:
+            raise ValueError(f"the problem has {math.prod(shape)} answers; exhaustive tries at most {MOST_ANSWERS}, use auto")
+        cost, nodes = np.zeros(shape), range(len(shape))
+        for v, c in enumerate(problem.node_costs):
+            cost += spread(Factor((v,), c), nodes)
+        for e in problem.edges:
+            cost += spread(Factor.of((e.a, e.b), e.table), nodes)
+        if problem.usage_limit is not None:
+            for t in {u.start for u in problem.usages if u.start < u.end}:  # memory only rises at starts
+                alive = (spread(Factor.of(u.ends, u.bytes), nodes) for u in problem.usages if u.start <= t < u.end)
+                cost[sum(alive, np.zeros(shape)) > problem.usage_limit] = np.inf
+        best = np.unravel_index(int(cost.argmin()), shape)
+        if math.isfinite(cost[best]):
+            incumbent.offer([int(i) for i in best])
+        incumbent.raise_bound(incumbent.cost)

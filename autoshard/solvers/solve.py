@@ -19,8 +19,7 @@ from .answer import TOLERANCE, Answer, Status
 from .cutting_planes import bound_below
 from .cvx import CVX
 from .dual_ascent import CONVERGED, PROGRESS, RESUMED, SLOW, Dual, Messages, ascend, look
-from .elimination import DP
-from .exhaustive import Exhaustive
+from .elimination import DP, Exhaustive
 from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Nearby, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
