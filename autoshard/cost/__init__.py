@@ -11,42 +11,17 @@ from .curves.files import CLUSTER_FORMAT, save
 from .curves.kinds import PchipCurve, Sigmoid, bus_factor, sigmoid
 from .curves.records import Curve, PiecewiseCurve, PNorm, Series, check, tail_slope
 from .devices import (
-    DeviceConstants,
-    MemoryConstants,
-    StackConstants,
-    device_constants,
-    kernel_columns,
-    memory_constants,
-    memory_errors,
-    spread_of,
+    DeviceConstants, MemoryConstants, StackConstants, device_constants, kernel_columns, memory_constants, memory_errors, spread_of,
     stack_constants,
 )
 from .kernels import Ring, beside
 from .links import (
-    Gaps,
-    axes_by_link,
-    axis_transfer_seconds,
-    bucket_limit,
-    gather_seconds,
-    groups_on_link,
-    host_bandwidth,
-    host_seconds,
-    least_joined_seconds,
-    ring_seconds,
-    shared_links,
-    slowest_seconds_per_byte,
-    transfer_latency,
-    transfer_seconds,
+    Gaps, axes_by_link, axis_transfer_seconds, bucket_limit, gather_seconds, groups_on_link, host_bandwidth, host_seconds,
+    least_joined_seconds, ring_seconds, shared_links, slowest_seconds_per_byte, transfer_latency, transfer_seconds,
 )
 from .measured_kernels import attention_seconds, experts_seconds, latent_attention_seconds, matmul_seconds
 from .memory import (
-    OPTIMIZERS,
-    accumulation_bytes,
-    bytes_per_parameter,
-    master_bytes,
-    optimizer_state_bytes,
-    optimizer_step_bytes,
-    spare_bytes,
+    OPTIMIZERS, accumulation_bytes, bytes_per_parameter, master_bytes, optimizer_state_bytes, optimizer_step_bytes, spare_bytes,
 )
 from .model import CostModel, DefaultCosts, cost_of, priced, register_price, registered_prices
 from .stages import TimedStage, in_the_open, makespan, timed

@@ -2,24 +2,7 @@
 
 from .declared import Declaration, checked_options, defaults_of, having, options_of, refuse_elsewhere
 from .kinds import (
-    COUNTS,
-    FORBIDDEN,
-    LAYOUTS,
-    OPTIMIZERS,
-    SIZE,
-    SIZES,
-    SWITCH,
-    TEXT,
-    ValueKind,
-    bytes_per_parameter,
-    check_layout,
-    count,
-    number,
-    one_of,
-    parse_bytes,
-    parse_pins,
-    recomputed,
-    some_of,
+    COUNTS, FORBIDDEN, LAYOUTS, OPTIMIZERS, SIZE, SIZES, SWITCH, TEXT, ValueKind, bytes_per_parameter, check_layout, count, number, one_of,
+    parse_bytes, parse_pins, recomputed, some_of,
 )
-from .pipelines import SCHEDULES, PipelineOptions
-from .planning import SOLVERS, TIME_LIMIT, Options, note_schema
+from .planning import SCHEDULES, SOLVERS, TIME_LIMIT, Options, PipelineOptions, note_schema
