@@ -26,8 +26,8 @@ from autoshard.planning.instance import Instance, formulate_for, layers_of_nodes
 from autoshard.planning.options import Demand
 from autoshard.planning.question import Question
 from autoshard.planning.tying import tied, tied_groups
-from autoshard.problem import Edge, Problem, evaluate
-from autoshard.solvers import Incumbent, Record, hopeless, level, reduce_and_settle
+from autoshard.problem import Problem, evaluate
+from autoshard.solvers import Incumbent, Record, hopeless, level, reduce_and_settle, without_costs
 from autoshard.strategies import candidates
 
 CONFLICT_SECONDS = 20.0  # at most, to find one
@@ -142,11 +142,7 @@ class _Free:
     """A problem whose costs are 0 or inf, and which of its choices each demand leaves."""
 
     def __init__(self, formulated: Formulation, demands: Sequence[Demanded]):
-        tables = {id(e.table): e.table for e in formulated.problem.edges}
-        free = {key: _without_prices(table) for key, table in tables.items()}
-        costs = tuple(_without_prices(c) for c in formulated.problem.node_costs)
-        edges = tuple(Edge(e.a, e.b, free[id(e.table)]) for e in formulated.problem.edges)
-        self.formulated = replace(formulated, problem=replace(formulated.problem, node_costs=costs, edges=edges, usage_limit=None))
+        self.formulated = replace(formulated, problem=replace(without_costs(formulated.problem), usage_limit=None))
         self.limits: dict[Demand, Mapping[int, np.ndarray]] = {one.demand: one.allowed for one in demands}
 
     @cached_property
@@ -156,7 +152,3 @@ class _Free:
     def under(self, layouts: Sequence[Demand], memory_limit: float | None) -> Problem:
         problem = with_pins(self.formulated, together(Demanded(d, self.limits[d]) for d in layouts))
         return replace(problem, usage_limit=memory_limit) if memory_limit is not None else replace(problem, usages=())
-
-
-def _without_prices(table: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(table), 0.0, np.inf)

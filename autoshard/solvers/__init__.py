@@ -9,7 +9,7 @@ from .elimination import DP, Exhaustive
 from .exchange_parts import parts_that_differ
 from .ilp import ILP, write_program
 from .incumbent import Incumbent, Record
-from .infeasibility import hopeless, level
+from .infeasibility import hopeless, level, without_costs
 from .linprog import SparseRows, linprog
 from .memory_hull import LEAST_GAP, PROVEN_GAP, Hull, HullPoint, hull
 from .price_search import mixed
