@@ -94,17 +94,21 @@ FORMS = {  # by the name here: one form for each range of versions
 
 # Private attributes of torch's objects that other rooms read, with the class whose objects have them.
 ATTRIBUTES = {
+    "_backward_hooks": "torch.nn.Module",
+    "_backward_pre_hooks": "torch.nn.Module",
     "_buffers": "torch.nn.Module",
     "_codegen": "torch.fx.Graph",
     "_destroy": "torch.library.Library",
     "_dispatch_cache": "torch._ops.OpOverload",
     "_flatten": "torch.distributed.DeviceMesh",
+    "_forward_hooks": "torch.nn.Module",
     "_forward_pre_hooks": "torch.nn.Module",
     "_load_csv": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "_load_from_state_dict": "torch.nn.Module",
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_modules": "torch.nn.Module",
     "_parameters": "torch.nn.Module",
+    "_post_accumulate_grad_hooks": "torch.Tensor",
     "_prepare_schedule_with_comms": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
     "_root": "torch.fx.Graph",
     "_schema": "torch._ops.OpOverload",

@@ -358,6 +358,16 @@ SELECTS = linear(lambda m, x: m.linear(x[x.sum(-1) > 0]).sum())
 READS_NUMBER = linear(lambda m, x: m.linear(x) * x.sum().item())
 RETURNS_NUMBER = linear(lambda m, x: 3)
 NO_PARAMETERS = lambda: Model(lambda m, x: x.relu().sum())  # noqa: E731
+HOOKED = linear(lambda m, x: m.linear(x).sum())
+
+
+def hooked():
+    """With a hook that doubles a gradient."""
+    model = HOOKED()
+    model.linear.register_full_backward_pre_hook(lambda m, gradients: (gradients[0] * 2,))
+    return model
+
+
 DROPS_OUT = linear(lambda m, x: m.dropout(m.linear(x)).sum(), dropout=nn.Dropout(0.5))
 HERE, LINE = __file__, branches.__code__.co_firstlineno + 2
 BAD = [
@@ -370,6 +380,7 @@ BAD = [
     (RETURNS_NUMBER, (X,), True, "Model"),
     (RETURNS_NUMBER, (X,), False, "Model returns no tensor; there is nothing to plan"),
     (NO_PARAMETERS, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
+    (hooked, (X,), True, "linear has a backward hook, which a captured program leaves out, whatever it does to gradients; remove it"),
     (DROPS_OUT, (X,), False, "dropout is on (node bernoulli), and inference has none: call model.eval() first"),
     *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in MODES],
     *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in MODES],

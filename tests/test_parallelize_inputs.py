@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -177,6 +178,42 @@ def test_calls_and_hooks_of_inner_modules_are_refused_and_those_of_the_whole_wor
     for name, sentence in found.items():
         assert sentence.startswith(f"norm.{name}() has no effect: it is a part of a parallel module"), name
     assert dist.is_initialized() is False
+
+
+def hooked() -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(lambda m, x, flag: m.linear(x).sum() * (m.scale if flag is True else flag), linear=nn.Linear(4, 4), scale=3.0)
+    model.register_forward_pre_hook(lambda m, inputs: (inputs[0] + 1, inputs[1]))
+    model.register_forward_hook(lambda m, inputs, output: output * 2)
+    model.linear.register_forward_hook(lambda m, inputs, output: output * 2)
+    return model
+
+
+def told(rank: int, solution) -> tuple[list[float], list[str], str]:
+    """Results of a hooked module with constants that are equal to each other, then with another attribute; warnings; a refusal."""
+    module, x = parallel(hooked(), solution), torch.ones(4, 4)
+    values = [module(x, flag).item() for flag in (1, True, 1.0)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.eval().train()
+        copied = copy.deepcopy(module)
+        module.scale = module.scale + 1
+        values += [module(x, True).item(), module(x, True).item(), copied(x, True).item()]
+        copied.linear.in_features = 5
+        copied(x, True)
+    model = hooked()
+    model.linear.weight.register_hook(print)
+    return values, [str(one.message) for one in caught], said(parallel, model, solution)
+
+
+def test_hooks_of_the_model_run_once_constants_have_types_and_attributes_are_those_of_the_capture():
+    model = hooked()
+    solution = autoshard.plan(model, (torch.ones(4, 4), 1), fast_mesh((1,)), training=True, baselines=False)
+    plain, scaled = (model(torch.ones(4, 4), flag).item() for flag in (1, True))
+    ((values, sentences, refused),) = results(1, told, solution)
+    assert values == pytest.approx([plain, scaled, plain, scaled, scaled, scaled], rel=1e-5) and scaled == pytest.approx(3 * plain)
+    assert [one.partition(" was set on a parallel module")[0] for one in sentences] == ["scale", "linear.in_features"]
+    assert refused.startswith("parameter 'linear.weight' has a hook, which the copy of the model would lose")
 
 
 # -- what comes back ----------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,11 @@ def filtered(m, x):
     return torch.fft.irfft(torch.fft.rfft(m.linear(x).repeat(1, 2, 1), dim=1) * m.weight, n=16, dim=1).square().mean()
 
 
+def conjugated(m, x):
+    """Conjugated twice, so that the captured program reads a pending conjugation; the gradient of a complex matmul is a third."""
+    return (torch.complex(m.linear(x), x).conj() @ m.weight).conj().imag.exp().sum(0).square().mean()
+
+
 def dropout(forward):
     return Model(forward, a=nn.Linear(16, 32), b=nn.Linear(32, 16), drop=nn.Dropout(0.3))
 
@@ -110,6 +115,7 @@ KINDS = {
     # a complex parameter on the 9 frequencies of a dim of 16: parts are uneven
     "fourier": Kind(lambda: fourier("cpu")),
     "fourier on meta": Kind(lambda: fourier("meta")),
+    "conjugated": Kind(lambda: linear(conjugated, weight=nn.Parameter(torch.randn(16, 16, dtype=torch.complex64) / 8))),
     "dropout": Kind(lambda: dropout(lambda m, x: block(m, block(m, x)).square().mean()), TRAINING),
     # its masks are drawn again in the backward pass
     "checkpointed dropout": Kind(

@@ -86,6 +86,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
         if training:
+            _check_hooks(module)
             captured = _capture_joint(mode, fake_module, fake_args, fake_kwargs)
             _check_returns(captured.graph, fake_module)
             if not any(result.kind == "gradient" and result.value is not None for result in captured.graph.results):
@@ -131,6 +132,14 @@ def _check_writes(graph: Graph, module: nn.Module) -> None:
         raise ValueError(
             f"the forward of {type(module).__name__} writes into {written}, a tensor that is no buffer of the module; register it with "
             "register_buffer, or pass it (or the cache that holds it) as an input"
+        )
+
+
+def _check_hooks(module: nn.Module) -> None:
+    if hooked := [name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks]:
+        raise ValueError(
+            f"{hooked[0] or type(module).__name__} has a backward hook, which a captured program leaves out, whatever it does to gradients; "
+            "remove it, or use tensor.register_hook in the forward"
         )
 
 

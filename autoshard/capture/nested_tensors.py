@@ -193,7 +193,7 @@ def state_of(inputs: Any) -> tuple:
         if isinstance(item, torch.Tensor) or id(item) in seen:
             continue
         if isinstance(item, _PLAIN):
-            state.append((type(item), item))
+            state.append((type(item), repr(item)))
         elif not isinstance(item, _CLOSED):
             seen.add(id(item))
             state.append(type(item))

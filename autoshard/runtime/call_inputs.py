@@ -49,7 +49,7 @@ class BoundInputs:
     def key(self) -> tuple:
         """Equal for calls that one capture serves."""
         pairs = zip(self.leaves, self.shapes, strict=True)
-        return (self.structure, tuple((shape, x.dtype) if shape is not None else x for x, shape in pairs))
+        return (self.structure, tuple((shape, x.dtype) if shape is not None else (type(x), repr(x)) for x, shape in pairs))  # 1 == True
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Where:
 
     def shard(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's shard of a global tensor, on the mesh's devices."""
-        return shard_of_rank(tensor, layout, self.mesh, self.coordinate).to(self.device).contiguous()
+        return shard_of_rank(tensor, layout, self.mesh, self.coordinate).to(self.device).resolve_conj().resolve_neg().contiguous()
 
     def local(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's shard of a global tensor, which may be a DTensor of another layout."""

@@ -13,6 +13,7 @@ There is one set of graphs per kind of call (shapes and constants of the inputs,
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +46,8 @@ class Runner:
     step: OpenStep | None = None  # that `microbatches` has begun
     calls: dict[Any, TracedCall] = field(default_factory=dict)
     by_inductor: bool = False  # whether inductor compiles all graphs
+    watched: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)  # attributes of parts: where, under which key, name
+    settings: list[Any] = field(default_factory=list)  # their values, with which the model is captured
     random: SharedGenerator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class Runner:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
         bound = self.inputs.of_call(args, kwargs)
+        if (now := [held.get(key) for held, key, _ in self.watched]) != self.settings:
+            self._warn(now)
         traced = self._traced_call(module, bound, compiled or self.by_inductor)
         shards = self.inputs.shards(bound)
         if traced.graphs.is_random:
@@ -82,6 +87,23 @@ class Runner:
         if not by_inductor:
             return self.calls[key]
         return self.calls.setdefault((*key, "inductor"), replace(self.calls[key], as_function=compiled, passes={}))
+
+    def watch(self, module: nn.Module) -> None:
+        """Notes the numbers, texts and flags that parts of the module hold, with which the model is captured."""
+        parts = [(f"{name}." if name else "", vars(part)) for name, part in module.named_modules()]
+        named = ((held, key, path + key) for path, held in parts for key, value in held.items() if type(value) in PLAIN)
+        self.watched = [(held, key, name) for held, key, name in named if key != "training"]
+        self.settings = [held[key] for held, key, _ in self.watched]
+
+    def _warn(self, now: list[Any]) -> None:
+        """Says which attribute has changed. It is no error: the forward may not read it, and ranks may note what they please."""
+        for name in (name for (_, _, name), old, new in zip(self.watched, self.settings, now, strict=True) if old != new):
+            warnings.warn(
+                f"{name} was set on a parallel module, whose graphs keep the value with which it was made: give a value that changes as an "
+                "input of forward, or set it on the model and parallelize that again",
+                stacklevel=8,
+            )
+        self.settings = now
 
     def _run(self, traced: TracedCall, module: nn.Module, inputs: dict[str, Tensor], shards: dict[str, Tensor]) -> Any:
         """inputs: the caller's tensors; shards: this rank's shards of them."""
@@ -116,6 +138,9 @@ def _write(target: Tensor, value: DTensor) -> None:
 def modes(module: nn.Module) -> tuple[bool, ...]:
     """Which modules are in training mode: of a model under fine-tuning, parts may not be."""
     return tuple(part.training for part in module.modules())
+
+
+PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
 class ParallelModule(nn.Module):
@@ -183,6 +208,7 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict) -> nn.Module:
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._runner.watch(copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -205,8 +231,10 @@ def attach(module: nn.Module, of: type, digest: str, **held: Any) -> None:
     """Makes the module one of the class `of` that holds these objects and the digest of its plan.
 
     Nothing else changes a module's class, or what it holds without torch knowing. From now on its inner modules can't be called, nor
-    hooked: its forward is a graph that calls none of them.
+    hooked: its forward is a graph that calls none of them. That graph has the hooks of the whole model, too, which must not run again.
     """
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        hooks.clear()
     for name, inner in module.named_modules():
         if name and not isinstance(inner, torch.jit.ScriptModule):
             inner.__dict__.update({hook: partial(_refuse, f"{name}.{hook}() has no effect: {PART}") for hook in HOOKS})

@@ -120,6 +120,7 @@ def parallel_module(
     frozen = frozenset(name for name, p in captured.named_parameters(remove_duplicate=False) if solution.training and not p.requires_grad)
     runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
     attach(sharded, parallel_class(type(model)), solution.digest, runner=runner)
+    runner.watch(sharded)
     return sharded
 
 
@@ -184,6 +185,8 @@ def _complaint(model: nn.Module, solution: Solution, where: Where) -> str | None
             return f"parameter {name!r} has shape {tuple(held[name].shape)}, planned was {tuple(row['shape'])}; plan this model"
         if row["dtype"] != str(held[name].dtype).removeprefix("torch."):
             return f"parameter {name!r} is {held[name].dtype}, planned was {row['dtype']}; plan this model"
+    if hooked := [name for name, p in held.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:  # type: ignore[attr-defined]
+        return f"parameter {hooked[0]!r} has a hook, which the copy of the model would lose; register it on what parallelize returns"
     return None
 
 

@@ -1,8 +1,9 @@
 """Local programs of operators whose results depend on strides: as_strided and as_strided_scatter, which address a tensor's storage,
-and those that factor a matrix or, as its strides are, its transpose.
+and those that factor a matrix or, as its strides are, its transpose; and of those that leave a conjugation or a sign for later readers.
 
 A tensor that came from another rank, or that is a view of a larger one, has another storage than the captured program's. So elements
-are addressed by their position in the tensor, in row-major order, and matrices are factored with dense rows.
+are addressed by their position in the tensor, in row-major order, matrices are factored with dense rows, and values are conjugated and
+negated at once: `view_as_real` of a pending conjugation is an error, as where one of two that undo each other was sent.
 """
 
 from collections.abc import Callable
@@ -59,4 +60,8 @@ def _of_dense(operator: Callable[..., Any], A: Tensor, **rest: Any) -> Any:
     return operator(A.contiguous(), **rest)
 
 
-FUNCTIONS = {str(operator): partial(_of_dense, operator) for operator in FACTORING}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{str(operator): partial(_of_dense, operator) for operator in FACTORING},
+    "aten._conj.default": aten._conj_physical.default,
+    "aten._neg_view.default": aten.neg.default,
+}
