@@ -380,7 +380,7 @@ BAD = [
     (RETURNS_NUMBER, (X,), True, "Model"),
     (RETURNS_NUMBER, (X,), False, "Model returns no tensor; there is nothing to plan"),
     (NO_PARAMETERS, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
-    (hooked, (X,), True, "linear has a backward hook, which a captured program leaves out, whatever it does to gradients; remove it"),
+    (hooked, (X,), True, "linear has a backward hook, which a captured program lacks, whatever it does to gradients: remove it"),
     (DROPS_OUT, (X,), False, "dropout is on (node bernoulli), and inference has none: call model.eval() first"),
     *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in MODES],
     *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in MODES],

@@ -388,6 +388,25 @@ def test_six_shapes_run_without_a_capture_per_shape():
     assert max(errors + other) < 1e-5 and (captures, none) == (5, 0)  # four ends of ranges, a middle; the first rank captures for all
 
 
+def returned(rank: int, plans: list) -> list:
+    """What models that return sizes return for batches of several sizes, as numbers; or the refusal."""
+    sizes, squares = (parallel(with_sizes(power), plan) for power, plan in zip((1, 2), plans))
+    batches = [torch.ones(n, 8) for n in (2, 5, 16)]
+    return [[sizes(sizes.shard_inputs(x))[1:] for x in batches], [said(squares, squares.shard_inputs(x)) for x in batches]]
+
+
+def with_sizes(power: int) -> nn.Module:
+    return Model(lambda m, x: (m.linear(x).sum(), x.shape, (3 * x.numel()) ** power, "rows", True), linear=nn.Linear(8, 4))
+
+
+def test_a_model_may_return_sizes_of_its_inputs():
+    given = {"training": True, "dynamic_shapes": ({0: Dim("batch", min=2, max=16)},), "baselines": False}
+    plans = [autoshard.plan(with_sizes(power), (torch.ones(8, 8),), fast_mesh((1,)), **given) for power in (1, 2)]
+    ((found, refused),) = results(1, returned, plans)
+    assert found == [(torch.Size([n, 8]), 24 * n, "rows", True) for n in (2, 5, 16)]
+    assert set(refused) == {"the model's constants, or what it returns, depend on the sizes of its inputs; plan one shape"}
+
+
 @pytest.mark.slow
 def test_without_ranges_each_shape_is_captured():
     (_, captures), _ = results(2, run, tagger(), planned(dynamic=False, training=True), SHAPES[:3], batch_of, None)

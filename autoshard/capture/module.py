@@ -138,7 +138,7 @@ def _check_writes(graph: Graph, module: nn.Module) -> None:
 def _check_hooks(module: nn.Module) -> None:
     if hooked := [name for name, part in module.named_modules() if part._backward_hooks or part._backward_pre_hooks]:
         raise ValueError(
-            f"{hooked[0] or type(module).__name__} has a backward hook, which a captured program leaves out, whatever it does to gradients; "
+            f"{hooked[0] or type(module).__name__} has a backward hook, which a captured program lacks, whatever it does to gradients: "
             "remove it, or use tensor.register_hook in the forward"
         )
 

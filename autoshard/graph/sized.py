@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -108,17 +109,24 @@ class SizedGraph:
 
     def at(self, sizes: Sizes) -> Graph:
         """The graph at a point. ValueError where a size there is no whole number."""
-        known: dict[tuple, int] = {}
-
-        def size(*values: int) -> int:
-            if values not in known:
-                n = size_at(self.ranges, values, sizes)
-                if n.denominator != 1:
-                    raise ValueError(f"a size of the program is {float(n):g} at {written(sizes)}; expected sizes for which it is whole")
-                known[values] = int(n)
-            return known[values]
-
+        size = self._size(sizes)
         return replace(self.graphs[0], ops=tuple(_op(ops, size) for ops in zip(*(graph.ops for graph in self.graphs), strict=True)))
+
+    def literals_at(self, sizes: Sizes, at_corners: Sequence[Any]) -> Any:
+        """The whole numbers in a tuple at a point, from the tuples at the corners; what else is in the first of them."""
+        return _mapped(self._size(sizes), *at_corners)
+
+    def _size(self, sizes: Sizes) -> Callable[..., int]:
+        """A size at a point from its values at the corners."""
+
+        @cache
+        def size(*values: int) -> int:
+            n = size_at(self.ranges, values, sizes)
+            if n.denominator != 1:
+                raise ValueError(f"a size of the program is {float(n):g} at {written(sizes)}; expected sizes for which it is whole")
+            return int(n)
+
+        return size
 
 
 INSTEAD = "make the ranges smaller (to torch a size of 1 is often special), or plan one shape, without dynamic_shapes"

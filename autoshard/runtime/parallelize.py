@@ -32,7 +32,7 @@ from autoshard.capture import (
     state_of,
 )
 from autoshard.cost import spare_bytes
-from autoshard.graph import Graph, SizedGraph, Sizes, is_without_dropout, sizes_of
+from autoshard.graph import Graph, SizedGraph, Sizes, corners, is_without_dropout, middle, sizes_of
 from autoshard.layout import Layout, parse, replicated
 from autoshard.lower import Pace, RankGraphs, are_alike, attribute_of, lower, state_of_module, trace, without_idle
 from autoshard.mesh import Mesh
@@ -209,7 +209,7 @@ class _Builder:
 
     def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
         self.model, self.solution, self.inputs, self.where = model, solution, inputs, inputs.where
-        self.sized: dict[Any, tuple[SizedGraph, Captured]] = {}  # by kind of call, of a plan for ranges of sizes
+        self.sized: dict[Any, tuple[SizedGraph, Captured, list[tuple]]] = {}  # by kind of call, of a plan for ranges of sizes
         self.patiently = partial(patiently, self.where.device_mesh, timeout, self.where.second.values())
 
     def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
@@ -282,12 +282,12 @@ class _Builder:
         dynamic = self.solution.dynamic_shapes
         if dynamic is None or (at := self._sizes(dynamic, inputs)) is None:
             return self._capture(inputs)
-        leaves = [
+        given = [
             (name, x.dtype, tuple(dim or n for dim, n in zip_longest(dynamic.inputs.get(name, ()), x.shape)))
             if isinstance(x, torch.Tensor) else (name, x) for name, x in self._named(inputs)
         ]  # fmt: skip
         device = self.where.device.type
-        key = (modes, repr(leaves), state_of(inputs), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
+        key = (modes, repr(given), state_of(inputs), torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device))
         if key not in self.sized:
             programs: list[Captured] = []
 
@@ -295,10 +295,11 @@ class _Builder:
                 programs.append(self._capture(inputs_at(self.model, inputs, dynamic.inputs, sizes)))
                 return programs[-1].graph
 
-            self.sized[key] = SizedGraph.of(dynamic.ranges, captured), programs[0]
-            _check_alike(programs)
-        sized, first = self.sized[key]
-        return replace(first, graph=sized.at(at))
+            sized = SizedGraph.of(dynamic.ranges, captured)
+            self.sized[key] = sized, programs[0], _returned_at_corners(sized, programs)
+        sized, first, leaves = self.sized[key]
+        assert first.returned is not None
+        return replace(first, graph=sized.at(at), returned=replace(first.returned, leaves=sized.literals_at(at, leaves)))
 
     def _capture(self, inputs: Any) -> Captured:
         return capture_module(self.model, inputs, training=self.solution.training, precision=self.solution.precision)
@@ -363,14 +364,19 @@ def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) 
     return values
 
 
-def _check_alike(programs: Sequence[Captured]) -> None:
-    """ValueError where the programs of several sizes return or read constants that differ."""
-    first = programs[0]
-    for other in programs[1:]:
-        a, b = constants(first.fx_graph), constants(other.fx_graph)
-        same = a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
-        if not same or other.returned is None or first.returned is None or other.returned.leaves != first.returned.leaves:
-            raise ValueError("the model's constants, or numbers that it returns, depend on the sizes of its inputs; plan one shape")
+def _returned_at_corners(sized: SizedGraph, programs: Sequence[Captured]) -> list[tuple]:
+    """The leaves of what the program returns, at the corners of the ranges. programs: those of the corners, and of the middle.
+
+    ValueError where they read constants that differ, or return what differs and is no size.
+    """
+    leaves = [one.returned.leaves for one in programs if one.returned is not None]
+    at_corners, first = leaves[: len(sized.graphs)], constants(programs[0].fx_graph)
+    for at, other, own in zip((*corners(sized.ranges), middle(sized.ranges)), programs, leaves, strict=True):
+        held = constants(other.fx_graph)
+        same = first.keys() == held.keys() and all(torch.equal(x, held[name]) for name, x in first.items())
+        if not same or sized.literals_at(at, at_corners) != own:
+            raise ValueError("the model's constants, or what it returns, depend on the sizes of its inputs; plan one shape")
+    return at_corners
 
 
 def _too_odd(resized: str, reasons: str) -> str:
