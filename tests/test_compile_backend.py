@@ -86,9 +86,12 @@ class Counting(nn.Module):
 
 
 def calls_of(module):
-    """Of batches of two sizes, each a graph, with a buffer that the caller resets in between."""
+    """Of batches of two sizes, each a graph, with a buffer that the caller resets and parameters that are written or replaced in between."""
     rows = [module(torch.ones(n, 8)).clone() for n in (4, 8, 4)]
     module.mean.zero_()
+    module.linear.weight.mul_(2)
+    rows.append(module(torch.ones(4, 8)).clone())
+    module.linear.bias = nn.Parameter(torch.ones(8))
     return [*rows, module(torch.ones(4, 8)), module.mean, module.calls, module.table.weight]
 
 
@@ -100,7 +103,7 @@ def counted(rank):
         return calls_of(module)
 
 
-def test_graphs_share_the_buffers_of_the_model():
+def test_graphs_share_the_buffers_and_parameters_of_the_model():
     torch.manual_seed(0)
     with torch.no_grad():
         expected = calls_of(Counting())

@@ -35,10 +35,10 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
             logits = compiled(tokens)
 
     options: those of `plan`; of `pins` and `forbid` each graph has those on its own parameters and buffers, by name or glob. Every rank
-    calls the compiled model with the same global tensors and gets global tensors. The parameters are sharded once, when a graph is
-    compiled: what is written into the model's own parameters afterwards isn't seen. Buffers that the forward writes are read from the
-    model's own in each call, and written there. ValueError where a parameter requires a gradient, as
-    the gradients would not reach the model: use `parallelize` for training; and where the number of ranks isn't the mesh's.
+    calls the compiled model with the same global tensors and gets global tensors. The parameters are sharded when a graph is compiled,
+    and again where the model's own were written since, except through `.data`. Buffers that the forward writes are written into the
+    model's own. ValueError where a parameter requires a gradient, as the gradients would not reach the model: use `parallelize` for
+    training; and where the number of ranks isn't the mesh's.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh is a {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
@@ -52,10 +52,14 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
         solution = plan(module, module.inputs_of(example_inputs), mesh, **options, **own)
         sharded = parallelize(module, solution, device_mesh(solution))
         written = {k: name for k, name in module.held.items() if f"buffer:{name}" in solution.results}
+        sharded_at = {k: _version(example_inputs[k]) for k in module.held}
 
         def run(*inputs: Any) -> Sequence[Tensor]:
-            if written:  # the model's own buffers have the values: other graphs and the caller may write into them, too
-                sharded.load_state_dict({name: inputs[k] for k, name in written.items()}, strict=False)
+            now = {k: _version(inputs[k]) for k in module.held}
+            if now != sharded_at:  # the model's own tensors have the values: other graphs and the caller may write into them, too
+                changed = {name: inputs[k].detach() for k, name in module.held.items() if now[k] != sharded_at[k]}
+                sharded.load_state_dict(changed, strict=False)
+                sharded_at.update(now)
             outputs = tuple(_global(x) for x in sharded(*module.inputs_of(inputs)))
             with torch.no_grad():
                 for k, name in written.items():
@@ -65,6 +69,11 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
         return run
 
     return compile_graph
+
+
+def _version(x: Tensor) -> tuple[int, Any]:
+    """What changes with the tensor's values, unless they are written through `.data`. Inference tensors count no versions: always new."""
+    return x.data_ptr(), object() if x.is_inference() else x._version
 
 
 def _global(x: Any) -> Any:
