@@ -86,7 +86,7 @@ class Counting(nn.Module):
 
 
 def calls_of(module):
-    """Of batches of two sizes, each a graph, with a buffer that the caller resets and parameters that are written or replaced in between."""
+    """Of batches of two sizes, each a graph; the caller resets a buffer, writes a parameter and replaces one in between."""
     rows = [module(torch.ones(n, 8)).clone() for n in (4, 8, 4)]
     module.mean.zero_()
     module.linear.weight.mul_(2)

@@ -216,6 +216,23 @@ def test_hooks_of_the_model_run_once_constants_have_types_and_attributes_are_tho
     assert refused.startswith("parameter 'linear.weight' has a hook, which the copy of the model would lose")
 
 
+def complex_model() -> nn.Module:
+    return Model(lambda m, x: (x + 0j).matmul(m.weight).abs().sum(), weight=nn.Parameter(torch.ones(4, 3, dtype=torch.complex64)))
+
+
+def refused(rank: int, plans: list) -> list[str]:
+    return [said(parallel, complex_model(), plan) for plan in plans]
+
+
+def test_complex_parameters_are_trained_in_even_shards_alone():
+    """torch's view_as_real, through which Adam updates them, is a copy of a DTensor whose shards differ in size."""
+    mesh, options = fast_mesh((2,)), {"training": True, "baselines": False, "objective": "serial"}
+    plans = [autoshard.plan(complex_model(), (torch.ones(4, 4),), mesh, pins={"weight": pin}, **options) for pin in ("S(1)", "S(0)", "R")]
+    for uneven, *even in results(2, refused, plans):
+        assert uneven.startswith("parameter 'weight' is complex and S(1) makes shards of different sizes")
+        assert "pins={'weight': 'R'}" in uneven and even == ["nothing"] * 2
+
+
 # -- what comes back ----------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ module  = a copy of the model with DTensor parameters, whose forward and backwar
 """
 
 import inspect
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from autoshard.capture import (
 )
 from autoshard.cost import spare_bytes
 from autoshard.graph import Graph, SizedGraph, Sizes, corners, is_without_dropout, middle, sizes_of
-from autoshard.layout import Layout, parse, replicated
+from autoshard.layout import Layout, parse, replicated, sharding_sizes, text
 from autoshard.lower import Pace, RankGraphs, are_alike, attribute_of, lower, state_of_module, trace, without_idle
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import (
@@ -185,6 +186,13 @@ def _complaint(model: nn.Module, solution: Solution, where: Where) -> str | None
             return f"parameter {name!r} has shape {tuple(held[name].shape)}, planned was {tuple(row['shape'])}; plan this model"
         if row["dtype"] != str(held[name].dtype).removeprefix("torch."):
             return f"parameter {name!r} is {held[name].dtype}, planned was {row['dtype']}; plan this model"
+        layout = parse(row["layout"])
+        is_uneven = any(n % math.prod(sharding_sizes(layout, solution.mesh, dim)) for dim, n in enumerate(row["shape"]))
+        if is_uneven and row["dtype"].startswith("complex") and f"gradient:{name}" in solution.results:
+            return (
+                f"parameter {name!r} is complex and {row['layout']} makes shards of different sizes, of which torch's Adam updates a copy; "
+                f"plan with pins={{{name!r}: {text(replicated(len(layout)))!r}}}, or another layout that divides it"
+            )
     if hooked := [name for name, p in held.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:  # type: ignore[attr-defined]
         return f"parameter {hooked[0]!r} has a hook, which the copy of the model would lose; register it on what parallelize returns"
     return None
