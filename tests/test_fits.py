@@ -144,6 +144,14 @@ def test_what_makes_it_fit_fits(launcher):
         assert fits[largest] <= answer.site.usable and largest < 8
 
 
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_nothing_is_kept_on_hosts_whose_links_have_no_price(precision):
+    """Nor is an answer refused for it; and of changes that are all illegal there is none."""
+    launch = Launch(8, 32768, 64, microbatch=8, data=8, shard=8, zero=1, precision=precision)
+    answer = will_fit(LaunchConfig(launch, LLAMA8), "megatron", Site("b200", memory=40e9))
+    assert answer.verdict == "no" and not any("host" in remedy.what for remedy in answer.remedies)
+
+
 def test_a_state_in_the_hosts_memory_takes_time_and_no_memory():
     launch = TrainingRuns.of([Launch(8, 4096, 64, data=8, shard=8, zero=1)] * 2).with_columns(offload=np.array([0, 1]))
     prices, memory = prices_of(launch, LLAMA8, Site(), "megatron"), launch_memory(launch, LLAMA8, Site(), "megatron")

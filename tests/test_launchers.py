@@ -478,9 +478,22 @@ def test_a_configuration_that_says_too_little_is_refused_in_a_sentence(launcher,
 
 
 def test_arguments_are_read_as_a_shell_has_them():
-    lines = ["A=3", "export B=${A}", "C=${X:-7}", "args=(", "  --one $A --two=${B}", "  # --no 1", '  "--three hybrid" --flag # said']
-    read = arguments_of("\n".join([*lines, "  --four $C", ")", "run ${args[@]}"]))
-    assert {key: value[:1] for key, value in read.items()} == {"one": ["3"], "two": ["3"], "three": ["hybrid"], "flag": [], "four": ["7"]}
+    lines = ["A=3; D=4", "export B=${A}", "C=${X:-7}", "args=(", "  --one $A --two=${B}", "  # --no 1", '  "--three hybrid" --flag # said']
+    read = arguments_of("\n".join([*lines, "  --four $C --five $((A * D*2)) --six $(($A*${D}))", ")", "run ${args[@]} --seven $D; echo"]))
+    read = {key: value[:1] for key, value in read.items()}
+    assert read == {
+        "one": ["3"], "two": ["3"], "three": ["hybrid"], "flag": [], "four": ["7"], "five": ["24"], "six": ["12"], "seven": ["4"],
+    }  # fmt: skip
+
+
+def test_copies_of_zero_1_states_add_up_after_they_are_scattered():
+    """Links of one kind: a reduction by scatter and gather in a node sends what one over all sends, less of it between nodes."""
+    launch = Launch(512, 4096, 512, data=512, shard=512, zero=1)
+    runs = TrainingRuns.of([replace(launch, shard=512 // n) for n in (1, 16, 512)])
+    seconds = dict(zip((1, 16, 512), prices_of(runs, LLAMA8, Site("h100"), "megatron").seconds))
+    assert seconds[16] < seconds[1] and seconds[16] < seconds[512]
+    ranked = ranking(launch, LLAMA8, Site("h100"), "megatron", only={"dp": [512], "microbatch": [1]})
+    assert {512 // shard for shard in ranked.columns.shard[ranked.columns.zero == 1].tolist()} == {1, 4, 16, 64}
 
 
 # --- what is written

@@ -228,6 +228,9 @@ SAID = [  # launcher, text, what is said
     ("deepspeed", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "!enables fp16 and bf16; DeepSpeed accepts one"),
     ("automodel", "peft: {_target_: Lora, dim: 8}", "!peft Lora: adapters train few of the parameters"),
     ("automodel", "peft: null\noptimizer: {_target_: torch.optim.AdamW}", ""),
+    ("automodel", "model: {backend: {te_fp8: {recipe: mxfp8}}}", "te_fp8 mxfp8: the backend's matmuls are counted in 16 bits"),
+    ("automodel", "model: {backend: {te_fp8: null, experts: gmm}}", ""),
+    ("automodel", "model: {backend: {experts: torch_mm_mxfp8}}", "experts torch_mm_mxfp8: experts' matmuls are counted in 16 bits"),
     ("automodel", "loss_fn: {_target_: linear_ce.FusedLinearCrossEntropy}", "FusedLinearCrossEntropy: all logits are counted at once"),
 ]  # fmt: skip
 

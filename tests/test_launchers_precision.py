@@ -178,6 +178,8 @@ def test_shards_of_the_distributed_optimizer_and_of_fsdp_are_changed_where_they_
     text, known = f"{SHELL} --use-distributed-optimizer --num-distributed-optimizer-instances 2\n", Overrides(devices=8)
     one = read_configuration("megatron", text, "a.sh", known)
     assert (one.launch.shard, one.launch.zero, one.launch.data) == (4, 1, 8)
+    with pytest.raises(ValueError, match="8 data and context parallel ranks do not divide by --num-distributed-optimizer-instances 3"):
+        read_configuration("megatron", text.replace("instances 2", "instances 3"), "a.sh", known)
     for name in ("train_llama3_8b_fsdp_h100_fp8.sh", "moe__deepseek_proxy_fsdp_ep2_fsdp2.yaml"):
         path = RECIPES.parent / "more" / f"megatron__{name}"
         one = read_configuration("megatron", path.read_text(), name, known)

@@ -191,6 +191,12 @@ def test_an_edited_script_means_the_changes(changes, said):
     assert first == {name: words[:1] for name, words in wanted.items()} and len(changed_lines(SCRIPT, new)) <= 2
 
 
+@pytest.mark.parametrize("value", ["2", "$TP", "$((A * B))", '"$((A*B))"', "`nproc`", "${TP:-2}", "two three"])
+@pytest.mark.parametrize("rest", ["; echo", " ${ARGS[@]}", ' "${ARGS[@]}" \\', " 2>&1 | tee log", " && echo", ")", " --tp", ""])
+def test_what_stands_behind_a_value_stays(value, rest):
+    assert edited(f"run --tp {value}{rest}\n", "f.sh", {"tp": 4}) == f"run --tp 4{rest.replace('--tp', '--tp 4')}\n"
+
+
 def test_check_changes_only_what_the_launch_decides(tmp_path):
     job, better = tmp_path / "job.toml", tmp_path / "better.toml"
     text = (DATA / "more" / "torchtitan__llama3__llama3_8b.toml").read_text()

@@ -88,6 +88,9 @@ def test_degrees_writes_the_best_and_draws_all(tmp_path):
 def test_degrees_says_no_where_nothing_fits():
     record = record_of("degrees", f"{ROOT}/models/llama.py:llama3_70b", "--devices", "8", "--no-bound", "--top", "1", code=1)
     assert record["configurations"][0]["fits"] is False
+    record = record_of("degrees", f"{ROOT}/models/llama.py:llama3_70b", "--devices", "8", "--no-bound", code=1)
+    needed = [row["memory_bytes"] for row in record["configurations"] if row["chance_to_fit"] == 0]
+    assert needed == sorted(needed) and (record["simplest"] == 0 or len(needed) < len(record["configurations"]))
 
 
 @pytest.mark.parametrize(

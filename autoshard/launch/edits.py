@@ -19,6 +19,9 @@ import yaml
 from .texts import PlainLoader, argument_words, toml_key, toml_value
 
 STATEMENT = 500  # lines of a value in TOML at most
+# a word of a shell, and words that are no values of the option before them: options, comments, operators, arrays, and more of a line's end
+WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|`[^`\n]*`|\$\(\([^()\n]*\)\)|[^\s\\"'`)(;|&<>])++"""
+NO_VALUE = r"""[-#;|&<>]|\d*[<>]|"?\$\{\w+\[[@*]"""
 
 
 def edited(text: str, path: str, changes: Mapping[str, Any]) -> str:
@@ -151,7 +154,7 @@ def _plain(value: Any) -> str:
 def _argument(text: str, name: str, value: Any) -> str:
     """In all places of a script that are no comments; where there is none, in front of the first line that begins with an option."""
     option = rf"(?<![\w-])--{re.sub('[-_]', '[-_]', name)}(?![\w-])"
-    words = r"(?:[ \t=]+(?![-#])(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')]+))*"
+    words = rf"(?:[ \t=]+(?!{NO_VALUE}){WORD}(?:[ \t]+(?!{NO_VALUE}|\$){WORD})*)?"
     lines = text.splitlines(keepends=True)
     rows = [i for i, line in enumerate(lines) if not line.lstrip().startswith("#") and re.search(option, line)]
     written = "" if value in (None, False) else f"--{name}{argument_words(value)}"

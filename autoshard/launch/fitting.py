@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.cost import host_bandwidth
+from autoshard.devices import DEVICES
+
 from .best_changes import in_words
 from .launch_prices import LaunchPrices, Site, by_kind, differences, launch_memory, prices_of
 from .legality import DIVIDE_EXPERTS, RECOMPUTED, legal, why_illegal
@@ -131,15 +134,15 @@ def _largest_microbatch(described: LaunchConfig, launcher: str, site: Site) -> i
 def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float, count: int = 3) -> tuple[Remedy, ...]:
     """The cheapest changes after which the launch surely fits: of one thing, or of two or three where fewer are not enough."""
     launch, sizes = described.launch, described.sizes
-    moves = list(_moves(launch, launcher))
+    moves = list(_moves(launch, launcher, host_bandwidth(DEVICES[site.device]) is not None))
     for together in range(1, TOGETHER + 1):
         joined = [one for some in combinations(moves, together) if (one := _joined(some)) is not None]
-        if not joined:
-            return ()
         to = [replace(launch, **fields) for _, fields, _ in joined]
         chunks = np.array([switches.get("loss_chunks", launch.loss_chunks) for _, _, switches in joined])
         runs = TrainingRuns.of(to).with_columns(loss_chunks=chunks)
-        allowed = np.flatnonzero(legal(runs, sizes, launcher))
+        allowed = np.flatnonzero(legal(runs, sizes, launcher)) if joined else np.zeros(0, int)
+        if not len(allowed):
+            return ()
         prices = prices_of(runs[allowed], sizes, site, launcher)
         good = sorted(np.flatnonzero(_surely(prices, site)), key=lambda i: (round(float(prices.seconds[i]), 9), i))[:count]
         if good:
@@ -154,8 +157,8 @@ def _remedies(described: LaunchConfig, launcher: str, site: Site, seconds: float
     return ()
 
 
-def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
-    """Changes of one thing that lower the peak; the sequences per step stay as many."""
+def _moves(launch: Launch, launcher: str, offloads: bool) -> Iterator[Move]:
+    """Changes of one thing that lower the peak; the sequences per step stay as many. offloads: whether copies to the host have a price."""
     for kind in RECOMPUTED[launcher]:
         if kind != launch.recompute:
             yield kind, {"recompute": kind}, {}
@@ -177,7 +180,7 @@ def _moves(launch: Launch, launcher: str) -> Iterator[Move]:
             yield name, fields, {}
     if not launch.gather8:
         yield "8-bit gather", {"gather8": True}, {}
-    if launcher in ("megatron", "deepspeed") and not launch.offload:
+    if launcher in ("megatron", "deepspeed") and offloads and not launch.offload:
         yield OFFLOADED, {"offload": True}, {}
     for what, (column, value) in SWITCHES.get(launcher, {}).items():
         yield what, {}, {column: value}

@@ -32,6 +32,7 @@ STAGES = {  # schedule, stages per device, split; of pipelines
     "nanotron": [("1F1B", 1, "")], "automodel": [("1F1B", 1, ""), *(("Interleaved1F1B", n, "") for n in (2, 4))],
 }  # fmt: skip
 LARGEST_MICROBATCH = 64  # sequences
+COPIES, FEWEST_SHARDS = (4, 16, 64), 8  # of ZeRO-1's states, that Megatron may have
 MOST = 3 * 10**6  # launches; of more, those are left out that shard states over some of the data parallel ranks
 
 
@@ -70,7 +71,8 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     """(shard, zero): how states can be sharded over the data parallel ranks."""
     ranks = data * context
     if launcher in ("megatron", "nanotron"):
-        return [(1, 0), *([(data, 1)] if ranks > 1 else [])]
+        copies = [n for n in COPIES if launcher == "megatron" and data % n == 0 and data // n >= FEWEST_SHARDS]
+        return [(1, 0), *([(data, 1)] if ranks > 1 else []), *((data // n, 1) for n in copies)]
     if launcher == "deepspeed":
         return [(1, 0), *([(data, zero) for zero in (1, 2, 3)] if ranks > 1 else [])]
     kinds = (2, 3) if launcher == "accelerate" or pipeline > 1 else (3,)

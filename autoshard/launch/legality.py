@@ -126,6 +126,10 @@ RULES = (
          lambda a, m: f"expert parallelism (ep {a.expert}) is not expressed by its configuration"),
     Rule("experts", MEGATRON, lambda c, m: (c.data * c.context * c.tensor) % (c.expert * c.expert_tensor) != 0,
          lambda a, m: f"dp {a.data} x cp {a.context} x tp {a.tensor} ranks do not divide by ep {a.expert} x expert tp {a.expert_tensor}"),
+    Rule("experts", MEGATRON, lambda c, m: (m.experts > 0) & (c.zero > 0)  # parallel_state.py:1448
+         & (c.data * c.context * c.tensor // (c.expert * c.expert_tensor) % np.maximum(c.data // c.shard, 1) != 0),
+         lambda a, m: f"{a.data * a.context * a.tensor // (a.expert * a.expert_tensor)} ranks with the same experts do not divide by "
+         f"--num-distributed-optimizer-instances {a.replicate}"),
     Rule("experts", MEGATRON, lambda c, m: c.async_expert & ((c.recompute == "full") | ((c.pipeline > 1) & (c.virtual == 1))),
          lambda a, m: "expert traffic beside compute goes with a pipeline of virtual stages, and not with full recomputation; "
          f"there are {a.virtual} stages per device, recomputed is {a.recompute}"),

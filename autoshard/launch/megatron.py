@@ -135,8 +135,10 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     data = max(devices // (tensor * pipeline * context), 1)
     microbatch = a.number("micro-batch-size", known.microbatch or 1)
     sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED) * tensor)
-    zero = _zero(a)
+    zero, instances = _zero(a), a.number(INSTANCES, 1, 1)
     _check_conflicts(a, path)
+    if zero and data * context % instances:
+        raise ValueError(f"{path}: {data * context} data and context parallel ranks do not divide by --{INSTANCES} {instances}")
     virtual, split = _stages(a, sizes, pipeline)
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
@@ -144,7 +146,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     launch = Launch(
         devices=devices, seq=known.seq or a.number("seq-length", 2048),
         global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch, data=data,
-        shard=data // a.number(INSTANCES, 1, 1) if zero else 1, zero=zero, tensor=tensor, context=context, expert=expert,
+        shard=max(data // instances, 1) if zero else 1, zero=zero, tensor=tensor, context=context, expert=expert,
         sequence_parallel="sequence-parallel" in a and tensor > 1, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a, grads16="grad-reduce-in-bf16" in a,

@@ -47,8 +47,9 @@ class Ranking:
     def rows_at(self, which: slice | list[int]) -> list[dict[str, Any]]:
         p, (low, high) = self.prices, interval(self.launcher)
         columns = {
-            **self.columns.degrees(), "seconds": p.seconds, "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu,
-            "memory_bytes": p.bytes, "chance_to_fit": p.chance, "fits": p.fits, "tight": p.fits & (p.bytes > self.site.usable),
+            **self.columns.degrees(self.sizes.experts > 0), "seconds": p.seconds,
+            "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu, "memory_bytes": p.bytes,
+            "chance_to_fit": p.chance, "fits": p.fits, "tight": p.fits & (p.bytes > self.site.usable),
             "tokens_per_second_per_device_interval": np.outer(p.tokens_per_second, (low, high)),
         }  # fmt: skip
         return [dict(zip(columns, row)) for row in zip(*(column[which].tolist() for column in columns.values()))]
@@ -57,7 +58,7 @@ class Ranking:
     def simplest(self) -> int:
         """The launch with the fewest kinds of parallelism, schedules and recomputation, of those as fast as the first within SIMPLE."""
         c, p = self.columns, self.prices
-        near = (p.fits == p.fits[0]) & (p.expected >= (1 - SIMPLE) * p.expected[0])
+        near = (p.fits == p.fits[0]) & (p.expected >= (1 - SIMPLE) * p.expected[0]) & ((p.expected > 0) | (p.bytes == p.bytes[0]))
         rows = np.flatnonzero(near)
         c = c[rows]
         used = [c.tensor > 1, c.context > 1, c.pipeline > 1, c.expert > 1, c.virtual > 1, c.recompute != "none"]
@@ -144,6 +145,7 @@ def ranking(
         fits = np.concatenate([*of_chunks(likely_to_fit)])
         columns = columns[fits if fits.any() else slice(1)]
     priced = LaunchPrices(*map(np.concatenate, zip(*of_chunks(prices_of))))
-    order = np.lexsort((np.arange(len(columns)), -np.round(priced.tokens_per_second, 9), -np.round(priced.expected, 9), ~priced.fits))
+    speed = np.where(priced.expected > 0, -np.round(priced.tokens_per_second, 9), priced.bytes)  # without a chance, those that need least
+    order = np.lexsort((np.arange(len(columns)), speed, -np.round(priced.expected, 9), ~priced.fits))
     prices = LaunchPrices(*(column[order] for column in priced))
     return Ranking(launcher, sizes, site, columns[order], prices, illegal_by_rule(splits, sizes, launcher), len(splits))

@@ -175,18 +175,18 @@ class TrainingRuns:
     def launch(self, i: int) -> Launch:
         return Launch(**{name: self.values[name][i].item() for name in FIELDS})
 
-    def degrees(self) -> dict[str, np.ndarray]:
-        """The columns that `degrees --json` has, under its keys."""
+    def degrees(self, experts: bool = True) -> dict[str, np.ndarray]:
+        """The columns that `degrees --json` has, under its keys. experts: whether the model has some; else nothing shards them."""
         return {
             "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "ep": self.expert,
             "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
-            "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor, "vpp": self.virtual, "split": self.split,
-            "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep, "gather8": self.gather8,
+            "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor if experts else self.tensor, "vpp": self.virtual,
+            "split": self.split, "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep, "gather8": self.gather8,
         }  # fmt: skip
 
-    def degrees_of(self, i: int) -> dict[str, Any]:
+    def degrees_of(self, i: int, experts: bool = True) -> dict[str, Any]:
         """`degrees` of one of them, as plain values."""
-        return {name: column[i].item() for name, column in self.degrees().items()}
+        return {name: column[i].item() for name, column in self.degrees(experts).items()}
 
     @property
     def family(self) -> np.ndarray:
@@ -247,7 +247,7 @@ class LaunchConfig:
         one = self.launch
         return {
             "launcher": launcher, "devices": one.devices, "global_batch": one.global_batch, "seq": one.seq, "precision": one.precision,
-            "configuration": TrainingRuns.of([one]).degrees_of(0), "parameters": self.sizes.parameters,
+            "configuration": TrainingRuns.of([one]).degrees_of(0, self.sizes.experts > 0), "parameters": self.sizes.parameters,
             "not_counted": list(self.not_counted),
         }  # fmt: skip
 

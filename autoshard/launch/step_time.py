@@ -52,7 +52,7 @@ def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: 
     parts = {kind: m * (blocks * (one.forward[kind] + one.backward[kind]) + head[kind] / p) for kind in one.forward}
     return {
         **parts,
-        "data parallel": m * (blocks * (hidden - forward - backward) + edges * (p == 1)) + late,
+        "data parallel": m * (blocks * np.maximum(hidden - forward - backward, 0.0) + edges * (p == 1)) + late,
         "host": m * np.maximum(blocks * host - (blocks * hidden + head_seconds / p), 0.0),
         "bubble": m * (slowest - mean) + has("bubble") * bubbles(runs, one) * (p * mean - slowest + (p - 1) * transfer),
         "transfers": m * transfer,
@@ -159,18 +159,17 @@ def update_seconds(
     """The exposed reduction of gradients and the gather of ZeRO-1; and the optimizer on the parameters that a device owns."""
     stack, has = constants.stack, constants.has
     parameters = stage_parameters(runs, split)
-    fully = runs.zero >= 2  # their gradients are reduced block by block
-    optimizer = OPTIMIZER_BYTES * parameters / np.where(runs.zero >= 1, runs.sharing, 1.0) / constants.memory_rate
-    replicas = np.where(fully, runs.data * runs.context / runs.sharing, runs.data * runs.context)
-    stride = runs.tensor * np.where(fully, runs.sharing, 1.0)
-    ring = constants.ring(runs, np.maximum(replicas, 1.0), stride)
-    bytes = stack.gradient_bytes * parameters / np.where(fully, runs.sharing, 1.0)
-    reduced = np.where(runs.zero == 1, ring.gather(bytes), ring.all_reduce(bytes)) * (replicas > 1)
+    sharing = np.where(runs.zero >= 1, runs.sharing, 1.0)
+    optimizer = OPTIMIZER_BYTES * parameters / sharing / constants.memory_rate
+    replicas = np.maximum(runs.data * runs.context / sharing, 1.0)
+    shards, copies = constants.ring(runs, sharing, runs.tensor), constants.ring(runs, replicas, runs.tensor * sharing)
+    bytes = stack.gradient_bytes * parameters  # from ZeRO-2 on they are scattered block by block
+    reduced = (runs.zero == 1) * shards.gather(bytes) + (replicas > 1) * copies.all_reduce(bytes / sharing)
     end = end_share(runs, parameters)
     can_hide = (1 - end) * (stack.hides > 0)
     late = beside(last_backward, can_hide * reduced) - last_backward
     exposed = ((1 - can_hide) * reduced + late) * has("gradients")
     of_blocks = runs.layers * runs.block_parameters / runs.tensor / runs.pipeline
-    gathered = (runs.zero == 1) * ring.gather(2 * parameters - np.where(runs.gather8 > 0, of_blocks, 0.0)) * has("parameter gather")
+    gathered = (runs.zero == 1) * shards.gather(2 * parameters - np.where(runs.gather8 > 0, of_blocks, 0.0)) * has("parameter gather")
     gathered = gathered * np.where(stack.hides_gather > 0, end, 1.0)
     return exposed + gathered, optimizer * has("optimizer")

@@ -27,6 +27,7 @@ from autoshard.reading import DEEPEST, check_sound
 NAME = re.compile(r"[A-Za-z_]\w*")
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+ARITHMETIC, BARE = re.compile(r"\$\(\([^()]*\)\)"), re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*")  # $((A*B)): names without $
 PRODUCT = re.compile(r"\$\(\( *(\d{1,9}(?: *\* *\d{1,9}){0,3}) *\)\)")  # $((8*2))
 PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
 DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
@@ -52,7 +53,7 @@ def parsed(text: str, path: str) -> dict[str, Any]:
         why = " ".join(str(error).split())[:200] if isinstance(error, (ValueError, yaml.YAMLError, RecursionError)) else repr(error)[:80]
         raise ValueError(f"{path} can't be read: {why}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path} holds a {type(data).__name__}; expected keys with values")
+        raise ValueError(f"{path} holds {'nothing' if data is None else f'a {type(data).__name__}'}; expected keys with values")
     check_sound(data, path, most=MOST_VALUES)
     return data
 
@@ -167,9 +168,10 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     lines = [line for line in (DEFAULT.sub(r"\1", closed + brace) + rest).splitlines() if not line.lstrip().startswith("#")]
     variables = Variables({})
     for line in lines:
-        variables.note(line)
+        for part in re.split(r";(?=\s|$)", line):
+            variables.note(part)
     uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
-    words = [word.strip("\"'\\,") for line in uncommented for word in re.split(r"\s+", line)]
+    words = [word.strip("\"'\\,;") for line in uncommented for word in re.split(r"\s+", line)]
     # parentheses that are not closed within a word are those of an array of options
     words = [word if word.count("(") == word.count(")") else word.strip("\"'()\\,") for word in words]
     options: dict[str, list[str]] = {}
@@ -208,6 +210,7 @@ class Variables:
                 raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
             return meant
 
+        text = ARITHMETIC.sub(lambda one: BARE.sub(r"$\g<0>", one[0]), text)
         return PRODUCT.sub(lambda product: str(math.prod(map(int, product[1].split("*")))), VARIABLE.sub(value, text))
 
 

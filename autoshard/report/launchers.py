@@ -55,7 +55,7 @@ def ranked_launches(answer: Any, top: int) -> tuple[list[str], ReportTable, list
     splits = f"illegal splits of the devices, of {ranked.splits}: {illegal}"
     margin = f"! needs more than {size(site.usable)}, {site.usable / site.memory:.0%} of the memory"
     tight = margin if any(row["tight"] for row in rows) else None
-    table, peak = launches_table(rows, grouped), f"MFU of {peak_text(site.mfu_of)}"
+    table, peak = launches_table(rows, grouped), f"MFU of {peak_text(site.mfu_of, max(row['mfu'] for row in rows))}"
     return [head, model, rates, peak], table, [of_all(rows), first + alike, tight, splits, _regret(answer)]
 
 
@@ -69,8 +69,9 @@ def kinds_table(title: str, record: Mapping[str, Any]) -> ReportTable:
     return ReportTable(title, numbers("", "time", "share", "", "memory"), rows, "tight")
 
 
-def peak_text(of: Mapping[str, Any]) -> str:
-    return f"the {of['dtype']} peak, {of['flops'] / 1e12:.0f} TFLOP/s"
+def peak_text(of: Mapping[str, Any], mfu: float = 0.0) -> str:
+    masked = ", the masked half of attention counted as computed" * (mfu > 1)
+    return f"the {of['dtype']} peak, {of['flops'] / 1e12:.0f} TFLOP/s{masked}"
 
 
 def _regret(answer: Any) -> str | None:
@@ -134,7 +135,7 @@ def launch_table(record: Mapping[str, Any], path: str, *more: ReportTable, compa
         tight = f", more than the {size(record['usable_bytes'])} that leave a margin" if is_tight else ""
         lines.append(f"memory {size(record['memory_bytes'])} per device{tight}; fits with a chance of {record['chance_to_fit']:.0%}")
         lines.append(f"{seconds(record['seconds'])} per step, {_rate(record)}")
-        lines.append(f"MFU {record['mfu']:.1%} ({_range(record['mfu_interval'], '.1%')}) of {peak_text(record['mfu_of'])}")
+        lines.append(f"MFU {record['mfu']:.1%} ({_range(record['mfu_interval'], '.1%')}) of {peak_text(record['mfu_of'], record['mfu'])}")
         lines += [f"what a step waits for: {limits_text(record['limits'])}", published_text(record["published"])]
         lines += [kinds_table("Where the seconds and the bytes go", record), "", *(part for table in more for part in (table, ""))]
     lines += ["at the same global batch:"] * bool(record["changes"])
