@@ -14,6 +14,8 @@ import transformers
 import autoshard
 from autoshard.capture.huggingface import load_huggingface
 from autoshard.mesh import DEVICES, Mesh
+from autoshard.report.serving import serving_report
+from autoshard.report.terminal import as_text
 from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
 from autoshard.serving.step_prices import price_of
 from autoshard.serving.steps import Stored, paged_attention, steps_of
@@ -342,3 +344,18 @@ def test_a_device_can_be_replaced():
 def test_launches_take_time_unless_a_graph_of_kernels_is_launched_at_once():
     eager, graph = (serve_plan(llama(1), 1, **{**QUICK, "eager": how}).rows[0].seconds_per_token for how in (True, False))
     assert eager > graph + 5 * DEVICES["h100"].launch
+
+
+def test_the_text_is_of_the_best_rows_and_says_a_reason_once():
+    """Of 100,000 devices there are hundreds of pairs of degrees."""
+    figures = dict.fromkeys(("seconds_to_first_token", "seconds_per_token", "tokens_per_second", "most_sequences", "replicated_bytes"), 1)
+    fits = {"why": "", "fits": True, "copies": 1, **figures, "memory_bytes": 2, "weight_bytes": 1, "cache_bytes": 1, "replicas": 1}
+    rows = [{**fits, "tensor": 1, "pipeline": p} for p in range(1, 31)]
+    illegal = [(t, p, f"heads 32 doesn't divide by {t}") for t in range(3, 90, 6) for p in (1, 2)]
+    illegal += [(1, p, f"32 layers for {p} stages") for p in (40, 50)]
+    rows += [{**fits, "fits": False, "memory_bytes": None, "tensor": t, "pipeline": p, "why": why} for t, p, why in illegal]
+    asked = {"batch": 1, "max_tokens": 8, "prompt": 4, "model": "m", "devices": 90, "device": "h100", "memory_limit_bytes": 8, "styles": {}}
+    lines = as_text(serving_report({**asked, "configurations": rows})).splitlines()
+    assert len(lines) < 40 and "and 10 rows that `--json` has" in lines
+    text = " ".join(" ".join(lines).split())
+    assert "tp 87: heads 32 doesn't divide by that pp 40, pp 50: 32 layers for so many stages" in text and text.count("tp 9,") == 1

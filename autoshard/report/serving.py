@@ -1,5 +1,11 @@
 """Degrees for serving as a table, and the style of every module. Takes the record that `serve-plan --json` prints."""
 
+<<<<<<< HEAD
+=======
+from __future__ import annotations
+
+import re
+>>>>>>> cf5383ae (serve-plan prints the best rows, and each reason once)
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
@@ -10,12 +16,16 @@ from autoshard.report.values import ReportTable, numbers
 from autoshard.units import seconds, size
 
 WORTH_SAYING = 0.1  # share of the weights that is replicated
+SHOWN = 20  # rows, the best
 
 
 def serving_report(record: Mapping) -> RenderableType:
     """One row per pair of degrees, those that fit first; the reasons of the others below."""
+    priced = [row for row in record["configurations"] if row["memory_bytes"] is not None]
+    illegal = [row for row in record["configurations"] if row["memory_bytes"] is None]
+    left_out = f"and {len(priced) - SHOWN} rows that `--json` has" if len(priced) > SHOWN else None
     columns = numbers("tp", "pp", "replicas", "first", "per token", "tokens/s", "weights", "cache", "memory", "most", "fits")
-    table = ReportTable("", columns, [_cells(row) for row in record["configurations"] if row["memory_bytes"] is not None], "tight")
+    table = ReportTable("", columns, [_cells(row) for row in priced[:SHOWN]], "tight")
     head = (
         f"{record['batch']} sequences of {record['max_tokens']} tokens ({record['prompt']} of them the prompt) of {record['model']} on "
         f"{record['devices']} {record['device']}, {size(record['memory_limit_bytes'])} each"
@@ -24,7 +34,7 @@ def serving_report(record: Mapping) -> RenderableType:
         "first: seconds to the first token; most: sequences that fit. Prices of data sheets: kernels are off by "
         f"{UNMEASURED_DEVICE:.0%} on average. Sampling isn't priced."
     )
-    return shown(head, "", table, *_reasons(record["configurations"]), "", tail, *_styles(record["styles"]))
+    return shown(head, "", table, left_out, *_reasons([*priced[:SHOWN], *illegal]), "", tail, *_styles(record["styles"]))
 
 
 def _cells(row: Mapping) -> list[str]:
@@ -35,17 +45,23 @@ def _cells(row: Mapping) -> list[str]:
 
 
 def _reasons(rows: Sequence[Mapping]) -> list[str]:
-    """Why degrees don't fit, and what is to be known about those that do; equal words once."""
+    """Why degrees don't fit, and what is to be known about those that do; equal words once, whatever the degree that they end in."""
     words: dict[str, list[str]] = {}
     for row in rows:
-        said = [row["why"]] if row["why"] else []
+        tensor, pipeline, said = f"tp {row['tensor']}", f"pp {row['pipeline']}", [row["why"]] if row["why"] else []
+        degree = f"{tensor} {pipeline}"
+        if row["memory_bytes"] is None:
+            degree = pipeline if row["why"].endswith("stages") else tensor
+            said = [re.sub(r"\bby \d+$", "by that", re.sub(r"\d+ stages$", "so many stages", row["why"]))]
         if row["copies"] > 1:
             said.append(f"{row['copies']} copies of each key-value head")
         if row["memory_bytes"] is not None and row["replicated_bytes"] > WORTH_SAYING * row["weight_bytes"] * row["pipeline"]:
             said.append(f"{size(row['replicated_bytes'])} of weights are on every device: no tensor parallel style shards them")
         for one in said:
-            words.setdefault(one, []).append(f"tp {row['tensor']} pp {row['pipeline']}")
-    return ["", *(f"{', '.join(degrees)}: {one}" for one, degrees in words.items())] if words else []
+            of = words.setdefault(one, [])
+            of += [] if degree in of else [degree]
+    lines = [f"{', '.join(of[:SHOWN])}{' ...' * (len(of) > SHOWN)}: {one}" for one, of in words.items()]
+    return ["", *lines] if lines else []
 
 
 def _styles(styles: Mapping[str, Mapping[str, str]]) -> list[str | ReportTable]:
