@@ -34,7 +34,7 @@ from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.legality import PRECISIONS as EXPRESSED
 from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.ranking import ranking
-from autoshard.launch.runs import PRECISIONS, RECOMPUTE, SCHEDULES, TrainingRuns, distinct
+from autoshard.launch.runs import FIELDS, PRECISIONS, RECOMPUTE, SCHEDULES, TrainingRuns, distinct
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
@@ -151,16 +151,23 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     return all(ok)
 
 
+def every(rows: TrainingRuns) -> list[Launch]:
+    """`rows.launch` of each, column by column."""
+    launches = [Launch(*values) for values in zip(*(rows.values[name].tolist() for name in FIELDS))]
+    assert (launches[0], launches[-1]) == (rows.launch(0), rows.launch(len(rows) - 1))
+    return launches
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     sizes, fixed = MODELS[model], Launch(12 if model in ("small", "mixture") else 16, 96, 48)
     splits = structures(fixed, launcher)
     mask = legal(splits, sizes, launcher)
-    assert mask.tolist() == [legal_by_hand(splits.launch(i), sizes, launcher) for i in range(len(splits))]
-    rows = launches(splits, sizes, launcher)
-    assert all(legal_by_hand(rows.launch(i), sizes, launcher) for i in range(len(rows)))
-    assert len({rows.launch(i) for i in range(len(rows))}) == len(rows) > 0
+    assert mask.tolist() == [legal_by_hand(launch, sizes, launcher) for launch in every(splits)]
+    rows = every(launches(splits, sizes, launcher))
+    assert all(legal_by_hand(launch, sizes, launcher) for launch in rows)
+    assert len(set(rows)) == len(rows) > 0
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,21 @@ def test_torchs_objects_have_the_attributes_that_are_read():
     assert [f"{kind}.{name}" for name, kind in ATTRIBUTES.items() if not hasattr(known[kind], name)] == []
 
 
+@cache
+def own_names() -> set[str]:
+    """Attributes with an underscore that the package defines itself; those of another room are test_rooms.py's."""
+    return {
+        node.name if isinstance(node, ast.FunctionDef) else node.attr if isinstance(node, ast.Attribute) else node.id
+        for path in SOURCES
+        for top in ast.parse(path.read_text()).body
+        if isinstance(top, ast.ClassDef)
+        for node in ast.walk(top)
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    }
+
+
 def names_of_torch(tree: ast.AST) -> set[str]:
     """The names of a file that are modules or objects of torch."""
     bound = set()
@@ -96,7 +112,7 @@ def private_uses(source: str) -> list[str]:
     tree, uses = ast.parse(source), []
     of_torch = names_of_torch(tree)
     own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") in ("self", "cls")}
-    known = {*ATTRIBUTES, *NOT_TORCHS, *own, *OWN}
+    known = {*ATTRIBUTES, *NOT_TORCHS, *own, *own_names()}
     for node in ast.walk(tree):
         text = ""
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -114,19 +130,6 @@ def private_uses(source: str) -> list[str]:
         if text:
             uses.append(f"{node.lineno}: {text}")
     return uses
-
-
-# Attributes with an underscore that the package defines itself; those of another room are test_rooms.py's.
-OWN = {
-    node.name if isinstance(node, ast.FunctionDef) else node.attr if isinstance(node, ast.Attribute) else node.id
-    for path in SOURCES
-    for top in ast.walk(ast.parse(path.read_text()))
-    if isinstance(top, ast.ClassDef)
-    for node in ast.walk(top)
-    if isinstance(node, ast.FunctionDef)
-    or (isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" and isinstance(node.ctx, ast.Store))
-    or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-}
 
 
 def test_no_other_file_names_a_private_part_of_torch():

@@ -8,7 +8,8 @@
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,8 @@ def files(package: Path = PACKAGE) -> list[Path]:
     return sorted(package.rglob("*.py"))
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and name of everything that the file names itself."""
-    for node in ast.walk(tree):
+def named_by(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -51,6 +51,15 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.asname
 
 
+@cache
+def read(source: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]], list[str]]:
+    """Line and name of everything that a file names itself, line and text of its strings, its classes: a file is parsed once."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    strings = [(node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return list(named_by(nodes)), strings, [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
 def pieces(name: str) -> list[str]:
     """`_is_cutEvenly` -> is, cut, evenly."""
     return [piece.lower() for piece in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
@@ -58,7 +67,7 @@ def pieces(name: str) -> list[str]:
 
 def private_identifiers(source: str) -> list[tuple[int, str, str]]:
     rows = []
-    for line, name in identifiers(ast.parse(source)):
+    for line, name in read(source)[0]:
         if name not in EXCEPTIONS:
             rows += [(line, name, IDENTIFIERS[piece]) for piece in pieces(name) if piece in IDENTIFIERS]
     return rows
@@ -66,13 +75,12 @@ def private_identifiers(source: str) -> list[tuple[int, str, str]]:
 
 def private_sentences(source: str) -> list[tuple[int, str]]:
     rows = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            text = node.value
+    for line, text in read(source)[1]:
+        if " " in text:
             for phrase in ALLOWED_SENTENCES:
                 text = re.sub(re.escape(phrase), "", text, flags=re.IGNORECASE)
             for match in re.finditer(rf"\b({'|'.join(SENTENCES)})\b", text, re.IGNORECASE):
-                rows.append((node.lineno + text[: match.start()].count("\n"), text[max(0, match.start() - 30) : match.end() + 20]))
+                rows.append((line + text[: match.start()].count("\n"), text[max(0, match.start() - 30) : match.end() + 20]))
     return rows
 
 
@@ -87,9 +95,9 @@ def test_a_file_has_the_fields_words(path):
 def test_no_two_public_classes_have_one_name():
     places = defaultdict(list)
     for path in files():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(path.relative_to(PACKAGE).as_posix())
+        for name in read(path.read_text())[2]:
+            if not name.startswith("_"):
+                places[name].append(path.relative_to(PACKAGE).as_posix())
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
@@ -103,5 +111,5 @@ def test_private_words_are_caught():
 
 
 def test_every_exception_is_used():
-    names = {name for path in files() for _, name in identifiers(ast.parse(path.read_text()))}
+    names = {name for path in files() for _, name in read(path.read_text())[0]}
     assert set(EXCEPTIONS) <= names
