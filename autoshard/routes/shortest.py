@@ -64,6 +64,7 @@ class _Space:
     padded: bool = False  # shards may be uneven
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) seconds
     needs: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) bytes, of buffer_table
+    searched: dict[int, list[np.ndarray]] = field(default_factory=dict)  # the source of the last route -> its c_0, c_1, ...
 
     @cached_property
     def into(self) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -126,7 +127,10 @@ class Routes:
     def _cheapest(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Route | None:
         (s, t), (op, op_after) = self._encode((source, target), len(shape))
         space = self._space(shape, itemsize)
-        costs = [c[:, 0] for c in _costs(space, [s])]
+        if (costs := space.searched.get(s)) is None:
+            costs = [c[:, 0] for c in _costs(space, [s])]
+            space.searched.clear()
+            space.searched[s] = costs
         if costs[-1][t] == math.inf or (op_after and op_after != op):
             return None
         path = _walk_back(space, costs, t)
