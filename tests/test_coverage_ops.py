@@ -309,19 +309,24 @@ WHOLE = {  # name: why no row cuts it
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_candidate_gives_the_whole_op(name):
+ON_MESHES = [  # each op on one mesh in the quick suite
+    pytest.param(name, mesh, id=f"{name}-{j}", marks=[pytest.mark.slow] * ((k + j) % 3 > 0))
+    for k, name in enumerate(CASES) for j, mesh in enumerate(MESHES)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh"), ON_MESHES)
+def test_every_candidate_gives_the_whole_op(name, mesh):
     target, arguments, keywords = CASES[name]
     graph, tensors, outputs = one_op(target, *arguments, **keywords)
     rows = one_axis_rows(graph.ops[-1], graph.input_tensors(len(tensors)))
     assert rows is not None
     assert (len(rows) == 1) == (name in WHOLE)
     tolerance = TOLERANCE[torch.bfloat16 if any(x.dtype == torch.bfloat16 for x in tensors) else torch.float32]
-    for mesh in MESHES:
-        for candidate in candidates(graph, mesh).of[-1]:
-            error = candidate_error(graph, tensors, outputs, candidate, mesh)
-            written = [*map(text, candidate.inputs), "->", *(o and text(o) for o in candidate.outputs)]
-            assert error <= tolerance, (mesh.shape, written, error)
+    for candidate in candidates(graph, mesh).of[-1]:
+        error = candidate_error(graph, tensors, outputs, candidate, mesh)
+        written = [*map(text, candidate.inputs), "->", *(o and text(o) for o in candidate.outputs)]
+        assert error <= tolerance, (mesh.shape, written, error)
 
 
 WRONG = {  # name: how many candidates there are at least beside the replicated one

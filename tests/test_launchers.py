@@ -652,8 +652,14 @@ class OnlyMap(Executor):
         return iter([function(*row) for row in zip(*columns)])
 
 
-@pytest.mark.parametrize("launcher, flavor", [("torchtitan", "8B"), ("megatron", "mixtral"), ("nanotron", "8B")])
-@pytest.mark.parametrize("memory", [80e9, 24e9, 1e9])
+FITTING = [  # each launcher and each memory once in the quick suite
+    pytest.param(*launcher, memory, marks=[pytest.mark.slow] * ((k + j) % 3 > 0))
+    for k, launcher in enumerate((("torchtitan", "8B"), ("megatron", "mixtral"), ("nanotron", "8B")))
+    for j, memory in enumerate((80e9, 1e9, 24e9))
+]
+
+
+@pytest.mark.parametrize(("launcher", "flavor", "memory"), FITTING)
 def test_the_launches_that_fit_are_ranked_as_among_all(launcher, flavor, memory):
     fixed, site = Launch(16, 2048, 64), Site(memory=memory)
     every, fitting = (ranking(fixed, MODELS[flavor], site, launcher, fitting=fitting) for fitting in (False, True))
