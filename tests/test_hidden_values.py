@@ -38,6 +38,13 @@ def keeping(parts=4):
     return with_hidden_values(captured()[2], parts)
 
 
+@cache
+def formulated(shape, hidden):
+    """Of the graph whose experts keep hidden values, or of the plain one."""
+    graph, mesh = keeping() if hidden else captured()[2], mesh_of(*shape)
+    return graph, mesh, formulate(graph, candidates(graph, mesh), mesh)
+
+
 def of_experts(graph):
     return [i for i, op in enumerate(graph.ops) if is_experts(op)]
 
@@ -158,9 +165,9 @@ def test_wrong_rows_are_found(wrong, monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 def test_usual_plans_shard_experts_as_they_did(name):
     for shape in ((4,), (2, 2)):
-        mesh, found = mesh_of(*shape), []
-        for graph in (captured()[2], keeping()):
-            f = formulate(graph, candidates(graph, mesh), mesh)
+        found = []
+        for hidden in (False, True):
+            graph, mesh, f = formulated(shape, hidden)
             try:
                 one = baseline(graph, mesh, f.candidates, name)
             except ValueError as error:  # the scheme needs what the mesh lacks
