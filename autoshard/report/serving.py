@@ -1,11 +1,6 @@
 """Degrees for serving as a table, and the style of every module. Takes the record that `serve-plan --json` prints."""
 
-<<<<<<< HEAD
-=======
-from __future__ import annotations
-
 import re
->>>>>>> cf5383ae (serve-plan prints the best rows, and each reason once)
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
