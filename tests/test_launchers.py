@@ -91,7 +91,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         a.data * a.tensor * a.context * a.pipeline == a.devices, a.data % a.shard == 0, m.heads % a.tensor == 0,
         latent or m.kv_heads % a.tensor == 0 or (launcher == "megatron" and a.tensor % m.kv_heads == 0),
         m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch) == 0,
-        not m.experts or m.expert_ffn % a.expert_tensor == 0,
+        not m.experts or m.expert_ffn % a.expert_tensor == 0, a.context % a.alltoall == 0,
     ]  # fmt: skip
     if a.expert > 1:
         ok += [m.experts > 0 and m.experts % a.expert == 0]
@@ -131,6 +131,11 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [a.virtual == 1 or (a.pipeline > 1 and max(a.group, a.pipeline) <= microbatches and not 0 < rest < a.pipeline)]
         ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
         ok += [not m.experts or a.tensor == 1 or a.sequence_parallel]
+        of_each = a.data * a.context * a.tensor // (a.expert * a.expert_tensor)
+        ok += [not m.experts or a.zero == 0 or of_each % max(a.data // a.shard, 1) == 0]
+        ok += [a.alltoall == 1 or (m.heads % (a.tensor * a.alltoall) == 0 == max(m.kv_heads // a.tensor, 1) % a.alltoall)]
+    if launcher in ("torchtitan", "nanotron", "automodel"):
+        ok += [a.alltoall == 1]
     if launcher == "automodel":
         ok += [bool(a.split) or m.layers % stages == 0, stages <= m.layers, (a.data * a.context * a.tensor) % a.expert == 0]
         ok += [a.zero == 0 or a.context > 1 or a.shard > 1 or a.data == 1]
@@ -178,16 +183,17 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 6),
     precision=st.sampled_from(["bf16", *sorted(PRECISIONS.keys() - {"fp32"})]),
     recompute=st.sampled_from(["none", "full", "selective_op", "attn", "mla_up_proj+moe_act"]), group=st.integers(1, 5),
-    split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3),
+    split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3), alltoall=st.sampled_from([1, 1, 1, 2, 4]),
 )  # fmt: skip
 def test_legality_of_any_launch(
-    launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, precision, split, passes, recompute, group
+    launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags, precision, split, passes, recompute, group, alltoall
 ):
     data, shard, tensor, context, expert, expert_tensor, pipeline, virtual = counts
     launch = Launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
         sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
         async_expert=flags[3], recompute=recompute, group=group, offload=flags[4], precision=precision, gather8=flags[5],
+        alltoall=alltoall,
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
@@ -208,7 +214,7 @@ def test_every_rule_forbids_something():
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True],
-        "group": [1, 2],
+        "group": [1, 2], "alltoall": [1, 2, 3],
     }  # fmt: skip
     rows = crossed(Launch(48, 50, 27, 3), choices)
     rng = np.random.default_rng(0)

@@ -190,6 +190,34 @@ def test_shards_of_the_distributed_optimizer_and_of_fsdp_are_changed_where_they_
             assert read_configuration("megatron", written, name, known).launch == to
 
 
+# --- heads exchanged for tokens
+
+EXCHANGED = [("", 1), (" --cp-comm-type p2p", 1), (" --cp-comm-type a2a", 4), (" --cp-comm-type all_gather", 1),
+             (" --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("said, ranks", EXCHANGED)
+def test_context_parallelism_by_exchange_is_read_written_and_priced(said, ranks):
+    text, known = f"{SHELL} --context-parallel-size 4 --use-distributed-optimizer{said}\n", Overrides(devices=8)
+    one = read_configuration("megatron", text, "a.sh", known)
+    assert one.launch.alltoall == ranks and edited_text("megatron", one, text, "a.sh", known) == text
+    for to in (replace(one.launch, alltoall=n) for n in (1, 2, 4)):
+        written = edited_text("megatron", LaunchConfig(to, one.sizes), text, "a.sh", known)
+        assert read_configuration("megatron", written, "a.sh", known).launch == to
+    runs = (TrainingRuns.of([replace(one.launch, alltoall=n)]) for n in (1, 2, 4))
+    sums = [by_kind(run, one.sizes, Site(), "megatron")[0]["context parallel"] for run in runs]
+    assert 0 < sums[0] < sums[1] < sums[2]  # 8 key heads of 32: a ring hides them
+
+
+def test_exchanges_that_megatron_refuses_are_refused():
+    text = f"{SHELL} --context-parallel-size 4 --cp-comm-type a2a+p2p"
+    for wrong in ("", " --hierarchical-context-parallel-sizes 2 4"):
+        with pytest.raises(ValueError, match="expected numbers whose product is --context-parallel-size 4"):
+            read_configuration("megatron", text + wrong, "a.sh", Overrides(devices=8))
+    launch = Launch(16, 8192, 16, context=16, alltoall=16)
+    assert "8 key-value heads do not divide by tp 1 x a2a 16" in " ".join(why_illegal(launch, LLAMA8, "megatron"))
+
+
 # --- recomputation of modules
 
 MODULES = [  # what a script says, and what of it counts

@@ -30,7 +30,7 @@ TINY = f"{ROOT}/models/llama.py:tiny"
 SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
 ON_8 = tuple(chain.from_iterable(SIZES.items()))
 KEYS = (
-    "dp shard tp cp ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep gather8 seconds "
+    "dp shard tp cp a2a ep pp schedule microbatch recompute zero etp vpp split passes async_expert deepep gather8 seconds "
     "tokens_per_second_per_device mfu memory_bytes chance_to_fit fits tight tokens_per_second_per_device_interval"
 ).split()
 
@@ -249,7 +249,7 @@ def test_names_on_the_command_line_are_those_of_the_room():
 
 def test_a_row_of_the_ranking_fits_in_80_columns():
     """Columns are those in which rows differ."""
-    widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
+    widest = {"dp": 1024, "shard": 1024, "tp": 16, "cp": 8, "a2a": 1, "ep": 128, "pp": 128, "schedule": "Interleaved1F1B", "microbatch": 16}
     widest |= {"zero": 1, "etp": 1, "vpp": 8, "split": "ends", "passes": 1, "async_expert": True, "deepep": True, "recompute": "full"}
     widest |= {"gather8": True}
     rates = {"tokens_per_second_per_device": 12340.0, "mfu": 0.4567, "memory_bytes": 79.9e9, "chance_to_fit": 0.97, "tight": True}

@@ -49,7 +49,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     launch = Launch(
         devices=processes, seq=known.need("seq", path, OPTION.format("seq")),
         global_batch=known.global_batch or data_parallel * microbatch * accumulated, microbatch=microbatch,
-        data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context,
+        data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context, alltoall=max(sizes_of["sp"], 1),
         recompute="full" if section.flag("fsdp_config.fsdp_activation_checkpointing") else "none", precision=PRECISIONS[precision],
         compiled=compiled, compiled_loss=compiled,
     )  # fmt: skip
@@ -90,7 +90,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     launch = config.launch
     parallelism = {
         "parallelism_config_dp_replicate_size": launch.replicate, "parallelism_config_dp_shard_size": launch.shard,
-        "parallelism_config_tp_size": launch.tensor, "parallelism_config_cp_size": launch.context,
+        "parallelism_config_tp_size": launch.tensor, "parallelism_config_cp_size": launch.context // launch.alltoall,
+        "parallelism_config_sp_size": launch.alltoall if launch.alltoall > 1 else None,
     }  # fmt: skip
     fsdp = {
         "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",

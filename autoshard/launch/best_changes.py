@@ -18,7 +18,7 @@ THINGS = {
     "microbatch": {"microbatch"},
     "recomputation": {"recompute"},
     "tensor parallelism": {"tensor", "sequence_parallel", "data", "shard", "zero", "gather8", "expert_tensor", "async_tensor"},
-    "context parallelism": {"context", "data", "shard", "zero", "gather8"},
+    "context parallelism": {"context", "alltoall", "data", "shard", "zero", "gather8"},
     "pipeline": {"pipeline", "schedule", "virtual", "split", "group", "passes", "data", "shard", "zero", "gather8"},
     "schedule": {"schedule", "virtual", "split", "group", "passes"},
     "expert parallelism": {"expert", "expert_tensor", "async_expert", "deepep"},
@@ -26,10 +26,10 @@ THINGS = {
     "gather": {"gather8"},
 }
 WRITTEN = {
-    "microbatch": "microbatch", "recompute": "recompute", "tensor": "tp", "context": "cp", "pipeline": "pp", "schedule": "schedule",
-    "virtual": "stages per device", "split": "layers of stages", "passes": "passes per step", "expert": "ep", "expert_tensor": "expert tp",
-    "async_expert": "expert overlap", "deepep": "DeepEP", "data": "dp", "shard": "shard", "zero": "zero", "gather8": "8-bit gather",
-    "offload": "optimizer on the host",
+    "microbatch": "microbatch", "recompute": "recompute", "tensor": "tp", "context": "cp", "alltoall": "heads exchanged by",
+    "pipeline": "pp", "schedule": "schedule", "virtual": "stages per device", "split": "layers of stages", "passes": "passes per step",
+    "expert": "ep", "expert_tensor": "expert tp", "async_expert": "expert overlap", "deepep": "DeepEP", "data": "dp", "shard": "shard",
+    "zero": "zero", "gather8": "8-bit gather", "offload": "optimizer on the host",
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ Names = Sequence[str] | np.ndarray
 Parts = dict[str, np.ndarray]  # seconds by kind
 # columns of runs that a block's seconds depend on
 OF_BLOCK = (
-    "microbatch", "seq", "context", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision",
+    "microbatch", "seq", "context", "alltoall", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision",
     "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "qk_norm", "per_node", "network",
 )  # fmt: skip
 RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
@@ -296,8 +296,13 @@ class _OneKind:
         return products + moved * self.constants.stack.traffic / self.constants.memory_rate
 
     def _context(self, backward: bool, core: np.ndarray) -> np.ndarray:
-        """What attention waits for the keys and values of other devices, where the context is sharded."""
-        runs, tp = self.runs, self.runs.tensor
-        ring = self.constants.ring(runs, runs.context, tp)
-        sent = ring.gather(4 * runs.tokens * runs.context * np.maximum(runs.keys / tp, runs.head_dim)) * (1 + backward)
-        return beside(core, sent * self.constants.has("context parallel")) - core
+        """What attention waits for the keys and values of other devices, where the context is sharded; and for heads that are exchanged
+        for tokens: queries, keys and values before it, its result behind it, or their gradients."""
+        runs, tp, some, device = self.runs, self.runs.tensor, self.runs.alltoall, self.constants.device
+        ring, among = self.constants.ring(runs, runs.context / some, tp * some), self.constants.ring(runs, some, tp)
+        keys = np.maximum(runs.keys / tp, runs.head_dim)
+        sent = ring.gather(4 * runs.tokens * runs.context * keys / some) * (1 + backward)
+        inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * among.nodes**-self.constants.stack.congestion
+        exchanged = among.all_to_all(4 * runs.tokens * (runs.queries / tp + keys), np.ones(1), inside, adapter, np.zeros(1))
+        has = self.constants.has("context parallel")
+        return beside(core, sent * has) - core + exchanged * has

@@ -45,7 +45,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     launch = Launch(
         devices=devices, seq=known.need("seq", path, OPTION.format("seq")), global_batch=known.global_batch or micro * accumulated * data,
         microbatch=micro, data=data, shard=(shard if shard > 0 else data) if zero else 1, zero=zero, tensor=tensor, context=context,
-        precision=_precision(section), recompute="none" if section.value(RECOMPUTED) is None else "full",
+        alltoall=context, precision=_precision(section), recompute="none" if section.value(RECOMPUTED) is None else "full",
         compiled=section.flag("compile.deepcompile"),
         offload=section.flag("zero_optimization.cpu_offload") or section.text("zero_optimization.offload_optimizer.device") in HOST,
     )  # fmt: skip

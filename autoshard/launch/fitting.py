@@ -172,6 +172,8 @@ def _moves(launch: Launch, launcher: str, offloads: bool) -> Iterator[Move]:
                 yield f"zero {zero}", {"zero": zero, "shard": launch.data}, {}
     for name in ("tensor", "pipeline", "context"):
         fields = {name: getattr(launch, name) * 2, "data": launch.data // 2, "shard": max(min(launch.shard, launch.data // 2), 1)}
+        if name == "context" and launcher == "deepspeed":
+            fields["alltoall"] = fields[name]
         if launch.data % 2 == 0:
             if name == "tensor":
                 divided = launcher in DIVIDE_EXPERTS and launch.expert_tensor == launch.tensor

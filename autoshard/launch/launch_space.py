@@ -50,6 +50,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     varied |= {
         "expert_tensor": tensor if launcher in DIVIDE_EXPERTS else np.ones(rows, int),
         "sequence_parallel": (tensor > 1) & (launcher not in ("accelerate", "deepspeed")),
+        "alltoall": varied["context"] if launcher == "deepspeed" else np.ones(rows, int),
         "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
         "deepep": np.full(rows, fixed.deepep and launcher != "megatron"),
     }  # fmt: skip
@@ -84,6 +85,10 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: 
     """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal. only8: without gathers in
     16 bits where those in 8 are legal."""
     kept = structures[legal(structures, sizes, launcher)]
+    if launcher == "megatron" and not sizes.latent:
+        exchanging = kept[kept.context > 1]
+        exchanging = exchanging.with_columns(alltoall=exchanging.context)
+        kept = TrainingRuns.joined([kept, exchanging[legal(exchanging, sizes, launcher)]])
     most = int(kept.global_batch.max(initial=1))
     sizes_of = [2**k for k in range(int(np.log2(min(LARGEST_MICROBATCH, most))) + 1)]
     experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if sizes.experts else [1]

@@ -74,6 +74,13 @@ RULES = (
          lambda a, m: f"the sequence {a.seq} does not divide by 2 x cp {a.context}"),
     Rule("sequence", ("megatron", "nanotron"), lambda c, m: c.sequence_parallel & (c.seq % (c.tensor * c.context) != 0),
          lambda a, m: f"the sequence {a.seq} does not divide by tp {a.tensor} x cp {a.context}, as sequence parallelism needs"),
+    Rule("heads", LAUNCHERS, lambda c, m: c.context % c.alltoall != 0,
+         lambda a, m: f"{a.alltoall} ranks that exchange heads are no part of cp {a.context}"),
+    Rule("heads", (*TORCH, *NANOTRON), lambda c, m: c.alltoall > 1,
+         lambda a, m: f"its configuration expresses no exchange of heads, a2a is {a.alltoall}"),
+    Rule("heads", MEGATRON, lambda c, m: (c.alltoall > 1)
+         & ((m.heads % (c.tensor * c.alltoall) != 0) | (np.maximum(m.kv_heads // c.tensor, 1) % c.alltoall != 0)),
+         lambda a, m: f"{m.heads} heads or {m.kv_heads} key-value heads do not divide by tp {a.tensor} x a2a {a.alltoall}"),
     Rule("layers", MEGATRON, lambda c, m: (c.split == "") & (m.layers % (c.pipeline * c.virtual) != 0),
          lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)
          + "; --pipeline-model-parallel-layout can list what each stage has"),

@@ -6,6 +6,7 @@ devices, which --nproc_per_node times --nnodes tell where the command line doesn
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -43,6 +44,7 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
 EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
+EXCHANGE, LEVELS = "cp-comm-type", "hierarchical-context-parallel-sizes"
 UNTIED, PRECISE = "untie-embeddings-and-output-weights", "use-precision-aware-optimizer"
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
@@ -147,13 +149,22 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         devices=devices, seq=known.seq or a.number("seq-length", 2048),
         global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch, data=data,
         shard=max(data // instances, 1) if zero else 1, zero=zero, tensor=tensor, context=context, expert=expert,
-        sequence_parallel="sequence-parallel" in a and tensor > 1, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
+        alltoall=_alltoall(a, context, path), sequence_parallel="sequence-parallel" in a and tensor > 1,
+        expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
         recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a, grads16="grad-reduce-in-bf16" in a,
         split=split, group=a.number(GROUP, 1, 1), offload="optimizer-cpu-offload" in a,
         async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
+
+
+def _alltoall(a: Arguments, context: int, path: str) -> int:
+    """Context parallel ranks that exchange heads: all with a2a, by a2a+p2p the first of the sizes."""
+    kinds, levels = a.get(EXCHANGE, []), [int(number) for number in re.findall(r"\d{1,9}", " ".join(a.get(LEVELS, [])))]
+    if levels and math.prod(levels) != context or ("a2a+p2p" in kinds and not levels):
+        raise ValueError(f"{path}: --{LEVELS} are {levels}; expected numbers whose product is --context-parallel-size {context}")
+    return {"a2a": context, "a2a+p2p": levels[0] if levels else 1}.get(kinds[0], 1) if len({*kinds}) == 1 else 1
 
 
 def _modules(a: Arguments, sizes: ModelSizes) -> str:
@@ -319,6 +330,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "num-virtual-stages-per-pipeline-rank": launch.virtual if launch.virtual > 1 and not launch.split else None,
         "pipeline-model-parallel-layout": layout_text(counts_of(launch, m.layers, m.mtp), m.mtp) if launch.split else None,
         GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
+        EXCHANGE: None if launch.alltoall == 1 else "a2a" if launch.alltoall == launch.context else "a2a+p2p",
+        LEVELS: [launch.alltoall, launch.context // launch.alltoall] if 1 < launch.alltoall < launch.context else None,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
         "optimizer-cpu-offload": launch.offload, PRECISE: launch.offload,
         INSTANCES: launch.replicate if launch.zero and launch.replicate > 1 else None,

@@ -70,8 +70,8 @@ class Ranking:
         parallel ranks. The first row is `simplest`, the others are in order."""
         few, simplest = np.arange(min(len(self), GROUPED)), self.simplest
         c, rates = self.columns[few], self.prices.expected[few].tolist()
-        same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.expert, c.expert_tensor, c.zero, c.gather8, c.recompute, c.async_expert,
-                c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
+        same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.alltoall > 1, c.expert, c.expert_tensor, c.zero, c.gather8, c.recompute,
+                c.async_expert, c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
         groups: dict[int, list[list[int]]] = {}
         for row, kind in enumerate(distinct(same)[1].tolist()):
             known = groups.setdefault(kind, [])

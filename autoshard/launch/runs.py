@@ -68,6 +68,7 @@ class Launch:
     passes: int = 1  # of a step: the pipeline runs empty after each
     offload: bool = False  # the optimizer and its state are on the host
     loss_chunks: int = 1  # of the tokens, one after the other, for which logits exist
+    alltoall: int = 1  # of the context parallel ranks, those that exchange heads for tokens (Ulysses); keys go round among the others
 
     def __post_init__(self) -> None:
         for name in sorted(COUNTS, key="devices".__eq__):  # their product comes last
@@ -101,7 +102,7 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-OPTIONAL = "split passes schedule offload gather8 grads16 loss_chunks"
+OPTIONAL = "alltoall split passes schedule offload gather8 grads16 loss_chunks"
 DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["qk_norm"] = 0  # 1: queries and keys are normalized
@@ -178,10 +179,11 @@ class TrainingRuns:
     def degrees(self, experts: bool = True) -> dict[str, np.ndarray]:
         """The columns that `degrees --json` has, under its keys. experts: whether the model has some; else nothing shards them."""
         return {
-            "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "ep": self.expert,
-            "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"), "microbatch": self.microbatch,
-            "recompute": self.recompute, "zero": self.zero, "etp": self.expert_tensor if experts else self.tensor, "vpp": self.virtual,
-            "split": self.split, "passes": self.passes, "async_expert": self.async_expert, "deepep": self.deepep, "gather8": self.gather8,
+            "dp": self.data, "shard": np.where(self.zero > 0, self.shard, 1), "tp": self.tensor, "cp": self.context, "a2a": self.alltoall,
+            "ep": self.expert, "pp": self.pipeline, "schedule": np.where(self.pipeline > 1, self.schedule, "none"),
+            "microbatch": self.microbatch, "recompute": self.recompute, "zero": self.zero,
+            "etp": self.expert_tensor if experts else self.tensor, "vpp": self.virtual, "split": self.split, "passes": self.passes,
+            "async_expert": self.async_expert, "deepep": self.deepep, "gather8": self.gather8,
         }  # fmt: skip
 
     def degrees_of(self, i: int, experts: bool = True) -> dict[str, Any]:

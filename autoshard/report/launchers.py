@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # columns of a table of launches, with what goes without saying. Those in which no rows differ are said once
 COLUMNS = {
-    "dp": "", "tp": "", "cp": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-",
+    "dp": "", "tp": "", "cp": "1", "a2a": "1", "ep": "1", "etp": "tp", "over\nlap": "no", "deep\nEP": "no", "pp": "", "sche\ndule": "-",
     "lay\ners": "even", "passes": "1", "mbs": "", "re\ncomp": "", "zero": "", "gath\ner8": "no", "shard": "all",
 }  # fmt: skip
 ALWAYS = ("dp", "tp", "pp", "mbs")
@@ -92,10 +92,11 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     traffic runs beside compute."""
     schedule, stages = SHORT.get(row["schedule"], row["schedule"]), row["vpp"]
     cells = (
-        row["dp"], row["tp"], row["cp"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"], "yes" if row["async_expert"] else "no",
-        "yes" if row["deepep"] else "no", row["pp"], f"{schedule}{stages}" if schedule == "VPP" else schedule,
-        in_short(row["split"]) or "even", row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]), row["zero"],
-        "yes" if row["gather8"] else "no",
+        row["dp"], row["tp"], row["cp"], row["a2a"], row["ep"], "tp" if row["etp"] == row["tp"] else row["etp"],
+        "yes" if row["async_expert"] else "no", "yes" if row["deepep"] else "no", row["pp"],
+        f"{schedule}{stages}" if schedule == "VPP" else schedule, in_short(row["split"]) or "even",
+        row["passes"], row["microbatch"], SHORT.get(row["recompute"], row["recompute"]),
+        row["zero"], "yes" if row["gather8"] else "no",
         "all" if row["shard"] == row["dp"] or not row["zero"] else row["shard"],
     )  # fmt: skip
     return dict(zip(COLUMNS, map(str, cells)))
