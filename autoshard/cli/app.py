@@ -3,8 +3,6 @@
 Exit codes: 0 ok; 1 the answer is no (infeasible, mismatch); 2 bad input, with one sentence on stderr; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

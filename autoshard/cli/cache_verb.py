@@ -1,7 +1,5 @@
 """`autoshard cache ls | show | prune | export`: the plans in a cache of `autosharding_pass`."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

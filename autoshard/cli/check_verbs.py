@@ -1,8 +1,6 @@
 """`autoshard check | certify`: whether a saved plan is still good for the model as it is now, or a launcher's configuration for its model;
 and what a plan costs and the bound on all plans, computed again from numbers alone."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

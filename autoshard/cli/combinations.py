@@ -8,8 +8,6 @@
 RULES has a row per reason. A rule holds for a command line where `when` is true of (given, values); then none of its options may be given.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

@@ -1,8 +1,6 @@
 """`autoshard fits`: will a launch fit, with odds. `autoshard degrees`: every launch of a launcher on some devices, predicted and sorted.
 `autoshard serve-plan`: degrees for serving a language model, with its cache in memory, and their seconds."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

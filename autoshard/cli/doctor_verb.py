@@ -4,8 +4,6 @@ demo     GPT-2 small planned for 2 nodes of 4 devices, beside the usual plans, a
 doctor   what is installed, what is missing, whether the solvers answer, and which ops of a model a device can't run
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import sys

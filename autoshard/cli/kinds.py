@@ -1,7 +1,5 @@
 """Kinds of arguments that only the command line has: files that are read or written, models, meshes, lists of numbers."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

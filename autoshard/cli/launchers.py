@@ -1,7 +1,5 @@
 """Options of the verbs about launchers as values: the model's sizes, the site, and a builder of the model for a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Functions that load plans, and the parts of autoshard that are slow to import."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """MODEL on the command line: `file.py:function`, called with the --set keywords, returns `(module, example_inputs)`; or `hf:DIR`."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """`autoshard pipeline`: plans stages, their devices and layouts, schedule and microbatches for a model on a cluster."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`autoshard plan | verify | frontier`: makes a plan, checks it on simulated ranks; makes the fastest plans for less and less memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

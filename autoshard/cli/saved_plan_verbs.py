@@ -4,8 +4,6 @@ Each question of `explain` adds a part to the answer: keys of the record and a r
 no model. NAME and --robust need the model, and plan again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`autoshard simulate`: the time line of a plan, or of a model on data x tensor x pipeline devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

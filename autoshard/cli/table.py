@@ -6,8 +6,6 @@ OWN has the arguments of each verb in the order of its --help. Options of planni
 schedules and so on are repeated here, because the rooms that define them take seconds to import; a test compares the two.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@ asked: a value for each of the verb's own arguments, and in `planning` the optio
 their kinds: `memory_limit` is 8e10, not "80GB".
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ FSDP       fsdp_version 2 with reshard_after_forward, or version 1 with its shar
 MULTI_GPU  replicas        DEEPSPEED  zero_stage
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from .runs import MODEL, Launch, LaunchConfig, Overrides

@@ -5,8 +5,6 @@ A result is freed after its last reader; what the backward reads, and the input 
 copies of a block's weights are alive until its backward; of a block that is computed again until the loss, and again beside its backward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache

@@ -7,8 +7,6 @@ hub, so its sizes come from beside it.
     after forward   parameters are resharded, but with a pipeline, or as reshard_after_forward says
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

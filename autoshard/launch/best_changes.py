@@ -1,7 +1,5 @@
 """The changes of one launch that would gain most: in one thing, in two things, and to the best of the space."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations

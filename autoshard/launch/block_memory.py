@@ -4,8 +4,6 @@
     largest     of tensors that are alive at once, each from the task that writes it to its last reader (`largest_live`)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -10,8 +10,6 @@
 Device d of p has the stages d, d + p, d + 2 p ...; by V-shaped schedules d and 2 p - 1 - d.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -9,8 +9,6 @@ graph of a model under a scheme's layouts: kernels and collectives in order, wha
 Kernels cost what they cost in a plan (`cost.busy_seconds`); collectives wait for kernels, and kernels for collectives, as on a time line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`check_launch`: whether a launcher's configuration can start, how fast it will be and why, and which changes gain most."""
 
-from __future__ import annotations
-
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any

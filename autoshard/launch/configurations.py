@@ -1,7 +1,5 @@
 """A configuration in any launcher's format as a `LaunchConfig`, and back as text that the launcher reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ left out.
     sharding         zero_optimization.stage; MiCS (mics_shard_size) over some of the ranks
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

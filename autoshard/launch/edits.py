@@ -6,8 +6,6 @@ Keys have dotted names; None removes one. TOML is read statement by statement, Y
 arguments where they stand in the script. The caller reads again what was written.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

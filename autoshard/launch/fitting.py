@@ -7,8 +7,6 @@
 The chance is that of the launcher's kept runs to need no more than the memory, by how far off their predicted bytes were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations

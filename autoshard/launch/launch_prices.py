@@ -7,8 +7,6 @@ through, and holds what is no routed expert. The rest is added here: all_to_all,
 states and transfers of their parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -9,8 +9,6 @@
 First the degrees with their stages are listed and checked (`structures`), then each legal one is crossed with the rest (`launches`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

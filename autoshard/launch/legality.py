@@ -5,8 +5,6 @@ Sources: `ParallelDims` of torchtitan, `TransformerConfig` and `validate_args` o
 `calculate_virtual_stages` of Automodel, the schedules of torch.distributed.pipelining.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

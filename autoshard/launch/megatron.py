@@ -4,8 +4,6 @@ Micro batches are those of --micro-batch-size; the data parallel degree is what 
 devices, which --nproc_per_node times --nnodes tell where the command line doesn't. Without a precision flag it trains in float32.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """nanotron: its YAML. Degrees are dp, tp, pp and context_parallel_size; sizes are those of model_config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 published.json is what benchmarks/published_launches.py wrote: a model, a launch, where it ran, its source, and tokens/s of one device.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The launches of a space, priced and sorted by expected speed: tokens/s times the chance to fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass

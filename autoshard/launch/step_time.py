@@ -11,8 +11,6 @@ m microbatches of a step in i passes, p devices with v virtual stages each; z: h
 Kernels and collectives beside each other are `cost.beside`. An effect that `RunConstants.without` names counts nothing, for ablations.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from autoshard.cost import Ring, beside

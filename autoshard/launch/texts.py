@@ -7,8 +7,6 @@ A text may be hostile: what its variables, aliases and merges stand for is count
 proportional to the text. What is written is compared with what the format's own parser reads of it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

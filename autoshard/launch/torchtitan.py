@@ -7,8 +7,6 @@
 FSDP shards over shard * context ranks. Without a pipeline it gathers parameters again in the backward pass, unless told "never".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

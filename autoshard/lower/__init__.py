@@ -1,72 +1,16 @@
 """What each rank computes: per-rank programs of plain ATen ops and explicit collectives, and the proof that they compute the same."""
 
-from autoshard.lower.collectives import CollectiveCall as CollectiveCall
-from autoshard.lower.collectives import Groups as Groups
-from autoshard.lower.collectives import Rank as Rank
-from autoshard.lower.collectives import RankGenerator as RankGenerator
-from autoshard.lower.collectives import check_step as check_step
-from autoshard.lower.collectives import drive as drive
-from autoshard.lower.dry_run import CannotRun as CannotRun
-from autoshard.lower.dry_run import dry_run as dry_run
-from autoshard.lower.faults import plant_fault as plant_fault
-from autoshard.lower.flow import ADD as ADD
-from autoshard.lower.flow import STARTS as STARTS
-from autoshard.lower.flow import VIEWS as VIEWS
-from autoshard.lower.flow import WAIT as WAIT
-from autoshard.lower.flow import Flow as Flow
-from autoshard.lower.flow import Pace as Pace
-from autoshard.lower.flow import largest_buffer as largest_buffer
-from autoshard.lower.flow import live_bytes as live_bytes
-from autoshard.lower.flow import owners as owners
-from autoshard.lower.flow import size as size
-from autoshard.lower.fx_program import Boxed as Boxed
-from autoshard.lower.fx_program import RankGraphs as RankGraphs
-from autoshard.lower.fx_program import are_alike as are_alike
-from autoshard.lower.fx_program import boxed as boxed
-from autoshard.lower.fx_program import compiled as compiled
-from autoshard.lower.fx_program import first_of_backward as first_of_backward
-from autoshard.lower.fx_program import rewritten as rewritten
-from autoshard.lower.fx_program import subgraph as subgraph
-from autoshard.lower.fx_program import trace as trace
-from autoshard.lower.fx_program import without_idle as without_idle
-from autoshard.lower.fx_program import write_in_place as write_in_place
-from autoshard.lower.generator import draws as draws
-from autoshard.lower.generator import first_state as first_state
-from autoshard.lower.generator import from_state as from_state
-from autoshard.lower.generator import is_random as is_random
-from autoshard.lower.generator import mixed as mixed
-from autoshard.lower.generator import state_of_generator as state_of_generator
-from autoshard.lower.issue_order import Issued as Issued
-from autoshard.lower.issue_order import out_of_step as out_of_step
-from autoshard.lower.program import LoadPlaceholder as LoadPlaceholder
-from autoshard.lower.program import RankProgram as RankProgram
-from autoshard.lower.program import Redistribute as Redistribute
-from autoshard.lower.program import Slot as Slot
-from autoshard.lower.program import lower as lower
-from autoshard.lower.program import redistribution as redistribution
-from autoshard.lower.program import slot_of as slot_of
-from autoshard.lower.program import slots_of as slots_of
-from autoshard.lower.run import SimulatedRanks as SimulatedRanks
-from autoshard.lower.run import check as check
-from autoshard.lower.run import run_route as run_route
-from autoshard.lower.sharding import assemble as assemble
-from autoshard.lower.sharding import gap as gap
-from autoshard.lower.sharding import part_of as part_of
-from autoshard.lower.sharding import reduce_tensors as reduce_tensors
-from autoshard.lower.sharding import shard_of_rank as shard_of_rank
-from autoshard.lower.unsharded import attribute_of as attribute_of
-from autoshard.lower.unsharded import index_bounds as index_bounds
-from autoshard.lower.unsharded import run_unsharded as run_unsharded
-from autoshard.lower.unsharded import seeded as seeded
-from autoshard.lower.unsharded import state_of_module as state_of_module
-from autoshard.lower.unsharded import verify_graph as verify_graph
-from autoshard.lower.verify import TOLERANCES as TOLERANCES
-from autoshard.lower.verify import Mismatch as Mismatch
-from autoshard.lower.verify import Verification as Verification
-from autoshard.lower.verify import failure as failure
-from autoshard.lower.verify import least_precise as least_precise
-from autoshard.lower.verify import out_of_order as out_of_order
-from autoshard.lower.verify import perturbed as perturbed
-from autoshard.lower.verify import relative_error as relative_error
-from autoshard.lower.verify import run_global as run_global
-from autoshard.lower.verify import verify_program as verify_program
+from .collectives import CollectiveCall, Groups, Rank, RankGenerator, check_step, drive
+from .dry_run import CannotRun, dry_run
+from .faults import plant_fault
+from .flow import ADD, STARTS, VIEWS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
+from .fx_program import Boxed, RankGraphs, are_alike, boxed, compiled
+from .fx_program import first_of_backward, rewritten, subgraph, trace, without_idle, write_in_place
+from .generator import draws, first_state, from_state, is_random, mixed, state_of_generator
+from .issue_order import Issued, out_of_step
+from .program import LoadPlaceholder, RankProgram, Redistribute, Slot, lower, redistribution, slot_of, slots_of
+from .run import SimulatedRanks, check, run_route
+from .sharding import assemble, gap, part_of, reduce_tensors, shard_of_rank
+from .unsharded import attribute_of, index_bounds, run_unsharded, seeded, state_of_module, verify_graph
+from .verify import TOLERANCES, Mismatch, Verification, failure, least_precise
+from .verify import out_of_order, perturbed, relative_error, run_global, verify_program
