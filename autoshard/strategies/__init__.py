@@ -5,6 +5,6 @@ from .candidates import REPLICATED, Candidate, Candidates, KnownCandidates, cand
 from .experts import is_experts, sends_tokens, worked_shapes
 from .fusion import fused
 from .internal import internal_bytes, internal_collectives, internal_passes
-from .partitioning import computed_again
+from .partitioning import Keeping, computed_again
 from .register import register_rule
 from .rows import Row, argument, rule

@@ -8,23 +8,30 @@ the rest again on their way. Here, in the order of the forward, of each tensor v
     computed again  where those sources that nothing else keeps have fewer bytes than v, and there are at most MOST of them: a longer
                     chain, as of sums of residuals, would be there all at once before its last value is read; else v is kept
 
-So casts, activation functions and products with gates are computed again from what matmuls and sums of residuals keep. A norm whose result
-a matmul reads is computed again with `norms` alone: it costs a kernel, and where the sequence is sharded a second gather.
+So casts, activation functions and products with gates are computed again from what matmuls and sums of residuals keep, on the way to what
+reads them. What a matmul of the backward reads has to be written once more, and a norm where the sequence is sharded gathered once more; so
+these may be kept (`keeping`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from autoshard.graph import Graph, Value, constants, is_random, reached
 from autoshard.strategies.fusion import is_reduction, shares_kernels
 
 MOST = 4
+Keeping = Literal["matmuls", "norms", ""]
 
 
-def computed_again(graph: Graph, norms: bool) -> frozenset[str]:
-    """The names of the forward's ops that a compiled step runs again, of views between them, and of casts of parameters that these read."""
-    partitioning = _Partitioning(graph, norms)
+def computed_again(graph: Graph, keeping: Keeping) -> frozenset[str]:
+    """The names of the forward's ops that a compiled step runs again, of views between them, and of casts of parameters that these read.
+
+    keeping, of what else could be computed again: "matmuls", what kernels that are fused with nothing read, such as matmuls; "norms", of
+    that norms alone; "", nothing, as torch.compile does.
+    """
+    partitioning = _Partitioning(graph, keeping)
     for i, values in _saved(graph).items():
         partitioning.decide(i, values)
     return frozenset(graph.ops[i].name for i in partitioning.again)
@@ -39,10 +46,10 @@ def _saved(graph: Graph) -> dict[int, list[Value]]:
 
 
 class _Partitioning:
-    def __init__(self, graph: Graph, norms: bool):
-        self.graph, self.constant = graph, constants(graph)
-        alone = [op for op in graph.ops if op.backward and not norms and not op.is_view and not shares_kernels(op)]
-        self.of_matmuls = {graph.storage(value) for op in alone for value in op.inputs}  # and of other kernels that are fused with nothing
+    def __init__(self, graph: Graph, keeping: Keeping):
+        self.graph, self.constant, self.keeping = graph, constants(graph), keeping
+        alone = [op for op in graph.ops if op.backward and not op.is_view and not shares_kernels(op)]
+        self.of_matmuls = {graph.storage(value) for op in alone for value in op.inputs}
         self.kept: set[Value] = set()
         self.again: set[int] = set()
         self.sources: dict[Value, frozenset[Value]] = {}
@@ -50,16 +57,18 @@ class _Partitioning:
     def decide(self, i: int, values: Sequence[Value]) -> None:
         """values: what the backward reads of the results of op i, or views of these."""
         own, sources = frozenset(self.graph.storage(value) for value in values), self._of_op(i)
-        if sources is not None and self._added(sources) < self._added(own) and not self._is_norm_of_matmul(own, sources):
+        if sources is not None and self._added(sources) < self._added(own) and not self._is_to_keep(own, sources):
             self.kept |= sources
             self.again |= reached([j for j, _ in values], self._read).keys()
         elif i not in self.constant:
             self.kept |= own
             self.sources |= {value: frozenset([value]) for value in own}
 
-    def _is_norm_of_matmul(self, values: frozenset[Value], sources: frozenset[Value]) -> bool:
+    def _is_to_keep(self, values: frozenset[Value], sources: frozenset[Value]) -> bool:
+        if not self.keeping or self.of_matmuls.isdisjoint(values):
+            return False
         least = min(self.graph.tensor(value).numel for value in values)
-        return not self.of_matmuls.isdisjoint(values) and any(self.graph.tensor(value).numel < least for value in sources)
+        return self.keeping == "matmuls" or any(self.graph.tensor(value).numel < least for value in sources)  # statistics of a norm
 
     def _added(self, values: frozenset[Value]) -> int:
         """Bytes that would be kept for these tensors."""
