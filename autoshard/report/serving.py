@@ -45,7 +45,7 @@ def _reasons(rows: Sequence[Mapping]) -> list[str]:
     for row in rows:
         tensor, pipeline, said = f"tp {row['tensor']}", f"pp {row['pipeline']}", [row["why"]] if row["why"] else []
         degree = f"{tensor} {pipeline}"
-        if row["memory_bytes"] is None:
+        if row["memory_bytes"] is None and said:
             degree = pipeline if row["why"].endswith("stages") else tensor
             said = [re.sub(r"\bby \d+$", "by that", re.sub(r"\d+ stages$", "so many stages", row["why"]))]
         if row["copies"] > 1:
