@@ -71,6 +71,7 @@ CASES: dict[str, dict] = {
     "dlrm 2x4": plan_case("dlrm:tiny", (2, 4), {}, training=True),
     "mlp 4x4": plan_case("mlp:mlp", (4, 4), {"layers": 8}, training=True, optimizer=12.0, master_weights=True),
     "mlp 8 limit": plan_case("mlp:mlp", (8,), {"layers": 8}, training=True, memory_limit=30e6),
+    "llama 4 compiled": plan_case("llama:tiny", (4,), {"layers": 4}, training=True, compiled=True),
     # -- plans of which several variants are tried: order of the sequence x chunks of the loss x recomputation x what is optimised
     "variants head-tail": variants("llama:tiny", (2, 2), LONG, baselines=False),
     "variants head-tail asked": variants("llama:tiny", (4,), {**LONG, "layers": 1}, sequence_order="head_tail", microbatches=2),
