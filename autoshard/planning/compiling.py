@@ -6,6 +6,7 @@ torch.compile does always, and the faster plan is the answer. With recompute="au
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from autoshard.graph import recompute_ops
@@ -16,11 +17,13 @@ from autoshard.strategies import Keeping, computed_again
 
 def compilations(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
     """What matmuls read kept, and where memory is short computed again."""
-    if question.options.recompute == "auto":
-        yield Variant("each value as it is chosen")
+    options = question.options
+    if options.recompute == "auto" or not (options.compiled and options.training):
+        yield Variant("as it is")
         return
-    yield Variant("what matmuls read kept", as_compiled)
-    if question.options.compiled and question.options.training and is_short(question, tried[-1]):
+    explains = question.explains and options.memory_limit is None  # else the second variant does
+    yield Variant("what matmuls read kept", lambda part: replace(as_compiled(part), explains=explains))
+    if is_short(question, tried[-1]):
         yield Variant("all pointwise values computed again", partial(as_compiled, keeping=""), competes=True)
 
 
