@@ -10,6 +10,8 @@ from autoshard import Mesh
 from autoshard.api import simulate
 from autoshard.capture import capture_module
 from autoshard.graph import SUFFIX, recompute_ops
+from autoshard.report.planned import planned_report
+from autoshard.report.terminal import as_text
 from autoshard.strategies import computed_again
 from autoshard.strategies.partitioning import MOST
 from models import bert, gpt2, llama, moe, unet
@@ -108,6 +110,7 @@ def test_a_saved_plan_computes_the_same_again(tmp_path):
     plan.save(tmp_path / "plan.json")
     again = autoshard.load(tmp_path / "plan.json")
     assert again.computed_again == plan.computed_again and len(plan.computed_again) > 4
+    assert "computed again by kernels in the backward pass: " in " ".join(as_text(planned_report(plan)).split())
     line = simulate(model, inputs, again, overlap=False)
     assert line.seconds == pytest.approx(plan.cost, rel=1e-9) and line.peak_bytes == pytest.approx(plan.peak_bytes)
 

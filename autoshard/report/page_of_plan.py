@@ -27,7 +27,7 @@ SECTIONS = {
     "layouts": "Layouts on the mesh", "model": "The model", "timeline": "Time line", "frontier": "Frontier",
     "unknown": "What was not understood", "prices": "How sure the prices are", "made": "How it was made",
 }  # fmt: skip
-ELSEWHERE = ("axes", "device", "training", "model", "set", "padding")  # assumptions that other places of the page hold
+ELSEWHERE = ("axes", "device", "training", "model", "set", "padding", "computed_again")  # assumptions that other places of the page hold
 
 
 def title(solution: Solution) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
 
-from autoshard.graph import Chosen
 from autoshard.report import plan_tables
 from autoshard.report.plan_tables import axis_line, interval_words, shape_text
 from autoshard.report.proof import overlapped_words, proof, verdict
@@ -20,7 +19,7 @@ FEW = 5  # placement mismatches listed
 # assumptions that other lines of the report hold
 ELSEWHERE = (
     "axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches", "objective", "recomputed", "offloaded",
-    "saved",
+    "saved", "computed_again",
 )  # fmt: skip
 
 
@@ -44,7 +43,7 @@ def header(solution: Solution) -> ReportTable:
     least = f"no plan takes less than {seconds(solution.bound)}{alone and ' so'}"
     rows.append(("cost", f"{seconds(solution.cost)} per {what}{alone}; {least}"))
     rows.append(("", "" if solution.overlapped else interval_words(solution)))
-    rows += [("prices", plan_tables.prices_known_from(solution)), ("memory", _memory(solution)), ("saved", _saved(solution.chosen))]
+    rows += [("prices", plan_tables.prices_known_from(solution)), ("memory", _memory(solution)), ("saved", _saved(solution))]
     device = f"{solution.mesh.device.name}{', float32 matmuls as TF32' if solution.mesh.device.tf32 else ''}"
     rows.append(("mesh", "; ".join([f"{shape_text(solution.mesh.shape)} of {device}", *map(axis_line, solution.mesh.axes)])))
     rows.append(("assumed", ", ".join(f"{key} {words}" for key, words in plan_tables.assumed(solution, ELSEWHERE).items())))
@@ -59,9 +58,13 @@ def _memory(solution: Solution) -> str:
     return f"{peak}, {plan_tables.peak_place(solution)}: {parts}" if solution.peak else peak
 
 
-def _saved(chosen: Chosen) -> str:
+def _saved(solution: Solution) -> str:
     """Which of the forward's values the backward pass does not find on the device: how often each op, views last."""
-    ways = {"recomputed": chosen.recomputed, "offloaded": [name.rpartition(".")[0] for name in chosen.offloaded]}
+    chosen = solution.chosen
+    ways = {
+        "recomputed": chosen.recomputed, "computed again by kernels": solution.computed_again,
+        "offloaded": [name.rpartition(".")[0] for name in chosen.offloaded],
+    }  # fmt: skip
     said = []
     for way, names in ways.items():
         counts = Counter(re.sub(r"_\d+$", "", name) for name in names)
