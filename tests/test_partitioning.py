@@ -71,6 +71,16 @@ def test_a_norm_that_a_matmul_reads_is_computed_again_if_asked_for():
     assert "mul" not in operators(graph) and "mul" in operators(graph, "")
 
 
+def test_a_chain_is_longer_than_the_stack_is_deep():
+    def chain(x, w, v, u):
+        y = x @ w
+        for _ in range(500):
+            y = y + 1.0
+        return F.silu(y) @ v @ u
+
+    assert operators(graph_of(chain), "") == ["silu"]
+
+
 def test_what_is_drawn_is_kept():
     graph = graph_of(lambda x, w, v, u: F.dropout(F.silu(x @ w), 0.5) @ v @ u)
     assert not any(graph.ops[graph.index[name]].kind == "random" for name in computed_again(graph, ""))

@@ -31,9 +31,12 @@ def computed_again(graph: Graph, keeping: Keeping) -> frozenset[str]:
     keeping, of what else could be computed again: "matmuls", what kernels that are fused with nothing read, such as matmuls; "norms", of
     that norms alone; "", nothing, as torch.compile does.
     """
-    partitioning = _Partitioning(graph, keeping)
-    for i, values in _saved(graph).items():
-        partitioning.decide(i, values)
+    partitioning, saved = _Partitioning(graph, keeping), _saved(graph)
+    for i, op in enumerate(graph.ops):
+        if i in saved:
+            partitioning.decide(i, saved[i])
+        elif not op.backward:
+            partitioning.note(i)
     return frozenset(graph.ops[i].name for i in partitioning.again)
 
 
@@ -42,7 +45,7 @@ def _saved(graph: Graph) -> dict[int, list[Value]]:
     saved: dict[int, list[Value]] = {}
     for value in sorted({value for op in graph.ops if op.backward for value in op.inputs if not graph.ops[value[0]].backward}):
         saved.setdefault(graph.storage(value)[0], []).append(value)
-    return dict(sorted(saved.items()))
+    return saved
 
 
 class _Partitioning:
@@ -63,6 +66,12 @@ class _Partitioning:
         elif i not in self.constant:
             self.kept |= own
             self.sources |= {value: frozenset([value]) for value in own}
+
+    def note(self, i: int) -> None:
+        """The sources of what the backward doesn't read: in the order of the ops, as a chain may be longer than the stack is deep."""
+        for k, tensor in enumerate(self.graph.ops[i].outputs):
+            if tensor is not None and self.graph.ops[i].alias is None:
+                self._of((i, k))
 
     def _is_to_keep(self, values: frozenset[Value], sources: frozenset[Value]) -> bool:
         if not self.keeping or self.of_matmuls.isdisjoint(values):
