@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from autoshard.capture import capture
-from autoshard.graph import Graph, Op, Result, Tensor, check, repeated_blocks, tile
+from autoshard.graph import Graph, Op, Result, Tensor, check, forward_blocks, repeated_blocks, tile
 from models import bert, gpt2, llama
 from tests.helpers_refusals import assert_refused
 
@@ -155,6 +155,18 @@ def test_every_op_of_a_layer_has_a_place_and_its_parameters_that_of_the_layer(mo
     assert {places[i].instance for i in middle if graph.ops[i].kind == "parameter"} == {6}
     assert {places[i].instance for i in middle} <= {5, 6, 7}  # a block may begin a few ops before the layer
     assert len({places[i].position for i in middle}) == len(middle)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_block_reads_the_hidden_values_of_the_one_before_alone(model):
+    """Where it began behind its first norm, a recomputed block would keep a second tensor of that size."""
+    graph = captured(model, 5, True)
+    blocks = forward_blocks(graph)
+    assert len(blocks) == 5
+    for members in map(set, blocks):
+        values = {value for i in members for value in graph.ops[i].inputs if not graph.ops[value[0]].is_placeholder}
+        read = {value for value in values if value[0] not in members}
+        assert sum(graph.tensor(value).shape == graph.tensor((max(members), 0)).shape for value in read) == 1
 
 
 def test_a_period_of_the_tiled_graph_is_a_block():

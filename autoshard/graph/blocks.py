@@ -108,7 +108,8 @@ def _shifts(first: int, group: dict[int, Repetition], linked: "BlockLinks") -> d
     """The d_r for which item b of repetition r belongs to instance (b + d_r) // P_r: that of most of its inputs or readers.
 
     A read between an item b of a known instance v and an item b' of s belongs to that instance if v P_s <= b' + d_s < (v + 1) P_s,
-    an interval of d_s. d_s is the least point at which most of these intervals overlap.
+    an interval of d_s. d_s is where most of these intervals overlap, there as near to 0 as possible: a repetition begins with the first
+    op of its first layer, which may be several ops before the first one that reads a parameter (a norm).
     """
     shifts = {first: 0}
     while len(shifts) < len(group):
@@ -124,7 +125,8 @@ def _shifts(first: int, group: dict[int, Repetition], linked: "BlockLinks") -> d
                 opened[low + P] -= 1
             ends = sorted(opened)
             overlapping = list(accumulate(opened[at] for at in ends))
-            shifts[unknown] = ends[overlapping.index(max(overlapping))]
+            spans = [(low, high - 1) for low, high, number in zip(ends, ends[1:], overlapping) if number == max(overlapping)]
+            shifts[unknown] = min((min(max(low, 0), high) for low, high in spans), key=abs)
     return shifts
 
 
