@@ -166,7 +166,8 @@ def test_what_begins_early_stays_below_the_plans_limit(plans, scheme, mesh):
     tight = dataclasses.replace(solution, assumptions={**solution.assumptions, "memory_limit": solution.peak_bytes})
     free, limited = (timeline_of_solution(graph, plan, prefetch=1000) for plan in (solution, tight))
     assert limited.peak_bytes <= solution.peak_bytes * (1 + 1e-4)
-    assert solution.peak_bytes < free.peak_bytes <= solution.peak_bytes + spare_bytes(solution.peak_bytes)
+    assert scheme == "megatron" or solution.peak_bytes < free.peak_bytes
+    assert free.peak_bytes <= solution.peak_bytes + spare_bytes(solution.peak_bytes)
     assert solution.cost > limited.seconds >= free.seconds
     assert scheme == "megatron" or limited.seconds > free.seconds
 
@@ -243,12 +244,16 @@ def test_parameters_that_are_cast_are_fetched_as_early_as_those_that_are_not(mic
     devices = Mesh.from_bandwidths((4,), **SLOW)
     solution = scheme_plan(graph, devices, "fsdp", training=True, baselines=False, microbatches=microbatches)
     graph = with_microbatches(graph, "float32") if microbatches > 1 else graph
-    program = timeline_of_solution(graph, solution).program
+    line = timeline_of_solution(graph, solution)
+    program = line.program
     casts = sorted(early_casts(graph))
     assert len(casts) == 2 * len(graph.parameters) - 1  # the backward of an embedding does not read it
     kernels = [task.op for task in program.tasks if task.kind == "compute"][-len(graph.ops) :]
     hoisted = [i for i in casts if i in kernels and any(other < i for other in kernels[kernels.index(i) :])]
     assert len(hoisted) > len(casts) / 2
+    first = next(k for k, i in enumerate(kernels) if graph.ops[i].backward and i not in casts)
+    assert sum(i in kernels[:first] for i in casts) < 0.9 * len(casts)  # none before its own fetch begins
+    assert line.peak_bytes <= solution.peak_bytes + spare_bytes(solution.peak_bytes)  # nor is room taken for it before
     in_place = [task.op for task in timeline_of_solution(graph, solution, overlap=False).tasks if task.kind == "compute"]
     assert in_place[: in_place.index(casts[-1])] == sorted(in_place[: in_place.index(casts[-1])])
 

@@ -171,8 +171,11 @@ class _Builder:
         self.tasks.append(task)
 
     def _move(self, k: int) -> None:
-        link = self.links[k]
-        self._cast(link.a)
+        link, cast = self.links[k], self.places.cast_of.get(self.links[k].a, -1)
+        if cast >= 0 and cast not in self.ready:
+            if not self.steps[k]:  # nothing is fetched yet
+                return
+            self._run(cast)
         first = len(self.tasks)
         after = self._available(link.a) or self.begins_after
         if k in self.places.later:  # not before the compute stream has reached this position
@@ -188,16 +191,9 @@ class _Builder:
         if k in self.places.hub_links:
             self.ready[link.b] = after
 
-    def _cast(self, node: int) -> None:
-        """Run the casts of parameters that a fetch of this node's value waits for."""
-        if node in self.places.casts and node not in self.ready:
-            self._run(node)
-        elif node in self.places.early:
-            for k in self.places.inputs.get(node, ()):
-                self._cast(self.links[k].a)
-
     def _available(self, node: int) -> tuple[int, ...]:
         """The tasks after which the value of a node is available; of a view whose turn is still to come, those of its inputs."""
+        node = node if node in self.ready else self.places.cast_of.get(node, node)
         if node in self.ready or node not in self.places.inputs:
             return self.ready.get(node, ())
         return tuple(sorted({t for k in self.places.inputs[node] for t in self._ends(k)}))
@@ -288,7 +284,7 @@ class _Places:
         for k, link in enumerate(self.links):
             self._read(k, link, n)
         self.origins = self._origins()
-        self.casts: set[int] = set()  # of parameters, which run where their first fetch begins
+        self.cast_of: dict[int, int] = {}  # of nodes whose value is a cast of a parameter, which runs where its first fetch begins
         self.early = self._early(formulation, choice, early_casts(self.graph) if overlap else set())
         self.late: set[int] = set()  # fetches
         self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
@@ -335,11 +331,15 @@ class _Places:
         for i, op in enumerate(self.graph.ops):
             if any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
                 continue
-            if op.is_view and op.inputs[op.alias or 0][0] in early:
+            base = op.inputs[op.alias or 0][0] if op.is_view else -1
+            if base in early:
                 early.add(i)
+                self.cast_of |= {i: self.cast_of[base]} if base in self.cast_of else {}
             elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != full:
                 early.add(i)
-                self.casts.add(i)
+                self.cast_of[i] = i
+        of_ops = {hub: self.cast_of[i] for hub, (i, _) in self.hubs.items() if hub not in moved and i in self.cast_of}
+        self.cast_of |= of_ops
         return early
 
     def _moved_hubs(self) -> set[int]:

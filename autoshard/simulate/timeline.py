@@ -180,7 +180,8 @@ def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.
             moves = [spans[first][1][k] for k in producers]
             starts = [times.begin[a] for a, b in moves if a < b] if usage.start or usage.end < n else []
             ends = [times.end[b - 1] for a, b in (spans[last][1][k] for k in readers) if a < b]
-            rows.append((min([op_begin[start], *starts]), start, max([op_end[end - 1], *ends]), end, amount, kind))
+            since = min(starts) if starts and usage.edge is None else min([op_begin[start], *starts])  # a cast's copy since its fetch
+            rows.append((since, start, max([op_end[end - 1], *ends]), end, amount, kind))
     return _profile(rows, by_order=not program.overlap)
 
 
@@ -195,11 +196,12 @@ def _held_in(usage: Usage, n: int, m: int) -> list[tuple[int, int, int, int]]:
 
 
 def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[float], list[float]]:
-    """The begin and end of each op in each microbatch; of a view, the time at which the compute stream reaches it. Then those of the
+    """The begin and end of each op in each microbatch; of a view, when its base is there and the compute stream reaches it. Then those of the
     reductions of the sums of gradients, and one more entry for the end of the step."""
     begin, end = [], []
     reached, seen = 0.0, 0
     for of_op, _ in (*program.earlier, (program.of_op, program.of_link)):
+        before = len(end)
         for i, (first, stop) in enumerate(of_op):
             if program.graph.ops[i].is_placeholder:
                 first = stop = seen
@@ -207,8 +209,9 @@ def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[
                 if program.tasks[seen].stream == COMPUTE or not program.overlap:
                     reached = max(reached, times.end[seen])
                 seen += 1
-            begin.append(times.begin[first] if first < stop else reached)
-            end.append(times.end[stop - 1] if first < stop else reached)
+            there = max([reached, *(end[before + j] for j, _ in program.graph.ops[i].inputs)])
+            begin.append(times.begin[first] if first < stop else there)
+            end.append(times.end[stop - 1] if first < stop else there)
     for k, link in enumerate(program.formulation.tensor_edges):  # in the order of formulate.usages
         if link.a < len(program.graph.ops) and program.graph.ops[link.a].kind == ACCUMULATED:
             first, stop = program.of_link[k]

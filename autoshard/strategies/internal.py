@@ -55,7 +55,7 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
     if is_random(op):  # the numbers of all ranks, and a mask scaled
         is_sharded = any(p.is_shard() for layout in layouts for p in layout)
         return 2 * drawn_by(op).numel * inputs[0].itemsize if is_sharded and is_drawn_in_full(op) else 0
-    if op.target in WIDE_TENSORS:
+    if op.target in WIDE_TENSORS and op.fused is None:  # kernels of a compiled program compute them on their way
         position, dim, tensors, widened = WIDE_TENSORS[op.target]
         dim = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)
         if _axes_that_shard(layouts[0], dim):
