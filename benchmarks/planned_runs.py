@@ -45,6 +45,7 @@ from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solvers import solve
+from autoshard.strategies import Keeping
 from models import gpt2, llama
 
 FEWEST_CELLS, SHARE = 6, 0.8
@@ -57,10 +58,11 @@ KINDS = ("serial", "overlapped")  # the seconds of a plan, in which nothing over
 
 @dataclass(frozen=True)
 class Priced:
-    """Seconds of one pass over a microbatch with the update, one number for each of KINDS, and of the update."""
+    """Seconds of one pass over a microbatch with the update, one number for each of KINDS, and of the update; and its most bytes."""
 
     step: np.ndarray
     update: float
+    bytes: float
 
 
 def expressible(table: Table) -> np.ndarray:
@@ -113,8 +115,8 @@ def mesh_of(row: Row, device: Device, link: float) -> Mesh:
     )  # fmt: skip
 
 
-def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
-    """ValueError where the scheme's layouts forbid each other."""
+def priced(row: Row, mesh: Mesh, blocks: int, keeping: Keeping = "matmuls") -> Priced:
+    """keeping: what a compiled step keeps for its backward. ValueError where the scheme's layouts forbid each other."""
     model, inputs = model_of(row, blocks, int(float(row["mbs"])) * int(float(row["dp"])))
     recompute = "all" if row["rc"] == "full" else 0
     asked = {"training": True, "master_weights": True, "recompute": recompute, "compiled": float(row["fused"]) > 0}
@@ -122,7 +124,7 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     graph, depth = capture_deep(model, inputs, training=True)
     if row["cp"] != "1" and (order := order_for(graph, mesh)) is not None:
         graph, depth = in_order(graph, order), replace(depth, shallow=None)
-    context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
+    context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)), keeping)
     instance = instance_of(context)
     masks = masks_of(instance.formulated, baseline(context.graph, mesh, instance.formulated.candidates, scheme_of(row)))
     pinned = with_pins(instance.formulated, masks)
@@ -130,7 +132,8 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     if answer.choice is None:
         raise ValueError(f"the layouts of {scheme_of(row)} forbid each other")
     line = timeline_of(instance.formulated, answer.choice, join=True)
-    return Priced(np.array([answer.cost, line.seconds]), sum(task.seconds for task in line.tasks if task.kind == "optimizer"))
+    update = sum(task.seconds for task in line.tasks if task.kind == "optimizer")
+    return Priced(np.array([answer.cost, line.seconds]), update, line.peak_bytes)
 
 
 def step_seconds(row: Row, mesh: Mesh) -> np.ndarray:

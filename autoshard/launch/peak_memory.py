@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost import StackConstants, memory_errors
+from autoshard.cost import memory_errors
 
 from .allocations import excess
 from .block_memory import input_bytes, kept_bytes, largest_live, result_bytes
@@ -129,7 +129,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
     unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
     # autograd's gradients, which are none before the first backward; on one device nothing is reduced, so they need no buffers either
-    appear = ((runs.zero >= 2) | (alone & ~fused)) & (runs.microbatches == 1)
+    appear = ((runs.zero >= 2) | (alone & ~fused) | ("buffers" in constants.without)) & (runs.microbatches == 1)
     places = (
         ("first", np.ones(len(runs), bool), 0, split.first, np.where(one | folded, both, first), one | folded),
         ("inner", p > 2, 1, split.largest, none, none > 0),
@@ -146,10 +146,14 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         states = state_bytes(runs, parameters, of_blocks, constants)
         for moment in MOMENTS:
             kinds = dict(states)
-            if moment == "loss":
-                kinds["gradients"] = np.where(appear, 0.0, kinds["gradients"])
-            kinds["gathered"] = _gathered(runs, constants.stack, tables / runs.tensor, moment, blocks)
-            kinds["activations"] = none if moment == "update" else activations + np.where(head & (moment == "loss"), ends, 0.0)
+            # those of the tables come first, those of the first block when of the activations nothing but its own is left
+            of_tables = tables / runs.tensor / np.maximum(parameters, 1.0)
+            come = states["gradients"] * (1.0 if moment == "update" else (moment == "backward") * of_tables)
+            last = appear & (moment == "backward") & (states["gradients"] - come > activations - held * kept)
+            kinds["gradients"] = np.where(appear & ~last, come, states["gradients"])
+            kinds["gathered"] = _gathered(runs, constants, tables / runs.tensor, moment, blocks)
+            left = np.where(last, held * kept, activations)
+            kinds["activations"] = none if moment == "update" else left + np.where(head & (moment == "loss"), ends, 0.0)
             kinds["transfers"] = buffers
             kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
             kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
@@ -187,18 +191,18 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarra
     }
 
 
-def _gathered(runs: TrainingRuns, stack: StackConstants, tables: np.ndarray, moment: str, blocks: np.ndarray) -> np.ndarray:
+def _gathered(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray, moment: str, blocks: np.ndarray) -> np.ndarray:
     """FSDP's, in 16 bits: the parameters of a block and of the next, and the tables at the loss; in the backward the gradients of a block,
     and the buffer in which those of the last one are reduced. Without resharding (ZeRO-2) `state_bytes` counts all parameters.
     On one device autocast's copies of weights: of the head's until its backward, and of all blocks'; of a block that is computed again
     beside its gradients only."""
-    if moment == "update":
+    if moment == "update" or "gathered" in constants.without:
         return np.zeros(len(runs))
     block = runs.block_parameters / runs.tensor
     of_blocks = np.where(np.isin(runs.recompute, list(KEEPS)), 2 * block * (moment == "backward"), blocks * block)
     alone = np.where(runs.zero >= 3, 2 * (of_blocks + runs.table_parameters * (moment == "loss")), 0.0)
     at_hand = np.where(runs.zero >= 3, 2 * (2 * block + (tables if moment == "loss" else 0.0)), 0.0)
-    on_their_way = 2 * block + stack.gradient_bytes * np.maximum(block, tables) if moment == "backward" else 0.0
+    on_their_way = 2 * block + constants.stack.gradient_bytes * np.maximum(block, tables) if moment == "backward" else 0.0
     return np.where(runs.devices == 1, alone, at_hand + np.where((runs.zero >= 2) & (runs.pipeline == 1), on_their_way, 0.0))
 
 

@@ -28,6 +28,7 @@ from autoshard.graph import ROWS, Graph, checkpointed, chunked_loss, forward_blo
 from autoshard.planning.compiling import as_compiled
 from autoshard.planning.question import Question
 from autoshard.planning.variants import Tried, Variant, is_short
+from autoshard.strategies import Keeping
 
 GAP = 0.01  # relative: how well "auto" plans at least, the numbers of blocks that "blocks" compares and the one that it chooses
 QUICK_SHARE = 1 / 4  # of the time left, for one number of blocks: the plan to within GAP needs time too
@@ -83,9 +84,9 @@ def _numbers_of_blocks(question: Question, tried: Sequence[Tried], noted: dict[s
     yield Variant(note, partial(recomputing, best), is_last_resort=not fitting)
 
 
-def with_recomputed_blocks(question: Question) -> Question:
+def with_recomputed_blocks(question: Question, keeping: Keeping = "matmuls") -> Question:
     """The question with as many blocks recomputed as its options ask for, a number or "all", and what its compiler recomputes besides."""
-    return as_compiled(blocks_recomputed(question))
+    return as_compiled(blocks_recomputed(question), keeping)
 
 
 def blocks_recomputed(question: Question) -> Question:
