@@ -12,7 +12,7 @@ import autoshard
 from autoshard import Mesh, Program
 from autoshard.api import html_report
 from autoshard.cli import main
-from autoshard.explain.programs_staleness import _mesh_of
+from autoshard.explain.staleness import _mesh_of
 from autoshard.planning import sub_mesh
 from autoshard.report.programs import SECTIONS
 from models import mlp

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autoshard.capture import capture_module, constants, in_turn, input_names
-from autoshard.explain import Changes, Checked, Inspection, check_program, check_programs
+from autoshard.explain import Changes, Checked, Inspection, check_programs
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
 from autoshard.lower import CannotRun, RankProgram, Verification, lower, out_of_step, run_unsharded, verify_program
@@ -152,10 +152,8 @@ def check(
     it is not priced again, so it takes no options.
     """
     inspection = Inspection(solution, within, mesh, solve, same_graph, time_limit, Stopwatch(progress))
-    if isinstance(solution, ProgramsSolution):
-        return check_programs(_by_program(model, example_inputs, solution), solution, inspection)
-    if isinstance(solution, Solution):
-        return check_program(model, example_inputs, solution, inspection)
+    if not isinstance(solution, Pipeline):
+        return check_programs(_by_program(model, example_inputs, solution), inspection)
     asked = {
         "the mesh (--cluster)": mesh is not None, "within": within != 0.05, "solve (--no-solve)": not solve,
         "same_graph (--any-graph)": not same_graph, "time_limit": time_limit != 600.0,
@@ -170,8 +168,10 @@ def check(
     return inspection.answer(Changes(misfits, (), True, ()), cost=solution.cost, peak=solution.peak_bytes)
 
 
-def _by_program(model: Any, example_inputs: Any, plan: ProgramsSolution) -> dict[str, tuple[nn.Module, Any]]:
-    """Module and example inputs of each program. ValueError where one is missing."""
+def _by_program(model: Any, example_inputs: Any, plan: Solution | ProgramsSolution) -> dict[str, tuple[nn.Module, Any]]:
+    """Module and example inputs of each program, of the only one by the name "". ValueError where one is missing."""
+    if isinstance(plan, Solution):
+        return {"": (model, example_inputs)}
     pairs = {}
     for name in plan:
         names = (name, plan.families[name])

@@ -9,6 +9,9 @@
 
 The bound decides, so a plan passes only where this is proven, but for the gap that its own proof left open. With `tie_blocks` the cost of
 the best tied plan replaces the bound, since only tied plans were asked for.
+
+Of several programs every one has to be valid, and x, c, V and the limit are those of the joined problem of all of them, per unit. So a loss
+that sharing costs is no reason against the plan: the best plan now shares too.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +28,15 @@ from torch import nn
 
 from autoshard.explain.explanations import SECONDS
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
+from autoshard.formulate import Joined, Piece, join
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning import Infeasible, Instance, ModelGraphs, Question, Stopwatch, fingerprint, overlapped, plan_captured
+from autoshard.planning import Infeasible, Instance, ModelGraphs, Question, Stopwatch, fingerprint, overlapped, plan_captured, sub_mesh
 from autoshard.problem import Problem, evaluate
 from autoshard.simulate import timeline_of
-from autoshard.solution import VERSION, AnyPlan, Replay, Solution, differences, plain
+from autoshard.solution import VERSION, AnyPlan, ProgramsSolution, Replay, Solution, differences, plain
 from autoshard.solvers import certified
+from autoshard.solvers import solve as solved
 from autoshard.units import seconds, size
 
 ROUNDING = 1e-9  # relative: costs this near are equal, as for the solvers
@@ -137,27 +142,76 @@ class Inspection:
         return f"it costs {seconds(checked.cost)}, {far}, which is not shown to be within {_percent(self.within)}: {advice}"
 
 
-def check_program(model: nn.Module, example_inputs: Any, solution: Solution, inspection: Inspection) -> Checked:
-    """`autoshard.check` of a plan of one program."""
-    watch, solve, time_limit = inspection.watch, inspection.solve, inspection.time_limit
-    with watch.phase("capture", "capturing the model", 0.0):
-        today = inspection.mesh or solution.mesh
-        now = captured(model, example_inputs, solution, today)
-    changes = changes_since(now, today)
-    if changes.misfits and changes.traced and solve:  # the same model, in the ops of another torch: a plan with the same pins
-        with watch.phase("solve", "planning anew", 0.5):
-            again, *reason = _anew(now.graph, solution, today, time_limit)
-        return inspection.answer(changes, *reason, best=again)
-    if changes.misfits:
-        return inspection.answer(changes)
-    with watch.phase("formulate", "pricing layouts", 0.3):
+def check_programs(models: Mapping[str, tuple[nn.Module, Any]], inspection: Inspection) -> Checked:
+    """`autoshard.check` of a plan of one program or several. models: model and example inputs by program, of one by the name ""."""
+    watch, plan = inspection.watch, inspection.plan
+    assert isinstance(plan, (Solution, ProgramsSolution))
+    cluster = inspection.mesh or plan.mesh
+    changes: dict[str, Changes] = {}
+    plans: dict[str, Reopened] = {}
+    for k, ((name, _), solution) in enumerate(plan.parts.items()):
+        today = _mesh_of(name, plan, cluster)
+        with watch.phase("capture", f"capturing {name or 'the model'}", 0.4 * k / len(models)):
+            now = captured(*models[name], solution, today)
+            changes[name] = changes_since(now, today)
+        if not name and changes[name].misfits and changes[name].traced and inspection.solve:
+            with watch.phase("solve", "planning anew", 0.5):  # the same model, in the ops of another torch: a plan with the same pins
+                again, *reason = _anew(now.graph, solution, today, inspection.time_limit)
+            return inspection.answer(changes[name], *reason, best=again)
+        if changes[name].misfits:
+            return inspection.answer(_together(changes))
         try:
-            plan = reopened(now.graph, solution, today)
+            with watch.phase("formulate", "pricing layouts", 0.4 * (k + 0.5) / len(models)):
+                plans[name] = reopened(now.graph, solution, today)
         except ValueError as error:  # a layout or a pin that is not possible any more
-            return inspection.answer(changes, str(error))
-    price = None if plan.options.objective == "serial" else lambda: timeline_of(plan.formulated, plan.choice, join=True).seconds
-    as_run = plan.formulated.problem_as_run(plan.choice, plan.problem)
-    return inspection.judge(changes, as_run, plan.choice, lambda: _best(plan, solve, time_limit), price)
+            return inspection.answer(_together(changes), _named(name, str(error)))
+    if isinstance(plan, Solution):
+        one, formulated = plans[""], plans[""].formulated
+        price = None if one.options.objective == "serial" else lambda: timeline_of(formulated, one.choice, join=True).seconds
+        as_run = formulated.problem_as_run(one.choice, one.problem)
+        return inspection.judge(changes[""], as_run, one.choice, lambda: _best(one, inspection.solve, inspection.time_limit), price)
+    with watch.phase("formulate", "joining the programs", 0.4):
+        try:
+            joined = join([_piece(name, plan, one) for name, one in plans.items()], cluster, plan.memory_limit)
+        except ValueError as error:
+            return inspection.answer(_together(changes), str(error))
+    choice = joined.joined_choice({name: one.choice for name, one in plans.items()})
+    if apart := [name for name, one in plans.items() if joined.choice_of(name, choice) != tuple(one.choice)]:
+        others = f"{apart[0]} has other layouts of the parameters that it shares than {plan.home}"
+        return inspection.answer(_together(changes), others)
+    return inspection.judge(_together(changes), joined.problem, choice, lambda: _best_together(joined, choice, inspection))
+
+
+def _together(changes: Mapping[str, Changes]) -> Changes:
+    """The changes of all programs, each with the name of its program."""
+
+    def told(kind: str) -> tuple[str, ...]:
+        return tuple(_named(name, line) for name, of_one in changes.items() for line in getattr(of_one, kind))
+
+    return Changes(told("misfits"), told("graph"), all(one.constants_only for one in changes.values()), told("around"))
+
+
+def _named(program: str, line: str) -> str:
+    return f"{program}: {line}" if program else line
+
+
+def _mesh_of(name: str, plan: Solution | ProgramsSolution, cluster: Mesh) -> Mesh:
+    """The devices of a program at today's prices; those of the plan where it has a mesh of another form."""
+    if isinstance(plan, Solution) or name not in plan.devices:
+        return cluster
+    try:
+        part = sub_mesh(cluster, plan.devices[name])
+    except ValueError:  # no block of the mesh: the user gave it a mesh of its own
+        return plan[name].mesh
+    return part if part.shape == plan[name].mesh.shape else plan[name].mesh
+
+
+def _piece(name: str, plan: ProgramsSolution, one: Reopened) -> Piece:
+    family = plan.families[name]
+    devices = tuple(plan.devices.get(name, ()))
+    return Piece(
+        name, one.formulated, one.problem, plan.weights[name], family, plan.switches.get(family), devices, family in plan.keeps_state
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -226,6 +280,17 @@ def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]
         shortest = overlapped(question, Instance(formulated, plan.problem), answer, [plan.choice])
         cost, bound = shortest.seconds, shortest.bound
     return (cost, cost if plan.options.tie_blocks else bound) if solve else (math.inf, bound)
+
+
+def _best_together(joined: Joined, choice: Choice, inspection: Inspection) -> tuple[float, float]:
+    """As `_best`, of several programs."""
+    assert isinstance(inspection.plan, ProgramsSolution)
+    if not inspection.solve:
+        return math.inf, certified(joined.problem, choice, time_limit=inspection.time_limit).bound
+    gap = options_of(inspection.plan[inspection.plan.home]).gap
+    limits: dict[str, Any] = {"gap": gap, "time_limit": inspection.time_limit, "preference": joined.preference}
+    answer = solved(joined.problem, starts=[choice], **limits).in_passing()
+    return answer.cost, answer.bound
 
 
 def _percent(share: float) -> str:
