@@ -234,18 +234,34 @@ def with_default(given: ast.arg, default: ast.expr | None) -> str:
 
 def class_text(name: str, node: ast.ClassDef, lines: list[str]) -> list[str]:
     """Its head, docstring, fields with the comments that say their units, and public members with theirs."""
-    made = [one for one in node.body if isinstance(one, ast.FunctionDef)]
-    init = next((one for one in made if one.name == "__init__"), None)
+    made = [one for one in node.body if isinstance(one, ast.FunctionDef) or is_fact(one)]
+    init = next((one for one in made if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     head = f"class {name}({bases})" if bases else f"class {name}"
     if init is not None:
         head = signature(f"class {name}", init, returns=False)
-    rows = [one for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign)) and ast.unparse(one)[0] != "_"]
+    rows = [one for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign)) and ast.unparse(one)[0] != "_" and not is_fact(one)]
     fields = textwrap.dedent("\n".join(line for one in rows for line in field_lines(one, lines)))
     if bases == "Options":
         fields += f"\nof Options: {', '.join(having(Options, 'in_pass'))}"
-    members = [member_text(name, one) for one in made if not one.name.startswith("_")]
+    public = [one for one in made if not name_of(one).startswith("_")]
+    members = [fact_text(one) if isinstance(one, ast.Assign) else member_text(name, one) for one in public]
     return [head, *(textwrap.indent(part, "    ") for part in (ast.get_docstring(node) or "", fields, *members))]
+
+
+def is_fact(node: ast.stmt) -> bool:
+    """`microbatches = Fact[int]("How many ...")`: what reads like a property."""
+    call = node.value if isinstance(node, ast.Assign) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and ast.unparse(call.func.value) == "Fact"
+
+
+def name_of(node: ast.FunctionDef | ast.Assign) -> str:
+    return ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else node.name
+
+
+def fact_text(node: ast.Assign) -> str:
+    said = textwrap.fill(ast.literal_eval(node.value.args[0]), 140 - 8)
+    return f".{name_of(node)}: {ast.unparse(node.value.func.slice)}" + textwrap.indent("\n" + said, "    ")
 
 
 def field_lines(node: ast.AnnAssign | ast.Assign, lines: list[str]) -> list[str]:

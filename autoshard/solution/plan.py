@@ -9,7 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from autoshard.solution.files import VERIFIED, digest, write
 from autoshard.solution.plan_format import packed
@@ -84,24 +84,38 @@ class Plan(ABC):
         write(packed(self.to_dict()), path)
 
 
+T = TypeVar("T")
+
+
+class Fact(Generic[T]):
+    """A fact about a plan that files keep among its assumptions, by its own name or `key`. read: makes it of what a file has; nothing: what
+    stands for None there."""
+
+    def __init__(self, doc: str, read: Callable[[Any], T] = lambda noted: noted, *, nothing: Any = None, key: str = ""):
+        self.__doc__, self.read, self.nothing, self.key = doc, read, nothing, key
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = self.key or name
+
+    def __get__(self, plan: Any, owner: type) -> T:
+        if plan is None:
+            return self  # type: ignore[return-value]  # for help()
+        noted = plan.assumptions.get(self.key)
+        return self.read(self.nothing if noted is None else noted)
+
+
 class ModelPlan(Plan):
     """A plan of one model: a Solution, or a Pipeline."""
 
     assumptions: dict[str, Any]
+    model = Fact[Any](
+        "`file.py:function` of the planned model; None where the plan was not made from a file. A file may hold anything here."
+    )
+    model_settings = Fact[Any]("Keyword arguments of the function `model`; None without any. A file may hold anything here.", key="set")
 
     @abstractmethod
     def _run_layouts(self) -> list:
         """The layouts that `verify` runs, in JSON's types."""
-
-    @property
-    def model(self) -> Any:
-        """`file.py:function` of the planned model; None where the plan was not made from a file. A file may hold anything here."""
-        return self.assumptions.get("model")
-
-    @property
-    def model_settings(self) -> Any:
-        """Keyword arguments of the function `model`; None without any. A file may hold anything here."""
-        return self.assumptions.get("set")
 
     @property
     def verified(self) -> Verified | None:

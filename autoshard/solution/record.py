@@ -22,7 +22,7 @@ from autoshard.mesh import Mesh, check_shape
 from autoshard.precision import Precision
 from autoshard.solution.dynamic import Coverage, DynamicShapes
 from autoshard.solution.interval import interval, price_errors
-from autoshard.solution.plan import ModelPlan, provided
+from autoshard.solution.plan import Fact, ModelPlan, provided
 
 ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 
@@ -127,37 +127,44 @@ class Solution(ModelPlan):
         return {name: None for name in self.layouts if name.startswith("input_")}
 
     # Facts about the plan that files keep among its assumptions. Here they have types; nobody else reads them by key.
-
-    @property
-    def memory_limit(self) -> float | None:
-        """Bytes per device that the plan had to fit in; None without a limit."""
-        return self.assumptions.get("memory_limit")
-
-    @property
-    def optimizer(self) -> str | float:
-        """The optimizer's name, or its bytes of state per parameter."""
-        noted = self.assumptions.get("optimizer")
-        return "adamw" if noted is None else noted
-
-    @property
-    def precision(self) -> Precision | None:
-        """In which dtypes the plan computes, reduces gradients and returns; None: in those of the model."""
-        return Precision.of(self.assumptions.get("precision"))
-
-    @property
-    def master_weights(self) -> bool:
-        """Whether the optimizer's float32 copies of the parameters were counted."""
-        return bool(self.assumptions.get("master_weights", False))
-
-    @property
-    def recompute(self) -> int:
-        """How many of the repeated blocks are recomputed in the backward pass."""
-        return int(self.assumptions.get("recompute") or 0)
-
-    @property
-    def computed_again(self) -> list[str]:
-        """The ops that a compiled step runs again in the backward pass, of its own accord."""
-        return self.assumptions.get("computed_again") or []
+    memory_limit = Fact[float | None]("Bytes per device that the plan had to fit in; None without a limit.")  # type: ignore[assignment]
+    optimizer = Fact[str | float]("The optimizer's name, or its bytes of state per parameter.", nothing="adamw")
+    precision = Fact[Precision | None](
+        "In which dtypes the plan computes, reduces gradients and returns; None: in those of the model.", Precision.of
+    )
+    master_weights = Fact[bool]("Whether the optimizer's float32 copies of the parameters were counted.", bool)
+    recompute = Fact[int]("How many of the repeated blocks are recomputed in the backward pass.", int, nothing=0)
+    computed_again = Fact[list[str]]("The ops that a compiled step runs again in the backward pass, of its own accord.", list, nothing=())
+    saved = Fact[dict[str, dict[str, list[str]]]](
+        "Of a plan that chose per tensor, by module and operator: how the backward pass gets the values of its calls, kept, recomputed, "
+        "offloaded.", dict, nothing=(),
+    )  # fmt: skip
+    compiled = Fact[bool]("Whether kernels are those of a compiled program.", bool)
+    microbatches = Fact[int]("How many microbatches a step has: its inputs are of one, cost and bound are of the step.", int, nothing=1)
+    accumulation_dtype = Fact[str | None]("The dtype of the sums of gradients over microbatches; None where it is that of the gradients.")
+    sequence_order = Fact[SequenceOrder | None](
+        "The head-tail order in which the plan computes the sequence; None for the natural order.",
+        lambda noted: SequenceOrder.from_dict(noted) if isinstance(noted, Mapping) else None,
+    )
+    chunked_loss = Fact[int]("Of how many tokens of a rank the logits of a cross entropy exist at a time; 0: of all.", int, nothing=0)
+    hidden_values = Fact[int](
+        "Into how many equal parts the hidden values of experts, kept between forward and backward, can be divided; 0: none are kept.", int,
+        nothing=0,
+    )  # fmt: skip
+    dynamic_shapes = Fact[DynamicShapes | None](
+        "The ranges of sizes that the plan is for; None where it is for one shape. ValueError where a file has something else there.",
+        lambda noted: None if noted is None else DynamicShapes.from_dict(noted),
+    )
+    pinned_scheme = Fact[str | None](
+        "The baseline whose layouts the plan was pinned to, `fsdp`; None where all layouts were planned.", key="pinned_to"
+    )
+    matched = Fact[str | None]("Which parameters the rules of `pinned_scheme` applied to, in words.")
+    ignored = Fact[str | None]("What in the model's forward the plan ignores, in words; None where it ignores nothing.")
+    padding = Fact[tuple[dict, ...]]("What padding a parameter would save: parameter, dim, from, to, saves_seconds.", tuple, nothing=())
+    pin_prices = Fact[tuple[dict, ...] | None](
+        "What each pin costs: kind, name, layout, costs_seconds, proven; None where nobody asked.",
+        lambda rows: None if rows is None else tuple(rows),
+    )
 
     @property
     def chosen(self) -> Chosen:
@@ -168,48 +175,6 @@ class Solution(ModelPlan):
             {name: Offload(str(row["before"]), float(row["exposed"])) for name, row in offloaded.items()},
         )
 
-    @property
-    def saved(self) -> dict[str, dict[str, list[str]]]:
-        """Of such a plan, by module and operator: how the backward pass gets the values of its calls, "kept", "recomputed", "offloaded"."""
-        return self.assumptions.get("saved") or {}
-
-    @property
-    def compiled(self) -> bool:
-        """Whether kernels are those of a compiled program."""
-        return bool(self.assumptions.get("compiled", False))
-
-    @property
-    def microbatches(self) -> int:
-        """How many microbatches a step has: its inputs are those of one, cost and bound are of the step."""
-        return int(self.assumptions.get("microbatches") or 1)
-
-    @property
-    def accumulation_dtype(self) -> str | None:
-        """The dtype of the sums of gradients over microbatches; None where it is that of the gradients."""
-        return self.assumptions.get("accumulation_dtype")
-
-    @property
-    def sequence_order(self) -> SequenceOrder | None:
-        """The head-tail order in which the plan computes the sequence; None for the natural order."""
-        noted = self.assumptions.get("sequence_order")
-        return SequenceOrder.from_dict(noted) if isinstance(noted, Mapping) else None
-
-    @property
-    def chunked_loss(self) -> int:
-        """Of how many tokens of a rank the logits of a cross entropy exist at a time; 0 for all of them."""
-        return int(self.assumptions.get("chunked_loss") or 0)
-
-    @property
-    def hidden_values(self) -> int:
-        """Into how many equal parts the hidden values of experts, kept between forward and backward, can be divided; 0: none are kept."""
-        return int(self.assumptions.get("hidden_values") or 0)
-
-    @property
-    def dynamic_shapes(self) -> DynamicShapes | None:
-        """The ranges of sizes that the plan is for; None where it is for one shape. ValueError where a file has something else there."""
-        noted = self.assumptions.get("dynamic_shapes")
-        return None if noted is None else DynamicShapes.from_dict(noted)
-
     def covers(self, **sizes: int) -> Coverage:
         """What a plan with `dynamic_shapes` says of a shape, by the sizes of its dims: true where its layouts divide it.
 
@@ -218,32 +183,6 @@ class Solution(ModelPlan):
         if (dynamic := self.dynamic_shapes) is None:
             raise ValueError("the plan is for one shape; plan with dynamic_shapes for ranges of sizes")
         return dynamic.covers(sizes)
-
-    @property
-    def pinned_scheme(self) -> str | None:
-        """The baseline whose layouts the plan was pinned to, `fsdp`; None where all layouts were planned."""
-        return self.assumptions.get("pinned_to")
-
-    @property
-    def matched(self) -> str | None:
-        """Which parameters the rules of `pinned_scheme` applied to, in words."""
-        return self.assumptions.get("matched")
-
-    @property
-    def ignored(self) -> str | None:
-        """What in the model's forward the plan ignores, in words; None where it ignores nothing."""
-        return self.assumptions.get("ignored")
-
-    @property
-    def padding(self) -> tuple[dict, ...]:
-        """What padding a parameter would save: parameter, dim, from, to, saves_seconds."""
-        return tuple(self.assumptions.get("padding") or ())
-
-    @property
-    def pin_prices(self) -> tuple[dict, ...] | None:
-        """What each pin costs: kind, name, layout, costs_seconds, proven; None where nobody asked."""
-        rows = self.assumptions.get("pin_prices")
-        return None if rows is None else tuple(rows)
 
     def _run_layouts(self) -> list:
         return [{name: placed.to_dict() for name, placed in self.layouts.items()}, self.results]

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.solution.plan import ModelPlan
+from autoshard.solution.plan import Fact, ModelPlan
 from autoshard.solution.record import Placed
 
 RECEIVED, SENT = "recv:", "send:"  # placeholders and results that are values of other stages: recv:add_4, send:add_4
@@ -74,15 +74,11 @@ class Pipeline(ModelPlan):
     seconds_spent: dict[str, float] = field(default_factory=dict)
 
     status = "feasible"  # no division is proven best
+    training = Fact[bool]("Whether a step has a backward pass.", bool, nothing=True)
 
     @property
     def parts(self) -> Mapping[tuple[str, int], PipelineStage]:
         return {("", k): stage for k, stage in enumerate(self.stages)}
-
-    @property
-    def training(self) -> bool:
-        """Whether a step has a backward pass."""
-        return bool(self.assumptions.get("training", True))
 
     @property
     def cost(self) -> float:
