@@ -10,7 +10,6 @@ interval is empty uses no memory. The file format is that of the ASPLOS/EuroSys 
 stands for `inf`.
 """
 
-import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from autoshard.reading import data_of
-from autoshard.writing import write_atomically
+from autoshard.writing import write_json
 
 CONTEST_FORBIDDEN = 1e18  # the contest's files write forbidden as a number
 FLOAT64 = np.dtype(np.float64)
@@ -371,12 +370,8 @@ def write_choice(path: str | os.PathLike[str], answer: Any) -> None:
     """Write the choice, cost, bound and status as JSON: all of it or nothing (a temporary file, which is then renamed)."""
     record = {
         "choice": None if answer.choice is None else [int(i) for i in answer.choice],
-        "cost": _finite(answer.cost),
-        "bound": _finite(answer.bound),
+        "cost": answer.cost,
+        "bound": answer.bound,
         "status": answer.status.value,
     }
-    write_atomically(json.dumps(record, allow_nan=False) + "\n", path)
-
-
-def _finite(number: float | None) -> float | None:
-    return float(number) if number is not None and math.isfinite(number) else None
+    write_json(record, path)

@@ -6,6 +6,8 @@ its process keeps locked: one that isn't locked belongs to a process that was ki
 
 import errno
 import fcntl
+import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 TEMPORARY = re.compile(r"\.autoshard-writing-\d+-\d+(\..*)?")  # the names of temporary files: process, count, ending
 
@@ -70,6 +73,27 @@ def write_atomically(content: str | bytes, path: str | os.PathLike[str], check: 
         raise ValueError(f"{path} was not written: it could not be read back ({' '.join(str(error).split())[:200]})") from None
     with replacement(path) as beside:
         beside.write_bytes(encoded)
+
+
+def write_json(data: object, path: str | os.PathLike[str], *, indent: int | None = None) -> None:
+    """Write plain data as JSON, completely or not at all."""
+    write_atomically(json_of(data, indent) + "\n", path)
+
+
+def json_of(data: object, indent: int | None = None) -> str:
+    """Plain data as JSON, with null in place of inf and nan, which JSON can't hold."""
+    try:
+        return json.dumps(data, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(data), allow_nan=False, indent=indent)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def destination(path: str | os.PathLike[str]) -> Path:

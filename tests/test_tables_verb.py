@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from autoshard.cli.verbs_without_model import limits_line, mesh_line
+from autoshard.cli.verbs_without_model import limits_line
 from autoshard.mesh import Mesh
-from autoshard.report.plan_tables import axis_line
+from autoshard.report.plan_tables import axis_line, mesh_line
 from tests.helpers_command import record_of, refusal, run
 
 GOOD = "name,rows,columns,pooling\n" + "".join(f"t{i},{1000 * (i + 1)},64,{1 + i % 3}\n" for i in range(12))
@@ -57,7 +57,7 @@ def test_the_limits():
 @pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 2, 2)])
 def test_the_line_of_the_mesh_is_that_of_a_plan_s_report(shape):
     mesh = Mesh.from_bandwidths(shape, intra_node_bandwidth=250e9, device="a100")
-    assert mesh_line(mesh) == "; ".join([f"mesh {'x'.join(map(str, shape))} of a100", *map(axis_line, mesh.axes)])
+    assert mesh_line(mesh) == "; ".join([f"{'x'.join(map(str, shape))} of a100", *map(axis_line, mesh.axes)])
 
 
 def test_host_memory_is_a_remedy_only_where_it_was_not_given(spec):

@@ -1,7 +1,5 @@
 """Plans from a cache, which are judged before they are used, and near ones, from which the search starts."""
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -12,7 +10,7 @@ import torch
 from autoshard.explain import reopened
 from autoshard.planning import Question, broken_by, fingerprint
 from autoshard.simulate import timeline_of
-from autoshard.solution import VERSION, CacheEntry, Solution, from_text, open_cache, replay, to_text
+from autoshard.solution import VERSION, CacheEntry, Solution, from_text, json_hash, open_cache, replay, to_text
 
 log = logging.getLogger("autoshard")
 
@@ -29,9 +27,9 @@ class CachedPlans:
         hashes = fingerprint(graph, question.mesh, options)
         asked = {"solver": str(options.solver), "gap": options.gap, "time_limit": options.time_limit, **noted}
         self.facts = {"structure": hashes["structure"], "mesh": list(question.mesh.shape), "ops": len(graph.ops), "autoshard": VERSION}
-        self.key = _hash({**hashes, **asked, "version": VERSION, "torch": torch.__version__})
+        self.key = json_hash({**hashes, **asked, "version": VERSION, "torch": torch.__version__})
         trains = any(result.kind == "gradient" for result in graph.results)
-        self.family = _hash([sorted({op.target for op in graph.ops}), list(question.mesh.shape), trains])
+        self.family = json_hash([sorted({op.target for op in graph.ops}), list(question.mesh.shape), trains])
 
     def exact(self) -> Solution | None:
         """The plan of this very question, judged; None where there is none, or it is not what it says."""
@@ -90,7 +88,3 @@ def why_wrong(solution: Solution, question: Question) -> str:
         if not math.isclose(seconds, solution.objective_seconds, rel_tol=EQUAL):
             return f"its time line takes {seconds:.9g} s, and it says {solution.objective_seconds:.9g} s"
     return ""
-
-
-def _hash(data: object) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()

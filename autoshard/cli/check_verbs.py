@@ -1,7 +1,6 @@
 """`autoshard check | certify`: whether a saved plan is still good for the model as it is now, or a launcher's configuration for its model;
 and what a plan costs and the bound on all plans, computed again from numbers alone."""
 
-import json
 from typing import Any
 
 from rich.console import Group
@@ -18,7 +17,7 @@ from autoshard.cli.output import Output
 from autoshard.cli.table import LAUNCHERS
 from autoshard.cli.verbs import Asked
 from autoshard.reading import content_of, parsed
-from autoshard.writing import write_atomically
+from autoshard.writing import write_atomically, write_json
 
 
 @app.command()
@@ -61,7 +60,7 @@ def _numbers(asked: Asked, output: Output) -> tuple[dict[str, Any], dict[str, An
         api.write_problem(api.problem_of(module, inputs, plan), asked.problem)
     output.progress("proving the bound", 0.5)
     record = api.certificate_of(module, inputs, plan)
-    output.write(asked.out, lambda path: write_atomically(json.dumps(record, allow_nan=False) + "\n", path))
+    output.write(asked.out, lambda path: write_json(record, path))
     return record, {"plan_cost_seconds": plan.cost, "plan_bound_seconds": plan.bound}
 
 

@@ -1,7 +1,6 @@
 """`autoshard fits`: will a launch fit, with odds. `autoshard degrees`: every launch of a launcher on some devices, predicted and sorted.
 `autoshard serve-plan`: degrees for serving a language model, with its cache in memory, and their seconds."""
 
-import json
 import math
 from typing import Any
 
@@ -14,7 +13,7 @@ from autoshard.cli.model_source import names_model
 from autoshard.cli.output import Output
 from autoshard.cli.table import ONLY
 from autoshard.cli.verbs import Asked
-from autoshard.writing import write_atomically
+from autoshard.writing import write_atomically, write_json
 
 TABLE_ROWS = 20
 
@@ -76,8 +75,8 @@ def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
     api = load_api()
     seen = api.observed(asked.observed)
     runs = api.read_evidence(asked.evidence).with_run(answer, seen).runs
-    text = json.dumps(runs, indent=1) + "\n"
-    output.write(asked.evidence, lambda path: write_atomically(text, path), f": the next answers for {answer.launcher} are corrected")
+    written = f": the next answers for {answer.launcher} are corrected"
+    output.write(asked.evidence, lambda path: write_json(runs, path, indent=1), written)
     return {**runs[answer.launcher][-1], "by_kind": seen.beside(answer)}
 
 

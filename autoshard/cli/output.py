@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import sys
 import threading
@@ -17,13 +16,14 @@ import unicodedata
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stdout
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
+
+from autoshard.writing import json_of
 
 PATIENCE = 2.0  # seconds until progress is shown
 NARROW = 80  # columns, where neither a terminal nor COLUMNS says how many
@@ -56,7 +56,7 @@ class Output(AbstractContextManager):
         """Print the answer: the record under --json, else the table."""
         self.progress_shown.stop()
         if self.as_json:
-            print(_json(record), file=self.stdout)
+            print(json_of(record), file=self.stdout)
         else:
             self._print(Visible(table()))
 
@@ -174,22 +174,6 @@ class VisibleLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
-
-
-def _json(record: dict) -> str:
-    try:
-        return json.dumps(record, allow_nan=False)
-    except ValueError:
-        return json.dumps(finite(record), allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    """The same with None in place of inf and nan, which JSON can't hold."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- where nothing is printed for long ----------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ redistribute   the cheapest route between two layouts of a tensor, for one probl
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,13 +17,13 @@ from rich.text import Text
 from autoshard import report
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.loading import load_device
-from autoshard.cli.output import Output, finite
+from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import Mesh
 from autoshard.problem import read_contest, write_choice
 from autoshard.reading import data_of, rows_of, text_of
 from autoshard.units import size
-from autoshard.writing import write_atomically
+from autoshard.writing import write_json
 
 if TYPE_CHECKING:
     from autoshard.tables import Table as EmbeddingTable
@@ -109,16 +108,11 @@ def tables(asked: Asked, output: Output) -> int:
     options = {name: getattr(asked, name) for name in ("hbm", "host_memory", "reserve", "batch", "host_bandwidth", "effort", "seed")}
     plan = plan_tables(read_tables(asked.spec), mesh, progress=output.progress, **options)
     record = plan.to_dict()
-    output.write(asked.out, lambda path: write_atomically(json.dumps(finite(record), indent=1) + "\n", path))
+    output.write(asked.out, lambda path: write_json(record, path, indent=1))
     output.write(asked.plot if plan.devices else None, lambda path: report.tables.draw(path, record))
-    assumed = Text(f"{mesh_line(mesh)}\n{limits_line(asked.hbm, asked.host_memory, asked.reserve)}\n")
+    assumed = Text(f"mesh {report.plan_tables.mesh_line(mesh)}\n{limits_line(asked.hbm, asked.host_memory, asked.reserve)}\n")
     output.answer(record, lambda: Group(assumed, report.tables.table_of(record, asked.every)))
     return OK if plan.devices else NO
-
-
-def mesh_line(mesh: Mesh) -> str:
-    """The device and the links that times are computed from, written as in the report of `autoshard plan`."""
-    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(report.plan_tables.axis_line, mesh.axes)])
 
 
 def limits_line(hbm: float, host_memory: float | None, reserve: float) -> str:

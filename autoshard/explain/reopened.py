@@ -12,7 +12,6 @@ Messages give a valid bound for any costs, so the search for every V(K) starts f
 The problem itself, and the numbers that prove how good the plan is, can be written for others, who check both without autoshard.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from autoshard.problem import Edge, Evaluation, Problem, contest_record, costs_b
 from autoshard.solution import Replay, Solution, replay
 from autoshard.solvers import Answer, Messages, certificate, converged, solve, to_record, write_program
 from autoshard.strategies import candidates
-from autoshard.writing import replacement, write_atomically
+from autoshard.writing import replacement, write_json
 
 Choice = tuple[int, ...]
 Kept = Mapping[int, np.ndarray]  # node -> which of its choices are allowed
@@ -234,7 +233,7 @@ def write_problem(problem: Problem, path: str | os.PathLike[str]) -> None:
     if ending not in ENDINGS:
         raise ValueError(f"{path} ends in {ending or 'nothing'}; a problem is written to {', '.join(ENDINGS)}")
     if ending == ".json":
-        write_atomically(json.dumps(contest_record(problem), allow_nan=False) + "\n", path)
+        write_json(contest_record(problem), path)
         return
     with replacement(path) as temporary:
         write_program(problem, os.fspath(temporary))

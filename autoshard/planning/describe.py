@@ -1,7 +1,5 @@
 """The plan of a choice: layouts by name, with the certificate, the fingerprint, the assumptions, and what fills time and memory."""
 
-import hashlib
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ from autoshard.planning.keeping import packed
 from autoshard.planning.options import Options
 from autoshard.planning.variants import Answered
 from autoshard.problem import evaluate
-from autoshard.solution import VERSION, Placed, Solution, price_errors
+from autoshard.solution import VERSION, Placed, Solution, json_hash, price_errors
 from autoshard.solvers import Answer
 from autoshard.strategies import is_experts
 
@@ -99,14 +97,10 @@ def fingerprint(graph: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
     return {
         "graph": graph.fingerprint(),
         "structure": graph.structure(),
-        "mesh": _hash(list(mesh.shape)),
-        "prices": _hash(prices),
-        "options": _hash(options.compared()),
+        "mesh": json_hash(list(mesh.shape)),
+        "prices": json_hash(prices),
+        "options": json_hash(options.compared()),
     }
-
-
-def _hash(data: object) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def layouts_of(formulated: Formulation, choice: Choice) -> dict[str, Placed]:

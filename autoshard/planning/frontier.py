@@ -6,8 +6,6 @@ swept    = hull(instance.problem)                              every answer that
 points   = the memory and seconds of each answer, and the bound on all plans within its memory
 """
 
-import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -24,9 +22,9 @@ from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch,
 from autoshard.planning.question import Question, ask, with_number_of_microbatches
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.variants import Answered
-from autoshard.solution import Solution, provided
+from autoshard.solution import Solution, plain, provided
 from autoshard.solvers import LEAST_GAP, PROVEN_GAP, Answer, Hull, HullPoint, Status, hull
-from autoshard.writing import write_atomically
+from autoshard.writing import write_json
 
 FORMAT = "autoshard.frontier/1"
 OPTIMAL_GAP = 1e-6  # relative: points up to here are called optimal
@@ -95,9 +93,9 @@ class Frontier:
             "device_memory_bytes": self.mesh.device.memory,
             "training": self.training,
             "gap": self.gap,
-            "points": [{key: _finite(value) for key, value in asdict(p).items()} for p in self.points],
+            "points": plain(list(map(asdict, self.points)), "points"),
             "bound_lines": [{"seconds": line.intercept, "seconds_per_byte": line.price} for line in self._hull.lines],
-            "bound_limits": [{"limit_bytes": _finite(most), "seconds": _finite(bound)} for most, bound in self._hull.limits],
+            "bound_limits": plain([{"limit_bytes": most, "seconds": bound} for most, bound in self._hull.limits], "bound_limits"),
             "planning_seconds": self.seconds.get("cpu", {}).get("total", 0.0),
             "cpu_seconds": self.seconds.get("cpu", {}),
             "wall_seconds": self.seconds.get("wall", {}),
@@ -105,7 +103,7 @@ class Frontier:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record as JSON, whole or not at all; OSError where that can't be."""
-        write_atomically(json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n", path)
+        write_json(self.to_dict(), path, indent=1)
 
 
 @in_turn
@@ -175,7 +173,3 @@ def _progress(clock: Stopwatch) -> Callable[[int, int], None] | None:
 def _point(p: HullPoint, gap: float) -> FrontierPoint:
     status = "optimal" if p.gap <= min(OPTIMAL_GAP, gap) else "proven" if p.gap <= gap else "feasible"
     return FrontierPoint(p.memory, p.cost, p.bound, p.gap, status, p.memory)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

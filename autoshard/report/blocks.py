@@ -7,6 +7,8 @@ equal when their parameters have the same names within the block, layouts, shape
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.solution import flat
+
 
 @dataclass(frozen=True)
 class Section:
@@ -89,13 +91,6 @@ def in_a_block(name: str) -> tuple[str, str]:
 def named(names: Sequence[str]) -> str:
     """`h.0.w and 11 more blocks` for names that differ in their block alone."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more blocks"
-
-
-def flat(tree: object, path: str = "") -> list[tuple[str, float]]:
-    """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
-    if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in flat(item, f"{path} {key}".strip())]
-    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
 
 
 def _total(tree: object) -> float | None:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.mesh import Axis
-from autoshard.report.blocks import flat, seconds_elsewhere, sections
+from autoshard.mesh import Axis, Mesh
+from autoshard.report.blocks import seconds_elsewhere, sections
 from autoshard.report.proof import usual_verdict
 from autoshard.report.values import Code, ReportTable, TableRow, numbers, share
-from autoshard.solution import Solution, parts, price_errors
+from autoshard.solution import Solution, flat, parts, price_errors
 from autoshard.units import seconds, size
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")
@@ -191,6 +191,12 @@ def link_text(axis: Axis) -> str:
     """`400 GB/s shared by 4`."""
     shared = axis.link_dict()["shared_by"]
     return f"{size(axis.bandwidth)}/s" + (f" shared by {shared}" if shared > 1 else "")
+
+
+def mesh_line(mesh: Mesh) -> str:
+    """The device and the links that times are computed from: `2x4 of h100; axis0 x2 400 GB/s shared by 4, 15 us; ...`."""
+    tf32 = ", float32 matmuls as TF32" if mesh.device.tf32 else ""
+    return "; ".join([f"{shape_text(mesh.shape)} of {mesh.device.name}{tf32}", *map(axis_line, mesh.axes)])
 
 
 def axis_line(axis: Axis) -> str:

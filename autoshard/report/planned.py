@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 
 from autoshard.report import plan_tables
-from autoshard.report.plan_tables import axis_line, interval_words, shape_text
+from autoshard.report.plan_tables import interval_words
 from autoshard.report.proof import overlapped_words, proof, verdict
 from autoshard.report.terminal import shown, spaced
 from autoshard.report.values import ReportTable, TableRow, numbers
@@ -44,8 +44,7 @@ def header(solution: Solution) -> ReportTable:
     rows.append(("cost", f"{seconds(solution.cost)} per {what}{alone}; {least}"))
     rows.append(("", "" if solution.overlapped else interval_words(solution)))
     rows += [("prices", plan_tables.prices_known_from(solution)), ("memory", _memory(solution)), ("saved", _saved(solution))]
-    device = f"{solution.mesh.device.name}{', float32 matmuls as TF32' if solution.mesh.device.tf32 else ''}"
-    rows.append(("mesh", "; ".join([f"{shape_text(solution.mesh.shape)} of {device}", *map(axis_line, solution.mesh.axes)])))
+    rows.append(("mesh", plan_tables.mesh_line(solution.mesh)))
     rows.append(("assumed", ", ".join(f"{key} {words}" for key, words in plan_tables.assumed(solution, ELSEWHERE).items())))
     rows += [("solved", _solved(solution)), *(("offer", offer) for offer in plan_tables.offers(solution))]
     return ReportTable("", ("", ""), [row for row in rows if row[1]], "pairs")

@@ -1,6 +1,5 @@
 """Time lines as pictures, as trace files, and as tables."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from rich.console import RenderableType
 from autoshard.pipeline import ScheduleRun
 from autoshard.simulate import COMPUTE, Timeline
 from autoshard.units import seconds, size
-from autoshard.writing import write_atomically
+from autoshard.writing import write_json
 
 from .figures import blank, legend_of, save, titled
 from .plan_tables import tested_on
@@ -134,7 +133,7 @@ def save_trace(trace: Mapping, path: str) -> None:
     Format: "Trace Event Format" (Google, 2016), the JSON object form: complete events (ph X) with ts and dur in microseconds, counters (C)
     for memory, metadata (M) for the names of processes and threads. A process is a device, a thread one of its streams.
     """
-    write_atomically(json.dumps(trace, allow_nan=False), path)
+    write_json(trace, path)
 
 
 def trace_of(timeline: Timeline) -> dict:

@@ -5,8 +5,8 @@ from autoshard.version import VERSION
 from .cache import CacheEntry, open_cache
 from .compare import changes, differences, misfits
 from .dynamic import Coverage, DynamicShapes
-from .files import PICKLE_SUFFIXES, clear_folder, digest, json_text, publish_folder, write
-from .interval import parts, price_errors
+from .files import PICKLE_SUFFIXES, clear_folder, digest, json_hash, json_text, publish_folder, write
+from .interval import flat, parts, price_errors
 from .load import AnyPlan, from_text, load, load_one, save_over, to_text
 from .pickles import Inert, record, unpickled
 from .plan import Plan, provide, provided

@@ -47,7 +47,12 @@ def digest(data: Mapping[str, Any]) -> str:
     kept: dict[str, Any] = {key: value for key, value in data.items() if key in RUN}
     kept["assumptions"] = {key: value for key, value in kept.get("assumptions", {}).items() if key != VERIFIED}
     kept["programs"] = {name: digest(program) for name, program in data.get("programs", {}).items()}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return json_hash(kept)
+
+
+def json_hash(data: object) -> str:
+    """Of plain data, whatever the order of keys; equal on every machine."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def json_text(data: object, indent: int = 0) -> str:

@@ -31,9 +31,9 @@ def price_errors(mesh: Mesh, objective: str = "serial") -> dict:
 def parts(breakdown: Mapping, errors: Mapping) -> list[dict]:
     """Each part of a plan's cost: {"what", "seconds", "error", "measured"}, in the order of the breakdown."""
     usual = errors.get("steps", {}).get("error", UNMEASURED_DEVICE)
-    compute = sum(seconds for _, seconds in _flat(breakdown.get("compute", {})))
+    compute = sum(seconds for _, seconds in flat(breakdown.get("compute", {})))
     rows = [_row("compute", compute, errors.get("device"), usual)] if compute else []
-    for what, seconds in _flat(breakdown.get("communication", {})):
+    for what, seconds in flat(breakdown.get("communication", {})):
         collective, _, axis = what.partition(" ")
         if collective == "split":  # a copy on the device itself
             rows.append(_row(what, seconds, errors.get("device"), usual))
@@ -60,8 +60,8 @@ def _row(what: str, seconds: float, measured: float | None, usual: float) -> dic
     return {"what": what, "seconds": seconds, "error": usual if measured is None else measured, "measured": measured is not None}
 
 
-def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
+def flat(tree: object, path: str = "") -> list[tuple[str, float]]:
     """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
     if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
-    return [(path, float(tree))] if isinstance(tree, (int, float)) else []
+        return [row for key, item in tree.items() for row in flat(item, f"{path} {key}".strip())]
+    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from abc import ABC, abstractmethod
@@ -11,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from autoshard.solution.files import VERIFIED, digest, write
+from autoshard.solution.files import VERIFIED, digest, json_hash, write
 from autoshard.solution.plan_format import packed
 
 
@@ -142,20 +140,16 @@ def marking(report: Mapping[str, Any], layouts: Any) -> dict[str, Any]:
         raise ValueError("the plan can't be marked as verified: the report says that it does not compute what the model computes")
     rows = report.get("plans", [report])
     error = max(float(row[f"max_relative_error_{of}"]) for row in rows for of in ("outputs", "gradients"))
-    fact = Verified(report["ranks"], report["device"], report["torch"], report["inputs"], error, _hash(layouts))
+    fact = Verified(report["ranks"], report["device"], report["torch"], report["inputs"], error, json_hash(layouts)[:16])
     return {VERIFIED: asdict(fact)}
 
 
 def verified_of(assumptions: Mapping[str, Any], layouts: Any) -> Verified | None:
     """The fact that these assumptions hold; None without one, where it is of other layouts, or where the file has something else there."""
     held = assumptions.get(VERIFIED)
-    if not isinstance(held, Mapping) or set(held) != set(Verified.__dataclass_fields__) or held["layouts"] != _hash(layouts):
+    if not isinstance(held, Mapping) or set(held) != set(Verified.__dataclass_fields__) or held["layouts"] != json_hash(layouts)[:16]:
         return None
     return Verified(**held)
-
-
-def _hash(layouts: Any) -> str:
-    return hashlib.sha256(json.dumps(layouts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # -- methods of a plan that other packages implement ---------------------------------------------------------------------------------

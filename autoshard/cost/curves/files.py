@@ -5,8 +5,6 @@ dtype, source), its method and parameters in SI units, and its errors (gmae, mea
 `calibrate.cluster.cluster` returns.
 """
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +13,7 @@ from autoshard.cost.curves.records import Curve
 from autoshard.devices import Device, Kernels
 from autoshard.mesh import Mesh
 from autoshard.reading import data_of
-from autoshard.writing import write_atomically
+from autoshard.writing import write_json
 
 FORMAT = "autoshard.curves/1"
 CLUSTER_FORMAT = "autoshard.cluster/1"
@@ -23,14 +21,7 @@ CLUSTER_FORMAT = "autoshard.cluster/1"
 
 def save(path: str, curves: Sequence[dict]) -> None:
     """Write fitted curves (`calibrate.Fitted.to_dict`) as JSON (docs/formats.md), whole or not at all; OSError where that fails."""
-    record = {"format": FORMAT, "curves": [_finite(one) for one in curves]}
-    write_atomically(json.dumps(record, indent=1) + "\n", path)
-
-
-def _finite(value):
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_json({"format": FORMAT, "curves": list(curves)}, path, indent=1)
 
 
 def load(path: str) -> list[tuple[dict, Curve]]:
@@ -40,7 +31,7 @@ def load(path: str) -> list[tuple[dict, Curve]]:
 
 def save_cluster(path: str, record: dict) -> None:
     """Whole or not at all, so that an interruption leaves the last one."""
-    write_atomically(json.dumps(record, indent=1) + "\n", path)
+    write_json(record, path, indent=1)
 
 
 def load_device(path: str) -> Device:
