@@ -13,6 +13,8 @@ from functools import cached_property
 from typing import TypeVar
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 Value = tuple[int, int]
 
 ITEMSIZE = {
@@ -145,10 +147,7 @@ class Graph:
     @cached_property
     def users(self) -> dict[Value, tuple[tuple[int, int], ...]]:
         """For each value the (op index, argument index) pairs that read it, in order; results are not counted."""
-        pairs: dict[Value, list[tuple[int, int]]] = {}
-        for i, op in enumerate(self.ops):
-            for a, value in enumerate(op.inputs):
-                pairs.setdefault(value, []).append((i, a))
+        pairs = grouped((value, (i, a)) for i, op in enumerate(self.ops) for a, value in enumerate(op.inputs))
         return {value: tuple(readers) for value, readers in pairs.items()}
 
     @cached_property
@@ -260,6 +259,14 @@ def leaves(literals: object) -> Iterator[object]:
             yield from leaves(item)
     else:
         yield literals
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """By first the seconds of the pairs, both in the order in which they come."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def reached(start: Iterable[T], further: Callable[[T], Iterable[T]], where: Callable[[T], bool] = lambda _: True) -> dict[T, None]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.formulate import Formulation
+from autoshard.graph import grouped
 from autoshard.layout import Layout
 from autoshard.problem import Evaluation, Problem, costs_beside, evaluate
 from autoshard.solvers import TOLERANCE, Answer
@@ -43,10 +44,8 @@ def align_batches(formulated: Formulation, problem: Problem, answer: Answer, gap
 
 
 def _batches(formulated: Formulation) -> list[list[int]]:
-    by_size: dict[int, list[int]] = {}
-    for i, op in enumerate(formulated.graph.ops):
-        if op.kind == "input" and op.output.shape:
-            by_size.setdefault(op.output.shape[0], []).append(i)
+    inputs = [(i, op.output.shape) for i, op in enumerate(formulated.graph.ops) if op.kind == "input"]
+    by_size = grouped((shape[0], i) for i, shape in inputs if shape)
     return [nodes for nodes in by_size.values() if len(nodes) > 1]
 
 
@@ -55,9 +54,7 @@ def _aligned(formulated: Formulation, problem: Problem, answer: Answer, batch: S
     assert answer.choice is not None
     costs = costs_beside(problem, batch, answer.choice)  # no edge joins two inputs
     layouts = {node: [c.outputs[0] for c in formulated.candidates.of[node]] for node in batch}
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for node in batch:
-        by_shape.setdefault(formulated.graph.ops[node].output.shape, []).append(node)
+    by_shape = grouped((formulated.graph.ops[node].output.shape, node) for node in batch)
 
     def priced(nodes: Sequence[int], layout: Layout | None) -> tuple[float, float]:
         """The cost of nodes that all have one layout, and their preferences."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from autoshard.baselines import ZERO, Group, Use, Uses, baselines, from_parameters, launched, parameter_uses
 from autoshard.formulate import Formulation
-from autoshard.graph import Graph, forward_blocks, recomputed_names
+from autoshard.graph import Graph, forward_blocks, grouped, recomputed_names
 from autoshard.layout import text
 from autoshard.planning.baselining import scheme_price
 from autoshard.planning.instance import Instance
@@ -177,9 +177,7 @@ def _dropped(
     """Weights that are sharded on the axis in the plan but not in the export, and why; corresponding weights of all layers in one row."""
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
-    of_name: dict[str, list[Use]] = {}
-    for use in uses.uses:
-        of_name.setdefault(use.parameter, []).append(use)
+    of_name = grouped((use.parameter, use) for use in uses.uses)
     why_not = {use.parameter: g.why for g in uses.groups for use in (*g.columns, *g.rows) if g.why}
     rows: dict[tuple, dict[str, Any]] = {}
     for name, i in graph.parameters.items():

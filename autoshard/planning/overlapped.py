@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.formulate import StreamSeconds, stream_seconds
-from autoshard.graph import OFFLOADED
+from autoshard.graph import OFFLOADED, grouped
 from autoshard.planning.batches import align_batches, with_choice
 from autoshard.planning.instance import Instance
 from autoshard.planning.question import Question
@@ -290,7 +290,7 @@ class _Search:
 
     def plainest(self) -> tuple[int, ...]:
         """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""
-        best, members = self.best, list(_members(self.groups).values())
+        best, members = self.best, list(grouped((group, v) for v, group in enumerate(self.groups)).values())
         alike = []
         for j in sorted({0, 1, max(map(len, members)) // 2, max(map(len, members)) - 1}):
             choice = list(best)
@@ -322,7 +322,7 @@ class _Search:
             tables = [self.priced.edges[k] for k in self.edges_of[v]]
             costs = costs + sum(e.table[:, x[e.b]] if e.a == v else e.table[x[e.a]] for e in tables)
             extra[group] = extra.get(group, 0.0) + costs - costs[x[v]]
-        members = _members(self.groups)
+        members = grouped((group, v) for v, group in enumerate(self.groups))
         return [(float(more), dict.fromkeys(members[g], i)) for g, row in extra.items() for i, more in enumerate(row)]
 
     def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> float:
@@ -334,20 +334,11 @@ class _Search:
 
     def _exchanges(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:
         """Sets of nodes of which y's choices can take the place of x's: the parts of equal layers together, then the first and last."""
-        by_kind: dict[tuple, list[list[int]]] = {}
-        for part in parts_that_differ(self.problem, np.array(x), np.array(y)):
-            key = tuple(sorted((self.groups[v], x[v], y[v]) for v in part))
-            by_kind.setdefault(key, []).append(part)
+        differing = parts_that_differ(self.problem, np.array(x), np.array(y))
+        by_kind = grouped((tuple(sorted((self.groups[v], x[v], y[v]) for v in part)), part) for part in differing)
         together = [[v for part in parts for v in part] for parts in by_kind.values()]
         single = [part for parts in by_kind.values() if len(parts) > 1 for part in (parts[0], parts[-1])]
         return together + single
-
-
-def _members(groups: Sequence[int]) -> dict[int, list[int]]:
-    members: dict[int, list[int]] = {}
-    for v, group in enumerate(groups):
-        members.setdefault(group, []).append(v)
-    return members
 
 
 def _towards(centre: np.ndarray, best: np.ndarray, step: float) -> np.ndarray:

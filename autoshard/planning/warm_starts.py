@@ -5,18 +5,16 @@ And a random choice, which verification runs to test the candidates themselves.
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
 from random import Random
 
 import numpy as np
 
 from autoshard.formulate import Formulation
-from autoshard.graph import Graph, repeated_blocks
-from autoshard.layout import parse
+from autoshard.graph import Graph, grouped, repeated_blocks
 from autoshard.solution import Placed, Solution
+from autoshard.solution import parsed as read
 
-read = lru_cache(maxsize=4096)(parse)
 DRAWS = 50  # tries at a random choice without a forbidden edge
 
 
@@ -110,9 +108,7 @@ def random_choice(formulated: Formulation, seed: int) -> tuple[int, ...]:
 
 def _topological_order(formulated: Formulation) -> list[int]:
     """The nodes, each producer before its readers: an op, then the hubs of its outputs; results last."""
-    hubs: dict[int, list[int]] = {}
-    for value, node in formulated.hubs.items():
-        hubs.setdefault(value[0], []).append(node)
+    hubs = grouped((value[0], node) for value, node in formulated.hubs.items())
     ops = range(len(formulated.graph.ops))
     inner = [node for i in ops for node in (i, *hubs.get(i, ()))]
     return inner + list(range(len(inner), len(formulated.problem.node_costs)))

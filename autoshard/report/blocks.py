@@ -7,6 +7,7 @@ equal when their parameters have the same names within the block, layouts, shape
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.graph import grouped
 from autoshard.solution import flat
 
 
@@ -44,9 +45,7 @@ def sections(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]
     for name, row in parameters.items():
         block, rest = split(name)
         blocks.setdefault(block, {})[rest] = row
-    alike: dict[tuple, list[str]] = {}
-    for block, rows in blocks.items():
-        alike.setdefault((block != "", family_of(block), repr(rows)), []).append(block)
+    alike = grouped(((block != "", family_of(block), repr(rows)), block) for block, rows in blocks.items())
     return [
         Section(
             tuple(equal),

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from autoshard.graph import grouped
 from autoshard.report.blocks import in_a_block, named
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
@@ -93,9 +94,7 @@ def _summary(record: Mapping[str, Any]) -> ReportTable:
 
 def _layouts(pairs: Mapping[str, list]) -> ReportTable:
     """Blocks whose parameters changed alike are one row: `h.0 and 11 more`."""
-    alike: dict[tuple, list[str]] = {}
-    for name, pair in pairs.items():
-        alike.setdefault((in_a_block(name), *pair), []).append(name)
+    alike = grouped(((in_a_block(name), *pair), name) for name, pair in pairs.items())
     return _pairs("Parameters with different layouts", {named(names): [a, b] for (_, a, b), names in alike.items()})
 
 

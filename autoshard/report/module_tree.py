@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from autoshard.graph import grouped
 from autoshard.report.blocks import family_of, sections, split
 from autoshard.solution import Solution
 
@@ -79,9 +80,7 @@ def op_rows(solution: Solution, timeline: Timeline) -> list[dict]:
 
 def ops_once(ops: Sequence[Mapping]) -> tuple[list[Mapping], dict[str, str]]:
     """The ops without those of blocks whose ops equal those of an earlier block of the family; and for each such block the earlier one."""
-    blocks: dict[str, list[Mapping]] = {}
-    for op in ops:
-        blocks.setdefault(split(f"{op['module']}.")[0], []).append(op)
+    blocks = grouped((split(f"{op['module']}.")[0], op) for op in ops)
     first: dict[tuple, str] = {}
     same: dict[str, str] = {}
     for block, rows in blocks.items():

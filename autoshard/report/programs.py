@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from autoshard.graph import grouped
 from autoshard.report.blocks import in_a_block, named
 from autoshard.report.plan_tables import memory_use, shape_text
 from autoshard.report.proof import card, sentence
@@ -59,11 +60,9 @@ def sharing_table(plan: ProgramsSolution) -> ReportTable:
     return ReportTable("What sharing costs each program", columns, rows)
 
 
-def alike_copies(plan: ProgramsSolution) -> list[list[Mapping]]:
+def alike_copies(plan: ProgramsSolution) -> list[list[dict]]:
     """The parameters that are kept twice; equal ones of several blocks are together."""
-    alike: dict[tuple, list[Mapping]] = {}
-    for row in plan.copies:
-        alike.setdefault((row["family"], in_a_block(row["parameter"]), row["from"], row["to"]), []).append(row)
+    alike = grouped(((row["family"], in_a_block(row["parameter"]), row["from"], row["to"]), row) for row in plan.copies)
     return list(alike.values())
 
 
@@ -79,10 +78,9 @@ def copies_table(plan: ProgramsSolution, copies: Sequence[Sequence[Mapping]]) ->
 
 def layouts_table(plan: ProgramsSolution) -> ReportTable:
     """Parameters with their layout in each program, "-" where it lacks them. Equal ones of several blocks are one row."""
-    alike: dict[tuple, list[str]] = {}
-    for name in dict.fromkeys(name for solution in plan.programs.values() for name in solution.parameters):
-        layouts = tuple(str(solution.parameters.get(name, {}).get("layout", "-")) for solution in plan.programs.values())
-        alike.setdefault((in_a_block(name), layouts), []).append(name)
+    of_each = [solution.parameters for solution in plan.programs.values()]
+    names = dict.fromkeys(name for parameters in of_each for name in parameters)
+    alike = grouped(((in_a_block(name), tuple(str(of.get(name, {}).get("layout", "-")) for of in of_each)), name) for name in names)
     rows = [(named(names), *layouts) for (_, layouts), names in alike.items()]
     return ReportTable("Layouts of parameters", ("parameter", *map(Code, plan)), rows)
 

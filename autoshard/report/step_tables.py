@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from autoshard.graph import grouped
 from autoshard.layout import local_numel, parse
 from autoshard.report.charts import KERNELS, union
 from autoshard.report.values import ReportTable, TableRow, numbers
@@ -30,11 +31,8 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def saved_rows(solution: Solution, timeline: Timeline | None) -> list[dict]:
     """{way, module, target, modules, bytes}: equal blocks are one row, `modules` counts them; bytes without a time line, or kept: None."""
-    modules: dict[tuple[str, str, str], list[str]] = {}
-    for module, targets in solution.saved.items():
-        for target, ways in targets.items():
-            for way in ways:
-                modules.setdefault((way, NUMBER.sub("*", module), _short(target)), []).append(module)
+    ways = ((module, target, way) for module, targets in solution.saved.items() for target, of in targets.items() for way in of)
+    modules = grouped(((way, NUMBER.sub("*", module), _short(target)), module) for module, target, way in ways)
     held: dict[tuple[str, str, str], float] = {}
     for key, value in _bytes_elsewhere(solution, timeline) if timeline is not None else ():
         held[key] = held.get(key, 0.0) + value
