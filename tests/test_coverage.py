@@ -9,6 +9,7 @@ from autoshard import api
 from autoshard.capture import capture
 from autoshard.mesh import Mesh
 from autoshard.strategies import Row, candidates, one_axis_rows
+from autoshard.strategies.register import REGISTERED
 from autoshard.strategies.rows import RULES
 from benchmarks.coverage import build, measure, names
 from models import moe
@@ -94,6 +95,7 @@ TARGET = "autoshard_tests.scaled_sum.default"
 def no_rule():
     yield
     RULES.pop(TARGET, None)
+    REGISTERED.discard(TARGET)
 
 
 def plan_custom():

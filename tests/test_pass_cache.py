@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+import autoshard
 from autoshard.api import autosharding_pass, passes
 from autoshard.capture import capture
 from autoshard.cli import main
 from autoshard.planning.warm_starts import corresponding
 from autoshard.solution import CacheEntry, open_cache
 from autoshard.solution import cache as cache_module
+from autoshard.strategies import RULES, register
 from models import gpt2, llama
 from tests.helpers_models import refusal
 from tests.test_passes import run
@@ -56,6 +58,15 @@ def test_the_second_call_is_served_and_nothing_is_solved(location, monkeypatch):
 def test_another_question_is_no_hit(changed):
     run(kind="exported", cache="plans.db")
     assert run(kind="exported", cache="plans.db", **changed)[1]["cache"] != "hit"
+
+
+def test_another_rule_is_another_question(monkeypatch):
+    gelu = "aten.gelu.default"
+    monkeypatch.setitem(RULES, gelu, None)
+    monkeypatch.setattr(register, "REGISTERED", set())
+    for rows in (["S(0) -> S(0)"], ["S(0) -> S(0)", "S(1) -> S(1)"]):
+        autoshard.register_rule(gelu, *rows, replace=True, uneven=True)
+        assert [run(kind="exported", cache="plans.db")[1]["cache"] == "hit" for _ in range(2)] == [False, True]
 
 
 def test_nothing_is_written_unless_asked(tmp_path):
@@ -98,6 +109,19 @@ def test_an_entry_that_is_not_what_it_says_is_planned_anew(fault, caplog):
     assert again["cache"] == "cold" and again["cost_seconds"] == right["cost_seconds"]
     assert "is not used" in caplog.text and why in caplog.text
     assert run(kind="exported", cache="plans.db")[1]["cache"] == "hit"  # it was replaced
+
+
+@pytest.mark.parametrize("content", [b'{"key": "a", "facts": 3', b'{"key": "a", "family": "b", "facts": 3, "text": "{}"}', b"\xff"])
+def test_a_torn_file_of_a_location_is_planned_anew_and_listed(content, tmp_path, capsys, caplog):
+    where = f"file://{tmp_path}/plans"
+    run(kind="exported", cache=where)
+    (entry,) = tmp_path.glob("plans/*/*.json")
+    entry.write_bytes(content)
+    assert run(kind="exported", cache=where, memory_limit=1e9)[1]["cache"] == "cold"  # the other entry of the family is none
+    assert main(["cache", "ls", where, "--json"]) == 0
+    assert {"key": entry.stem, "status": "no plan"} in json.loads(capsys.readouterr().out)["entries"]
+    assert run(kind="exported", cache=where)[1]["cache"] == "warm" and f"the cache's entry {entry.stem[:12]} is not used" in caplog.text
+    assert run(kind="exported", cache=where)[1]["cache"] == "hit"
 
 
 def test_another_file_is_no_cache():

@@ -25,7 +25,7 @@ from autoshard.solution import Solution
 from autoshard.strategies import Row
 from autoshard.strategies.rows import RULES
 from tests.helpers import TINY, given_graphs
-from tests.helpers_models import refusal
+from tests.helpers_models import Model, refusal
 from tests.helpers_refusals import assert_refused
 
 SLOW_DEVICE = Device("slow", 1e7, 1e7, 1e9, 1e12, launch=0.0)  # beside its compute, links are fast: tiny models are cut
@@ -248,6 +248,16 @@ def test_checks_pass_on_a_right_plan_and_stop_a_wrong_row(monkeypatch):
     matmul = next(n.name for n in given("mlp", "joint")[0].graph.nodes if "addmm" in n.name)
     with pytest.raises(ValueError, match="^run_checks: the plan does not compute what the graph computes: the output of gelu is"):
         run(kind="joint", run_checks=True, mesh_shape=(2,), pins={matmul: "P", "gelu": "P"})
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_checks_run_with_the_values_that_the_graph_and_its_examples_have(exported):
+    """Random ones are no offsets of bags: these begin with 0."""
+    bags = Model(lambda m, x, offsets: m.bag(x, offsets), bag=nn.EmbeddingBag(8, 4, mode="sum").eval())
+    inputs = (torch.tensor([1, 7, 2, 5]), torch.tensor([0, 3]))
+    given = torch.export.export(bags, inputs) if exported else bags
+    info = autosharding_pass(given, mesh_shape=(2,), example_inputs=None if exported else inputs, run_checks=True)[1]
+    assert info["status"] == "optimal"
 
 
 def test_pins_and_limits_reach_the_planner():

@@ -92,6 +92,30 @@ def test_what_no_rank_can_run_is_refused():
         assert "the graph draws random numbers" in random and "2 ranks run, but the plan is for 4" in number
 
 
+@torch.library.custom_op("tests_rewrite::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def of_a_library(rank: int) -> tuple[str, bool]:
+    graph = torch.export.export(Model(lambda self, x: doubled(x)), (torch.zeros(8, 8),))
+    without = said(autoshard.autosharding_pass, graph, mesh_shape=(2,), rewrite=True, **LINKS)
+    autoshard.register_rule("tests_rewrite.doubled.default", "S(0) -> S(0)")
+    own, info = autoshard.autosharding_pass(graph, mesh_shape=(2,), rewrite=True, pins={"input_0": "S(0)"}, **LINKS)
+    rows = torch.arange(32.0).reshape(4, 8) + 32 * rank
+    return without, own(rows)[0].equal(2 * rows)
+
+
+def test_an_operator_of_a_library_runs_in_a_graph_of_a_rank_once_it_has_a_rule():
+    for without, right in results(2, of_a_library):
+        assert without.startswith("tests_rewrite.doubled.default has no rule, so it may draw random numbers") and right
+
+
 # -- types of spmd_types, where it is installed --------------------------------------------------------------------------------------
 
 LAYOUTS = ["R,R", "S(0),R", "R,S(1)", "S(1),S(1)", "S(0),S(1)", "P,S(0)", "P,P", "R,P(max)"]

@@ -11,6 +11,7 @@ from autoshard.explain import reopened
 from autoshard.planning import Question, broken_by, fingerprint
 from autoshard.simulate import timeline_of
 from autoshard.solution import VERSION, CacheEntry, Solution, from_text, json_hash, open_cache, replay, to_text
+from autoshard.strategies import registered_rows
 
 log = logging.getLogger("autoshard")
 
@@ -26,6 +27,7 @@ class CachedPlans:
         options, graph = question.options, question.graph
         hashes = fingerprint(graph, question.mesh, options)
         asked = {"solver": str(options.solver), "gap": options.gap, "time_limit": options.time_limit, **noted}
+        asked |= {"rules": rules} if (rules := registered_rows(graph)) else {}
         self.facts = {"structure": hashes["structure"], "mesh": list(question.mesh.shape), "ops": len(graph.ops), "autoshard": VERSION}
         self.key = json_hash({**hashes, **asked, "version": VERSION, "torch": torch.__version__})
         trains = any(result.kind == "gradient" for result in graph.results)

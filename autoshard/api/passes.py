@@ -14,13 +14,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autoshard.api.annotating import annotate
 from autoshard.api.cached_plans import CachedPlans
 from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
-from autoshard.capture import Captured, capture_fx, capture_module, dims_of, ignored, in_turn, inputs_at
+from autoshard.capture import Captured, capture_fx, capture_module, dims_of, ignored, in_turn, inputs_at, values_of
 from autoshard.exports import sharding_map, spmd_type, unbacked_mesh
 from autoshard.graph import Graph, Sizes
 from autoshard.lower import Groups, lower, rewritten, verify_graph
@@ -41,6 +42,7 @@ from autoshard.planning import (
 )
 from autoshard.runtime import device_mesh as ranks_of
 from autoshard.solution import Solution, load_one, replay
+from autoshard.strategies import RULES
 
 log = logging.getLogger("autoshard")
 
@@ -148,7 +150,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         figures = solution.objective_seconds, solution.objective, solution.objective_gap
         log.info("autosharding took %.1f s: %s, %.6g s per step (%s), gap %.2g", seconds, solution.status, *figures)
     if chosen.run_checks:
-        _check(captured, solution)
+        _check(captured, solution, values_of(graph, chosen.example_inputs))
     device_mesh = unbacked_mesh(mesh)
     ops_of = annotate(captured, replay(solution, captured.graph).graph, solution, device_mesh)
     info: dict[str, Any] = {"autosharding_time": seconds, "solution": solution, "status": solution.status, "ops_of": ops_of}
@@ -171,7 +173,7 @@ def _rewritten(graph: Graph, solution: Solution, info: dict[str, Any]) -> fx.Gra
     device_mesh = ranks_of(solution)
     program = lower(graph, solution.layouts, solution.results, solution.mesh, device=device_mesh.device_type)
     info["rank_inputs"], info["rank_outputs"] = [one.name for one in program.loads], [one.key for one in program.results]
-    own = rewritten(program, Groups.of(device_mesh), tuple(device_mesh.get_coordinate() or ()), device_mesh.device_type)
+    own = rewritten(program, Groups.of(device_mesh), tuple(device_mesh.get_coordinate() or ()), device_mesh.device_type, RULES)
     for node in own.graph.nodes:
         slot = node.meta.pop("slot", None)
         if slot and (known := spmd_type(slot.layout, solution.mesh.axis_names, len(slot.shape))) is not None:
@@ -252,8 +254,8 @@ def _check_obeys(graph: Graph, solution: Solution, planning: Options, path: str 
         raise ValueError(f"{path} does not obey {', '.join(map(str, broken))}; plan again without preload_solution")
 
 
-def _check(captured: Captured, solution: Solution) -> None:
-    verification = verify_graph(replay(solution, captured.graph).graph, solution)
+def _check(captured: Captured, solution: Solution, values: Mapping[str, torch.Tensor]) -> None:
+    verification = verify_graph(replay(solution, captured.graph).graph, solution, values)
     if not verification.ok:
         wrong = verification.placement_mismatches[:1]
         what = f"the output of {wrong[0].op} is {wrong[0].actual}, planned {wrong[0].planned}" if wrong else "its numbers are off"

@@ -11,5 +11,5 @@ from .nested_tensors import copied, filled, listed, opened, state_of
 from .operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD, LOSS, LOSS_BACKWARD, REORDER, reorder
 from .read import draws
 from .replaced import fake_grouped_mm, flex_as_attention
-from .sized import dims_of, inputs_at
+from .sized import dims_of, inputs_at, values_of
 from .turns import deep_enough, in_turn, no_warnings_about_torch

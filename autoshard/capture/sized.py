@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
 from autoshard.capture.inputs import arguments, input_names
@@ -100,6 +100,18 @@ def _inputs_of(model: nn.Module | ExportedProgram, example_inputs: Any) -> Any:
     if not isinstance(model, ExportedProgram):
         return example_inputs
     return tuple(pytree.tree_leaves(model.example_inputs if example_inputs is None else arguments(example_inputs)))
+
+
+def values_of(graph: fx.GraphModule | ExportedProgram | nn.Module, example_inputs: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a graph or module holds, and those of its example inputs, by the names that they have when it is captured."""
+    if isinstance(graph, ExportedProgram):
+        held = {**graph.state_dict, **graph.constants}
+    else:
+        held = {**dict(graph.named_parameters(remove_duplicate=False)), **dict(graph.named_buffers(remove_duplicate=False))}
+    is_joint = isinstance(graph, fx.GraphModule) and any("desc" in node.meta for node in graph.graph.nodes)
+    if not is_joint and (inputs := _inputs_of(graph, example_inputs)) is not None and (leaves := _leaves(inputs)):
+        held |= zip(input_names(graph, inputs), leaves, strict=True)
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def _leaves(example_inputs: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """`autoshard cache ls | show | prune | export`: the plans in a cache of `autosharding_pass`."""
 
+import math
 import os
 from typing import Any
 
@@ -82,6 +83,6 @@ def export(asked: Asked, output: Output) -> int:
 def _table(entries: list[dict[str, Any]]) -> Table:
     table = Table("key", "mesh", "ops", "seconds", "status", "autoshard")
     for one in entries:
-        ops, status, version = (str(one.get(key)) for key in ("ops", "status", "autoshard"))
-        table.add_row(one["key"][:12], "x".join(map(str, one.get("mesh", ()))), ops, f"{one.get('seconds', 0):.6g}", status, version)
+        ops, status, version = (str(one.get(key, "")) for key in ("ops", "status", "autoshard"))
+        table.add_row(one["key"][:12], "x".join(map(str, one.get("mesh", ()))), ops, f"{one.get('seconds', math.nan):.6g}", status, version)
     return table

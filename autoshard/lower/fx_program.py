@@ -12,7 +12,7 @@ names of process groups.
 import copy
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from autoshard.capture import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import VIEWS, owners, size
-from autoshard.lower.generator import is_random
+from autoshard.lower.generator import drawing, is_random, torch_draws
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
@@ -105,14 +105,22 @@ def trace(
     return _split(joint, program, graph)
 
 
-def rewritten(program: RankProgram, groups: Groups, where: tuple[int, ...], device: str = "cpu") -> fx.GraphModule:
+def rewritten(
+    program: RankProgram, groups: Groups, where: tuple[int, ...], device: str = "cpu", ruled: Collection[str] = ()
+) -> fx.GraphModule:
     """All records as one graph that runs by itself: local tensors of the program's loads in, a list of those of its results out.
 
-    ValueError where a local shape isn't the planned one, or an op draws random numbers, which need a generator that ranks share.
+    ruled: operators with a rule, whose results their inputs alone decide. ValueError where a local shape isn't the planned one, or an op
+    draws random numbers, which need a generator that ranks share, or may draw some.
     """
     joint = _joint(program, groups, where, device)
-    if is_random(joint.graph):
-        raise ValueError("the graph draws random numbers, for which ranks need one state; run its module with autoshard.parallelize")
+    for drawn in drawing(joint.graph):
+        if torch_draws(drawn):
+            words = f"the graph draws random numbers ({drawn}), for which ranks need one state; run its module with autoshard.parallelize"
+            raise ValueError(words)
+        if str(drawn) not in ruled:
+            words = f"{drawn} has no rule, so it may draw random numbers, for which ranks need one state; "
+            raise ValueError(f"{words}give it a rule (autoshard.register_rule), or run the module with autoshard.parallelize")
     for axis, node in enumerate(joint.graph.find_nodes(op="placeholder")[len(program.loads) :]):
         if node.users:
             joint.register_buffer(f"position_{axis}", torch.tensor(where[axis], device=device))

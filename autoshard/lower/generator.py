@@ -92,4 +92,9 @@ def per_shard(target: str) -> OpOverload:
 
 
 def is_random(graph: fx.Graph) -> bool:
-    return any(isinstance(node.target, OpOverload) and _may_draw(node.target) for node in graph.nodes)
+    return bool(drawing(graph))
+
+
+def drawing(graph: fx.Graph) -> list[OpOverload]:
+    """The operators of a graph that draw random numbers, or may do so."""
+    return [node.target for node in graph.nodes if isinstance(node.target, OpOverload) and _may_draw(node.target)]

@@ -19,7 +19,7 @@ from autoshard.lower.generator import first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
 from autoshard.precision import Precision
 from autoshard.solution import Solution
-from autoshard.torch_private import pytree
+from autoshard.torch_private import FakeTensor, pytree
 
 
 def run_unsharded(
@@ -128,15 +128,19 @@ def reduced(gradient: torch.Tensor, stored: torch.dtype, precision: Precision | 
     return gradient.to(getattr(torch, precision.reduce_dtype) if precision.reduce_dtype else gradient.dtype).to(stored)
 
 
-def verify_graph(graph: Graph, solution: Solution, seed: int = 0) -> Verification:
-    """The plan of a graph without a module, against the graph run on one device with seeded random values."""
+def verify_graph(graph: Graph, solution: Solution, held: Mapping[str, torch.Tensor], seed: int = 0) -> Verification:
+    """The plan of a graph without a module, against the graph run on one device: with what is held under a placeholder's name, where that
+    has values and its shape (an input of one of several microbatches has not), else with seeded random ones."""
     bounds = index_bounds(graph)
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for op in graph.ops:
         if op.is_placeholder and op.outputs[0] is not None:
             example = torch.empty(op.outputs[0].shape, dtype=getattr(torch, op.outputs[0].dtype), device="meta")
-            is_input = op.kind == "input"
+            known = held.get(op.name, example)
+            if not (known.is_meta or isinstance(known, FakeTensor)) and (known.shape, known.dtype) == (example.shape, example.dtype):
+                example = known.detach()
+            is_input = op.kind == "input" or not example.is_meta
             values[op.name] = _input(example, bounds.get(op.name), seed) if is_input else _random_weight(example, generator)
     return verify_program(graph, solution.layouts, solution.results, solution.mesh, values, seed=seed)
 

@@ -15,8 +15,8 @@ import os
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +145,13 @@ class FsspecCache:
 
     def get(self, key: str, family: str = "*") -> CacheEntry | None:
         """family: the entry's, where it is known; all folders are searched otherwise."""
-        path = f"{self.root}/{family}/{key}.json"
-        paths = self.files.glob(path) if family == "*" else [path] if self.files.exists(path) else []
-        return next((_of_file(self.files.cat_file(path)) for path in paths), None)
+        paths = self.files.glob(f"{self.root}/*/{key}.json") if family == "*" else [f"{self.root}/{family}/{key}.json"]
+        return next(self._read(paths), None)
+
+    def _read(self, paths: Iterable[str]) -> Iterator[CacheEntry]:
+        for path in paths:
+            with suppress(FileNotFoundError):  # another process pruned it
+                yield _of_file(path, self.files.cat_file(path))
 
     def put(self, entry: CacheEntry) -> None:
         path, content = f"{self.root}/{entry.family}/{entry.key}.json", json.dumps(vars(entry)).encode()
@@ -160,10 +164,10 @@ class FsspecCache:
         self.files.mv(partial, path)
 
     def near(self, family: str) -> list[CacheEntry]:
-        return [_of_file(self.files.cat_file(path)) for path in sorted(self.files.glob(f"{self.root}/{family}/*.json"))[:LOOKED_AT]]
+        return [*self._read(sorted(self.files.glob(f"{self.root}/{family}/*.json"))[:LOOKED_AT])]
 
     def entries(self) -> list[CacheEntry]:
-        return [_of_file(self.files.cat_file(path)) for path in sorted(self.files.glob(f"{self.root}/*/*.json"))]
+        return [*self._read(sorted(self.files.glob(f"{self.root}/*/*.json")))]
 
     def prune(self, most_bytes: float) -> int:
         """Removes files in the order of their names, until the rest has at most so many bytes; returns how many went."""
@@ -180,8 +184,11 @@ def _entry(row: tuple) -> CacheEntry:
     return CacheEntry(key, family, json.loads(facts), "" if plan is None else zlib.decompress(plan).decode())
 
 
-def _of_file(content: bytes) -> CacheEntry:
+def _of_file(path: str, content: bytes) -> CacheEntry:
+    """Of a torn file, an entry whose text is no plan: who reads that says so, and puts another in its place."""
+    family, key = path.removesuffix(".json").split("/")[-2:]
     try:
-        return CacheEntry(**json.loads(content))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"an entry of the cache is no plan ({error}); remove it by `autoshard cache prune`") from None
+        data = json.loads(content)
+        return CacheEntry(key, family, dict(data["facts"]), str(data["text"]))
+    except (ValueError, TypeError, KeyError):
+        return CacheEntry(key, family, {"status": "no plan"}, content.decode(errors="replace"))

@@ -6,5 +6,5 @@ from .experts import is_experts, sends_tokens, worked_shapes
 from .fusion import fused
 from .internal import internal_bytes, internal_collectives, internal_passes
 from .partitioning import Keeping, computed_again
-from .register import register_rule
-from .rows import Row, argument, rule
+from .register import register_rule, registered_rows
+from .rows import RULES, Row, argument, rule

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from autoshard.graph import Op
+from autoshard.graph import Graph, Op
 from autoshard.layout import parse
 from autoshard.strategies.rows import EVEN_ONLY, RULES, Inputs, Row, Rule, rule
 from autoshard.torch_private import OpOverload
+
+REGISTERED: set[str] = set()  # the targets of users' rules
 
 
 def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool = False) -> Callable[[Rule], Rule]:
@@ -36,6 +38,7 @@ def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool =
 
     def put(function: Rule) -> Rule:
         RULES.pop(name, None)
+        REGISTERED.add(name)
         (EVEN_ONLY.discard if uneven else EVEN_ONLY.add)(name)
         return rule(name)(function)
 
@@ -43,6 +46,12 @@ def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool =
         parsed = [_parsed(written) for written in rows]
         put(lambda op, inputs: [_checked(row, written, op, inputs) for row, written in zip(parsed, rows, strict=True)])
     return put
+
+
+def registered_rows(graph: Graph) -> dict[str, str]:
+    """What users' rules say of the ops of a graph, as text: with other rows, another plan may be the best one."""
+    own = ((i, op) for i, op in enumerate(graph.ops) if op.target in REGISTERED)
+    return {op.name: f"{op.target in EVEN_ONLY} {RULES[op.target](op, graph.input_tensors(i))}" for i, op in own}
 
 
 def _name(target: Any) -> str:
