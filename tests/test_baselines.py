@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.baselines import Pin, allowed, baselines, parameter_uses, uses
 from autoshard.baselines.schemes import _lone_dims
 from autoshard.capture import capture
@@ -126,6 +127,13 @@ def test_fsdp_cuts_every_parameter_over_all_axes_and_only_gathers_parameters(mod
         assert producer in views and "S" in given and taken == whole
     computing = {op.name for op in graph.ops if not op.is_placeholder and op.name not in views}
     assert all(schemes["fsdp"].pins[name] == schemes["data_parallel"].pins[name] for name in computing)
+
+
+def test_fsdp_gathers_a_parameter_and_not_what_a_view_makes_more_of():
+    """As torch's matmul of inputs whose tokens are not contiguous has it, and so nn.MultiheadAttention with batch_first."""
+    layer, inputs = nn.Linear(64, 64, device="meta"), (torch.empty(32, 16, 64, device="meta"),)
+    baseline = autoshard.plan(Model(lambda m, x: m.a(x.transpose(0, 1)), a=layer), inputs, Mesh.from_bandwidths((4,))).baselines["fsdp"]
+    assert baseline["peak_bytes"] < 32 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])

@@ -13,7 +13,7 @@ from tests.helpers_solutions import export_anyway as export
 from tests.helpers_solutions import linear_solution
 
 PARAMETERS = {
-    "scale": {"layout": "R,R", "shape": [], "dtype": "float32", "local_bytes": 4},
+    "scale": {"layout": "R,R", "shape": [1], "dtype": "float32", "local_bytes": 4},
     "h.0.mlp.weight": {"layout": "S(0),S(1)", "shape": [8, 16], "dtype": "bfloat16", "local_bytes": 32},
     "h.0.mlp.bias": {"layout": "R,S(0)", "shape": [8], "dtype": "float32", "local_bytes": 8},
 }

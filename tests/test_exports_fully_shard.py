@@ -24,7 +24,7 @@ from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.precision import Precision
 from autoshard.solvers import solve
 from models import gpt2, llama, mlp, moe
-from tests.helpers_models import asked
+from tests.helpers_models import Model, asked
 from tests.helpers_ranks import results
 from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import export_anyway
@@ -274,6 +274,21 @@ def accumulated(rank: int, recipe: dict) -> tuple[float, list[bool]]:
         (model(*(part.chunk(2)[row] for part in (x, y))) / M).backward()
     pairs = zip(alone.parameters(), model.parameters(), strict=True)
     return max(float((p.grad - q.grad.full_tensor()).abs().max()) for p, q in pairs)
+
+
+REFUSED_BY_TORCH = [
+    (torch.float32, (), "takes no scalars, and scale is one"),
+    (torch.float32, (0, 8), "reduces no empty gradients, and scale has the shape .0, 8."),
+    (torch.bfloat16, (1, 8), "scale is bfloat16 and a.weight is float32: store them in one"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "shape", "sentence"), REFUSED_BY_TORCH)
+def test_what_fully_shard_refuses_is_refused_before(dtype, shape, sentence):
+    parts = {"a": torch.nn.Linear(8, 8, bias=False), "scale": torch.nn.Parameter(torch.ones(shape, dtype=dtype))}
+    module = Model(lambda m, x: m.a(x).sum() + m.scale.sum(), **parts)
+    options = {"example_inputs": (torch.zeros(8, 8),), "training": True, "algo": "zero3"}
+    assert_refused(sentence, autoshard.export, autosharding_pass(module, mesh_shape=(2,), **options)[1]["solution"], "fully_shard")
 
 
 @pytest.mark.parametrize("scheme", ("zero1", pytest.param("zero3", marks=pytest.mark.slow)))

@@ -168,6 +168,14 @@ def test_weights_are_cut_together_only_when_the_code_between_runs_on_parts(what)
         assert any(reason in one.why for one in found.left), found.said
 
 
+def test_a_weight_that_no_module_of_its_own_reads_has_no_style():
+    """parallelize_module would change the forward of whatever holds it, or refuse that."""
+    pins, parts = {"up": "S(0)", "down": "S(1)"}, {"up": nn.Parameter(torch.empty(16, 8)), "down": nn.Parameter(torch.empty(8, 16))}
+    model = Model(lambda m, x: torch.relu(x @ m.up.t()) @ m.down.t(), **parts)
+    found = export(autoshard.plan(model, (torch.empty(4, 8),), Mesh.from_bandwidths((2,), device="cpu"), pins=pins), "parallelize_module")
+    assert not found and "not the `weight` of the module that reads it" in found.said[1]
+
+
 def agrees(between) -> bool:
     """What ColwiseParallel and RowwiseParallel do on two ranks, by hand, against the whole module."""
     torch.manual_seed(0)

@@ -127,11 +127,12 @@ class Setting:
 
     @cached_property
     def views(self) -> frozenset[int]:
-        """Ops of one input that are computed from parameters only; not what the backward pass computes again and reads more than once: a
-        launcher gathers it once for a block's recomputation and its gradients."""
-        views = from_parameters(self.graph)
-        again = {i for i in views if self.graph.ops[i].backward and len(self.graph.users.get((i, 0), ())) > 1}
-        return frozenset(i for i in views if len(self.graph.ops[i].inputs) == 1 and i not in again)
+        """Ops of one input that are computed from parameters only. Not what makes more of it (expand): a launcher gathers the parameter.
+        Nor what the backward pass computes again and reads more than once: that is gathered once for a recomputation and its gradients."""
+        graph, views = self.graph, from_parameters(self.graph)
+        again = {i for i in views if graph.ops[i].backward and len(graph.users.get((i, 0), ())) > 1}
+        of_one = (i for i in views if len(graph.ops[i].inputs) == 1 and i not in again)
+        return frozenset(i for i in of_one if all(t is None or t.numel <= graph.input_tensors(i)[0].numel for t in graph.ops[i].outputs))
 
     def with_casts(self, fixed: Mapping[int, Layout]) -> dict[int, Layout]:
         """The fixed layouts, and those of the gradient casts that want a reduced gradient: it is reduced to the parameter's layout."""

@@ -21,6 +21,7 @@ from autoshard.strategies import Candidates, argument
 
 SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 SPLITS = {"aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.chunk.default": 2, "aten.slice.Tensor": 1}  # position of dim
+NOT_OF_MODULE = "a weight is not the `weight` of the module that reads it, whose forward a style would change"
 LENGTHS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 
 
@@ -35,6 +36,10 @@ class Use:
     contracted: int  # the other one: features in, or the vocabulary
     trail: tuple[Value, ...]  # the parameter and its views, up to the value that the op reads
     w: tuple[int, int, int]  # the position of that value among the op's inputs, and its kept and contracted dims
+
+    def is_of_module(self, graph: Graph) -> bool:
+        """Whether a module reads it as its own `weight`, as nn.Linear does."""
+        return self.parameter == f"{graph.ops[self.index].module}.weight".removeprefix(".")
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ def parameter_uses(graph: Graph, candidates: Candidates, size: int, slots: Slots
         why = _why_not_local(graph, classes, root, columns, rows, inside)
         if why is None and any(m.index not in by_index for m in (*columns, *rows)):
             why = "a weight is no plain two-dimensional parameter"
+        if why is None and not all(by_index[m.index].is_of_module(graph) for m in (*columns, *rows)):
+            why = NOT_OF_MODULE
         of_columns, of_rows = (tuple(by_index[m.index] for m in some if m.index in by_index) for some in (columns, rows))
         groups.append(Group(root, of_columns, of_rows, why, tuple(inside)))
     fused = {by_index[i].parameter for i, m in matmuls.items() if i in by_index and classes.of(*m.kept) in split}

@@ -63,9 +63,12 @@ class Scheme(NamedTuple):
 def recipe(solution: Solution, axis: str | None = None, within: float = math.inf) -> Export:
     """The recipe of the plan's own scheme, or of the one that holds the plan best. axis: of tensor parallelism, one that the plan uses.
 
-    within: how much longer than the plan a step of the plan's own scheme may take. ValueError on a plan without prices of schemes.
+    within: how much longer than the plan a step of the plan's own scheme may take. ValueError on a plan without prices of schemes, and on
+    parameters that fully_shard refuses.
     """
     scheme = _scheme(solution, axis, within)
+    if scheme.sharded:
+        _check_parameters(solution)
     known = solution.modules.get(scheme.axis) or on_axis(solution, scheme.axis or None)[1]
     styles = parallelize_plan(solution, scheme.axis) if scheme.axis else Export()
     replicated = [name for name in scheme.data if name not in scheme.sharded]
@@ -90,6 +93,22 @@ def recipe(solution: Solution, axis: str | None = None, within: float = math.inf
     if scheme.data:
         left.append(Left("which dim of each parameter is sharded on the data axes", "fully_shard shards dim 0 of all of them"))
     return with_cost(solution, value, tuple(left), known, scheme.name)
+
+
+def _check_parameters(solution: Solution) -> None:
+    """ValueError on what fully_shard refuses: scalars, what is empty, and trained parameters of a block of several dtypes."""
+    dtypes: dict[str, dict[str, str]] = {}  # by block, by dtype: a parameter
+    for name, row in solution.parameters.items():
+        if not row["shape"]:
+            raise ValueError(f"fully_shard takes no scalars, and {name} is one: give it one dim")
+        if f"gradient:{name}" in solution.results:
+            if not math.prod(row["shape"]):
+                raise ValueError(f"fully_shard reduces no empty gradients, and {name} has the shape {tuple(row['shape'])}: freeze it")
+            dtypes.setdefault(_block(name), {}).setdefault(row["dtype"], name)
+    for of in dtypes.values():
+        if len(of) > 1:
+            several = " and ".join(f"{name} is {dtype}" for dtype, name in of.items())
+            raise ValueError(f"fully_shard takes one dtype for all that it trains of a block, and {several}: store them in one")
 
 
 def _scheme(solution: Solution, axis: str | None, within: float) -> Scheme:

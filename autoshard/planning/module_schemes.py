@@ -110,8 +110,7 @@ def _on_axis(
     styles |= dict.fromkeys((name for g in chosen for name in g.inside), "inside")
     lone, counted = [], Counter(use.parameter for use in uses.uses)
     for use in uses.uses:
-        own_module = graph.ops[use.index].module == use.parameter.rpartition(".")[0]
-        if use.parameter in styles or not modes[use] or use.parameter in tied or counted[use.parameter] > 1 or not own_module:
+        if use.parameter in styles or not modes[use] or use.parameter in tied or counted[use.parameter] > 1 or not use.is_of_module(graph):
             continue
         if use.kind == "embedding":
             styles[use.parameter] = "features" if modes[use] == "column" else "vocabulary"

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,12 +146,16 @@ class FsspecCache:
     def get(self, key: str, family: str = "*") -> CacheEntry | None:
         """family: the entry's, where it is known; all folders are searched otherwise."""
         paths = self.files.glob(f"{self.root}/*/{key}.json") if family == "*" else [f"{self.root}/{family}/{key}.json"]
-        return next(self._read(paths), None)
+        return next(iter(self._read(paths)), None)
 
-    def _read(self, paths: Iterable[str]) -> Iterator[CacheEntry]:
-        for path in paths:
-            with suppress(FileNotFoundError):  # another process pruned it
-                yield _of_file(path, self.files.cat_file(path))
+    def _read(self, paths: Iterable[str]) -> list[CacheEntry]:
+        return [_of_file(path, content) for path in paths if (content := self._content(path)) is not None]
+
+    def _content(self, path: str) -> bytes | None:
+        try:
+            return self.files.cat_file(path)
+        except FileNotFoundError:
+            return None  # another process may have pruned it
 
     def put(self, entry: CacheEntry) -> None:
         path, content = f"{self.root}/{entry.family}/{entry.key}.json", json.dumps(vars(entry)).encode()
@@ -164,10 +168,10 @@ class FsspecCache:
         self.files.mv(partial, path)
 
     def near(self, family: str) -> list[CacheEntry]:
-        return [*self._read(sorted(self.files.glob(f"{self.root}/{family}/*.json"))[:LOOKED_AT])]
+        return self._read(sorted(self.files.glob(f"{self.root}/{family}/*.json"))[:LOOKED_AT])
 
     def entries(self) -> list[CacheEntry]:
-        return [*self._read(sorted(self.files.glob(f"{self.root}/*/*.json")))]
+        return self._read(sorted(self.files.glob(f"{self.root}/*/*.json")))
 
     def prune(self, most_bytes: float) -> int:
         """Removes files in the order of their names, until the rest has at most so many bytes; returns how many went."""
