@@ -206,6 +206,13 @@ def test_the_published_options_have_their_published_defaults():
     assert {name: getattr(options, name) for name in published} == published
 
 
+@pytest.mark.parametrize("name", ["nowhere/plan.json", "."])
+def test_a_file_that_can_not_be_written_is_an_error_before_the_search(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(passes, "plan_graph", None)
+    with pytest.raises(OSError, match="make it first|give the name of a file to write"):
+        run(ilp_solution_file=str(tmp_path / name))
+
+
 def test_skip_forward_leaves_out_the_map():
     assert "tensor_sharding_map" not in run(skip_forward=True)[1]
     assert "tensor_sharding_map" in run()[1]

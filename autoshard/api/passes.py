@@ -43,6 +43,7 @@ from autoshard.planning import (
 from autoshard.runtime import device_mesh as ranks_of
 from autoshard.solution import Solution, load_one, replay
 from autoshard.strategies import RULES
+from autoshard.writing import destination
 
 log = logging.getLogger("autoshard")
 
@@ -134,6 +135,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         raise ValueError("mesh_shape is missing; give the sizes of the mesh, slowest axis first, for example mesh_shape=(2, 4)")
     chosen = PassOptions.of(options)
     mesh, planning = chosen.mesh(), chosen.planning()
+    written = chosen.ilp_solution_file if "ilp_solution_file" in options and not chosen.preload_solution else None
+    if written:
+        destination(written)  # an error now, not after the search
     clock = Stopwatch(None)
     with clock.phase("capture", "capturing the graph", 0.0):
         captured = _capture(graph, chosen)
@@ -145,8 +149,8 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         began = time.monotonic()
         solution, cached = _solve(graph, captured, clock, chosen, options)
         seconds = time.monotonic() - began
-        if chosen.ilp_solution_file and "ilp_solution_file" in options:
-            solution.save(chosen.ilp_solution_file)
+        if written:
+            solution.save(written)
         figures = solution.objective_seconds, solution.objective, solution.objective_gap
         log.info("autosharding took %.1f s: %s, %.6g s per step (%s), gap %.2g", seconds, solution.status, *figures)
     if chosen.run_checks:
