@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -83,6 +84,11 @@ class PassOptions(Options):
         for name, value, known in (("algo", self.algo, ALGORITHMS), ("communications_backend", self.communications_backend, BACKENDS)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
+        for name, one in self.__dataclass_fields__.items():
+            if isinstance(one.default, bool) and not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if not isinstance(self.ilp_solution_file, (str, os.PathLike, type(None))):
+            raise ValueError(f"ilp_solution_file is {self.ilp_solution_file!r}; expected the name of a file")
         if not (isinstance(self.mip_rel_gap, (int, float)) and self.mip_rel_gap >= 0):
             raise ValueError(f"mip_rel_gap is {self.mip_rel_gap!r}; expected a percentage of 0 or more")
         if self.preload_solution and not self.ilp_solution_file:
