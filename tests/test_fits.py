@@ -80,7 +80,7 @@ def test_laws_of_memory(launcher, tensor, pipeline, data, recompute, schedule, c
     )  # fmt: skip
     memory = launch_memory(TrainingRuns.of([one]), LLAMA8, Site(), launcher)
     assert 0 < memory.allocated[0] <= memory.reserved[0] <= memory.device[0]
-    assert memory.fullest().bytes[0] == memory.allocated[0] and all(x[0] >= 0 for peak in memory.peaks for x in peak.kinds.values())
+    assert memory.fullest().bytes()[0] == memory.allocated[0] and all(x[0] >= 0 for peak in memory.peaks for x in peak.kinds.values())
     now = memory.device[0]
     assert bytes_of(replace(one, microbatch=2), launcher) > now * (1 - 1e-12)
     assert bytes_of(replace(one, seq=8192), launcher) > now

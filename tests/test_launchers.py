@@ -28,7 +28,7 @@ from autoshard.launch import (
     why_illegal,
 )  # fmt: skip
 from autoshard.launch.blocks_of_stages import counts_of, spread
-from autoshard.launch.launch_prices import _priced, by_kind, prices_of
+from autoshard.launch.launch_prices import by_kind, launch_seconds, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.legality import PRECISIONS as EXPRESSED
@@ -170,7 +170,7 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     splits = structures(fixed, launcher)
     mask = legal(splits, sizes, launcher)
     assert mask.tolist() == [legal_by_hand(launch, sizes, launcher) for launch in every(splits)]
-    rows = every(launches(splits, sizes, launcher))
+    rows = every(TrainingRuns.joined(launches(splits, sizes, launcher)))
     assert all(legal_by_hand(launch, sizes, launcher) for launch in rows)
     assert len(set(rows)) == len(rows) > 0
 
@@ -243,8 +243,8 @@ def test_the_seconds_and_bytes_of_every_launch_are_sums_of_parts(launcher, devic
     precision = precision if precision in EXPRESSED[launcher] else "bf16"
     for sizes in (SMALL, MIXTRAL, ModelSizes(7, 1000, 3001, 10, 5, 32003), ModelSizes(12, 768, 3072, 12, 12, 50257, gated=False)):
         fixed = Launch(64, 2048, 64, precision=precision, compiled=device == "b200", async_expert=device == "mi300x")
-        rows = launches(structures(fixed, launcher), sizes, launcher)
-        parts, _, _ = _priced(rows, sizes, Site(device), launcher, True)
+        rows = TrainingRuns.joined(launches(structures(fixed, launcher), sizes, launcher))
+        parts = launch_seconds(rows, sizes, Site(device), launcher)
         prices = prices_of(rows, sizes, Site(device), launcher)
         assert len(rows) and np.allclose(sum(parts.values()), prices.seconds, rtol=1e-12) and (prices.mfu < 1).all()
         assert all((seconds >= -1e-9 * prices.seconds).all() for seconds in parts.values())
@@ -514,7 +514,7 @@ def test_copies_of_zero_1_states_add_up_after_they_are_scattered():
 
 def sampled(launcher, sizes, count=25, **more):
     fixed = Launch(64, 4096, 256, **more)
-    rows = launches(structures(fixed, launcher), sizes, launcher)
+    rows = TrainingRuns.joined(launches(structures(fixed, launcher), sizes, launcher))
     return [rows.launch(i) for i in np.linspace(0, len(rows) - 1, count).astype(int)]
 
 
@@ -688,8 +688,23 @@ def test_distinct_rows_are_counted(rows):
     assert [rows[firsts[k]] for k in of] == rows and firsts.tolist() == [rows.index(rows[first]) for first in firsts]
 
 
+def test_columns_of_one_value_are_columns():
+    def columns(*values: object) -> list[np.ndarray]:
+        return [np.array(values), np.broadcast_to(values[0], len(values))]
+
+    for devices, schedule in product(columns(2, 2, 2), columns("1F1B", "1F1B", "1F1B")):
+        runs = TrainingRuns({"devices": devices, "schedule": schedule})
+        for rows in (slice(2), np.array([True, False, True]), np.array([2, 0]), [1, 1], slice(0), np.zeros(3, bool)):
+            some = runs[rows]
+            assert len(some) == len(np.arange(3)[rows]) and {*some.devices.tolist()} <= {2} and some.schedule.shape == some.devices.shape
+            both = TrainingRuns.joined([some, runs, runs.with_columns(schedule="GPipe")])
+            assert both.devices.tolist() == [2] * (len(some) + 6) and both.schedule.tolist() == ["1F1B"] * (len(some) + 3) + ["GPipe"] * 3
+            assert both.among("schedule", ("GPipe",)).sum() == 3 and (both.among("devices", (2, 3))).all()
+            assert len(distinct(both.values.values())[0]) == 2
+
+
 def test_an_executor_changes_nothing(monkeypatch):
-    monkeypatch.setattr(import_module("autoshard.launch.ranking"), "CHUNK", 500)
+    monkeypatch.setattr(import_module("autoshard.launch.launch_space"), "CHUNK", 500)
     fixed = Launch(16, 2048, 64)
     here = ranking(fixed, LLAMA8, Site(), "torchtitan")
     for pool in (ThreadPoolExecutor, ProcessPoolExecutor, OnlyMap):

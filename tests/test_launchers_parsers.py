@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autoshard.launch import Launch, LaunchConfig, configuration_text, why_illegal
 from autoshard.launch.launch_space import launches, structures
+from autoshard.launch.runs import TrainingRuns
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS
 
@@ -21,7 +22,7 @@ FEW = 12
 
 
 def sampled(sizes, launcher="torchtitan"):
-    rows = launches(structures(Launch(64, 4096, 256), launcher), sizes, launcher)
+    rows = TrainingRuns.joined(launches(structures(Launch(64, 4096, 256), launcher), sizes, launcher))
     return [rows.launch(i) for i in np.linspace(0, len(rows) - 1, FEW).astype(int)]
 
 

@@ -67,7 +67,7 @@ def test_a_step_takes_as_long_as_torchs_list_of_units(name):
 def test_more_work_is_never_faster_though_more_hides_behind_it(launcher):
     """Parameters of experts and of the rest, and tokens on their way, hide behind the same kernels."""
     sizes, site = FLAVORS["qwen3", "235B-A22B"], Site(network=12e9)
-    rows = launches(structures(Launch(256, 4096, 1024), launcher), sizes, launcher)
+    rows = TrainingRuns.joined(launches(structures(Launch(256, 4096, 1024), launcher), sizes, launcher))
     rows = rows[(rows.recompute == "none") & (rows.expert > 1)][::7]
     again = rows.with_columns(recompute=np.full(len(rows), "full"))
     both = legal(again, sizes, launcher)

@@ -1,6 +1,5 @@
-"""Launchers of training runs (torchtitan, Megatron-LM, accelerate, nanotron): their configurations, which can start, how fast they are and
-how much memory they need, and how far the best is from the best plan.
-"""
+"""Launchers of training runs: their configurations, which can start, how fast they are and how much memory they need, and how far the best
+is from the best plan."""
 
 from .best_degrees import degrees
 from .checked_launch import check_launch

@@ -23,10 +23,7 @@ OPTION = "--{} N: accelerate leaves it to the script"
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     section = Nested(parsed(text, path), path, RESEMBLING)
     sizes = known.need("sizes", path, f"{MODEL}: accelerate leaves the model to the script")
-    sizes_of = {
-        name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0)
-        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    }
+    sizes_of = {name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0) for name in DEGREES[:5]}
     processes = known.devices or section.number("num_processes", default=-1)
     if processes < 1:
         processes = known.need("devices", path, "--devices")

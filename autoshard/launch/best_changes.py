@@ -64,12 +64,12 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
     """
     rate = float(now.expected[0]) if now is not None and now.fits[0] else 0.0
     columns, prices = ranked.columns, ranked.prices
-    differs = {name: columns.values[name] != getattr(launch, name) for name in FIELDS}
+    differs = sum((columns.values[name] != getattr(launch, name)).astype(int) << i for i, name in enumerate(FIELDS))
     faster = prices.fits & (prices.expected > rate * (1 + 1e-6))
 
     def best(allowed: set[str]) -> int | None:
-        others = [column for name, column in differs.items() if name not in allowed]
-        return ranked.first(faster & ~np.any(others, axis=0))
+        others = sum(1 << i for i, name in enumerate(FIELDS) if name not in allowed)
+        return ranked.first(faster & (differs & others == 0))
 
     one_thing = [best(fields) for fields in THINGS.values()]
     two_things = [best(a | b) for a, b in combinations(THINGS.values(), 2)]
@@ -80,7 +80,7 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
 
 
 def _change(launch: Launch, ranked: Ranking, i: int, rate: float, before: tuple[Mapping[str, float], ...] | None) -> Change:
-    to, prices, after = ranked.columns.launch(i), ranked.prices, ranked.by_kind(i)
+    to, prices, after = ranked.launch(i), ranked.prices, ranked.by_kind(i)
     columns = prices.tokens_per_second, prices.expected, prices.bytes, prices.chance
     speed, expected, bytes, chance = (column[i].item() for column in columns)
     why = ({}, {}) if before is None else (differences(before[0], after[0]), differences(before[1], after[1]))

@@ -12,9 +12,9 @@ import numpy as np
 
 from autoshard.mesh import Mesh
 
-from .launch_prices import Site
+from .launch_prices import Only, Site
 from .model_sizes import ModelSizes
-from .ranking import Only, Ranking, ranking
+from .ranking import Ranking, ranking
 from .runs import Launch
 
 if TYPE_CHECKING:

@@ -50,8 +50,6 @@ FUSED_CAST = 4.0  # bytes per element: a 16-bit value is read, its 8-bit form an
 ROWWISE = "fp8_rowwise"  # of which every matmul casts both matrices anew: what is added up are other rows
 # of precisions that have none of their own: the dtype of their kernels, and the most bytes of a cast
 KERNELS = {ROWWISE: ("fp8", np.inf), "fp8_blockwise": ("fp8_block", FUSED_CAST), "mxfp8": ("fp8", FUSED_CAST)}
-
-
 Keeps = Callable[[int, BlockTask], bool]
 
 
@@ -181,7 +179,7 @@ def rows_of_kinds(runs: TrainingRuns, grouped: np.ndarray) -> list[tuple[list[st
 def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
     # Megatron fuses chains of ops alone; and of a block that is computed again nothing is left for a compiler to do so
-    chains = (constants.stack.fused_accumulation > 0) | np.isin(runs.recompute, list(KEEPS))
+    chains = (constants.stack.fused_accumulation > 0) | runs.among("recompute", KEEPS)
     compiled = np.where(chains, "fused", "compiled")
     grouped = np.where(runs.compiled > 0, compiled, GROUPED[constants.stack.libraries.astype(int)])
     kinds, rows_of = zip(*rows_of_kinds(runs, grouped))

@@ -69,7 +69,7 @@ def split_of(counts: Sequence[int], layers: int, pipeline: int, mtp: int = 0) ->
 def stages(runs: TrainingRuns, balanced: np.ndarray) -> Stages:
     """balanced: True for the runs whose launcher splits by cost; one entry for all runs, or one for each."""
     block, further = 4 * runs.queries * runs.width + 3 * runs.width * runs.ffn, runs.predictions - 1  # blocks in front of the head
-    folded = np.isin(runs.schedule, V_SHAPED)
+    folded = runs.among("schedule", V_SHAPED)
     of_run = (runs.layers - further, further, runs.pipeline, runs.virtual, folded, runs.split, block, runs.table_parameters, balanced)
     columns = [np.broadcast_to(column, len(runs)) for column in of_run]
     firsts, of = distinct(columns)  # runs of one model have few kinds of stages

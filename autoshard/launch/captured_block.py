@@ -69,12 +69,8 @@ def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[Bloc
             continue
         fused = {kind: Fused(tuple(r), tuple(w), n) for kind in GROUPED if kind in row for r, w, n in [row[kind]]}
         kind = OF_KIND.get(row["op"].split(".")[1], "elementwise")
-        part.append(
-            BlockTask(  # type: ignore[arg-type]
-                kind, after, _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"],
-                passes=row.get("passes", 0),
-            )  # fmt: skip
-        )
+        of = _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"], row.get("passes", 0)
+        part.append(BlockTask(kind, after, *of))
     return {name: tuple(part) for name, part in parts.items()}
 
 
@@ -118,9 +114,6 @@ class Sizes:
         return [None if one is None else (tuple(self.of(d) for d in one[0]), one[1]) for one in tensors]
 
 
-Seconds = Callable[[BlockTask], np.ndarray]
-
-
 def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> np.ndarray:
     """Of one kernel. device: as cost.busy_seconds reads it. grouped: one of GROUPED, or "" where every op is a kernel."""
     inputs, outputs = sizes.described(task.inputs), sizes.described(task.outputs)
@@ -152,7 +145,7 @@ def again(tasks: tuple[BlockTask, ...], kept: Callable[[int, BlockTask], bool]) 
     return tuple(replace(tasks[i], after=tuple(at[j] for j in tasks[i].after if j in at)) for i in sorted(wanted))
 
 
-def end_of(tasks: tuple[BlockTask, ...], seconds: Seconds) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def end_of(tasks: tuple[BlockTask, ...], seconds: Callable[[BlockTask], np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """When the last of some tasks ends, and their seconds by kind."""
     each = [seconds(task) for task in tasks]
     by_kind = {kind: sum((s for s, task in zip(each, tasks) if task.kind == kind), np.zeros(1)) for kind in KINDS}

@@ -75,11 +75,15 @@ class Fitting:
 
     def stages(self) -> list[dict[str, Any]]:
         """Each kind of stage when it needs most: first, inner (the largest of those between) and last, or all."""
-        if self.memory is None:
-            return []
-        p = self.described.launch.pipeline
-        names = ["first", *(["inner"] if p > 2 else []), *(["last"] if p > 1 else [])]
-        return [_at_its_peak(self.memory.of_stage(name), name if p > 1 else "all") for name in names]
+        rows, peaks = list[dict[str, Any]](), () if self.memory is None else self.memory.peaks
+        names = [*dict.fromkeys(peak.stage for peak in peaks if peak.exists[0])]
+        for name in names:
+            memory: Any = replace(self.memory, peaks=tuple(peak for peak in peaks if peak.stage == name))  # type: ignore[type-var]
+            peak, stage = memory.fullest(), name if len(names) > 1 else "all"
+            figures = {f"{name}_bytes": float(getattr(memory, name)[0]) for name in ("allocated", "reserved", "device")}
+            kinds = {kind: memory.bias * float(bytes[0]) for kind, bytes in peak.kinds.items()}
+            rows.append({"stage": stage, "moment": peak.moment, **figures, "bytes_by_kind": kinds})
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """As `autoshard fits --json` prints it."""
@@ -106,13 +110,6 @@ def will_fit(described: LaunchConfig, launcher: str, site: Site) -> Fitting:
     largest = _largest_microbatch(described, launcher, site)
     remedies = () if _surely(prices, site)[0] else _remedies(described, launcher, site, float(prices.seconds[0]))
     return Fitting(described, launcher, site, (), memory, prices, largest, remedies)
-
-
-def _at_its_peak(memory: Memory, stage: str) -> dict[str, Any]:
-    peak = memory.fullest()
-    figures = {f"{name}_bytes": float(getattr(memory, name)[0]) for name in ("allocated", "reserved", "device")}
-    kinds = {kind: memory.bias * float(bytes[0]) for kind, bytes in peak.kinds.items()}
-    return {"stage": stage, "moment": peak.moment, **figures, "bytes_by_kind": kinds}
 
 
 def _surely(prices: LaunchPrices, site: Site) -> np.ndarray:

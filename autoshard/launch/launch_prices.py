@@ -7,7 +7,7 @@ through, and holds what is no routed expert. The rest is added here: all_to_all,
 states and transfers of their parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
-from .runs import PRECISIONS, TrainingRuns
+from .runs import PRECISIONS, TrainingRuns, by_value, distinct
 from .step_time import NOTHING, OPTIMIZER_BYTES, beside_block, end_share, stage_parameters, step_parts, transfers_of_fsdp
 
 STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate", "automodel": "torchtitan"}  # others have their own
@@ -30,6 +30,8 @@ LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds
 # what limits kinds of seconds; others limit themselves
 LIMITED = {"matmul": "compute", "attention": "compute", "elementwise": "memory bandwidth", "optimizer": "memory bandwidth"}
+Only = Mapping[str, Iterable]  # values that columns of `TrainingRuns.degrees` may have
+OF_MEMORY = ("structure", "expert", "expert_tensor", "gather8", "microbatch", "recompute")  # columns of a space that bytes depend on
 OF_MODEL = ("layers", "width", "heads", "kv_heads", "head_dim", "vocab", "tied", "gated", "qk_norm")
 
 
@@ -78,36 +80,62 @@ class LaunchPrices(NamedTuple):
 
 def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> TrainingRuns:
     """The launches with all columns that seconds and bytes are computed from, of the dense model of a token's width."""
-    numbers = {name: column.astype(float) for name, column in launches.values.items() if column.dtype.kind in "biu"}
+    numbers = {name: by_value(lambda c: c.astype(float), column) for name, column in launches.values.items() if column.dtype.kind in "biu"}
     fixed = {name: getattr(sizes, name) for name in OF_MODEL}
     fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn, "held_ffn": sizes.held_ffn}
-    fixed["positions"] = sizes.learned_positions
-    fixed |= {"per_node": site.per_node, "network": site.network}
-    columns = {name: np.full(len(launches), float(value)) for name, value in fixed.items()}
-    sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1).astype(float)
-    return launches.with_columns(**numbers, **columns, sharing=sharing)
+    fixed |= {"positions": sizes.learned_positions, "per_node": site.per_node, "network": site.network}
+    sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1.0)
+    return launches.with_columns(**numbers, **{name: float(value) for name, value in fixed.items()}, sharing=sharing)
 
 
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:
-    """Prices of launches, which should be legal. launcher: or a stack of cost/devices. ValueError for a device without constants, and for
-    float32."""
-    parts, runs, memory = _priced(launches, sizes, site, launcher, fitted)
-    seconds = sum(parts.values())
-    tokens = runs.global_batch * runs.seq / seconds / runs.devices
-    bytes, flops = memory.device, sizes.flops_per_token(runs.seq)
+    """Of launches, which should be legal. launcher: or a stack of cost/devices. ValueError for a device without constants, for float32."""
+    return priced_launches(launches, sizes, site, launcher, fitted, {}, False)[1]  # type: ignore[index]
+
+
+def priced_launches(
+    launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool, only: Only, fitting: bool
+) -> tuple[TrainingRuns, LaunchPrices] | None:  # fmt: skip
+    """Launches, and `prices_of` them; None where there are none. fitting: without those that don't fit, or the first where none does."""
+    for name, values in only.items():
+        launches = launches[np.isin(launches.degrees()[name], list(values))]
+    if not len(launches):
+        return None
+    columns = [launches.values[name] for name in OF_MEMORY] if "structure" in launches.values else [np.arange(len(launches))]
+    firsts, of = distinct(columns)
+    bytes = launch_memory(launches[firsts], sizes, site, launcher, fitted=fitted).device[of]
     chance = chance_to_fit(bytes, site.memory, [STACKS.get(launcher, launcher)])
-    return LaunchPrices(seconds, bytes, tokens, flops * tokens / site.peak, chance, chance >= LIKELY)  # type: ignore[arg-type]
+    if fitting:
+        rows = np.flatnonzero(chance >= LIKELY) if chance.max() >= LIKELY else np.zeros(1, int)
+        launches, bytes, chance = launches[rows], bytes[rows], chance[rows]
+    seconds = sum(launch_seconds(launches, sizes, site, launcher, fitted=fitted).values())
+    tokens = launches.global_batch * launches.seq / seconds / launches.devices
+    mfu = sizes.flops_per_token(launches.seq) * tokens / site.peak
+    return launches, LaunchPrices(seconds, bytes, tokens, mfu, chance, chance >= LIKELY)  # type: ignore[arg-type]
 
 
-def likely_to_fit(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> np.ndarray:
-    """`fits` of `prices_of`, without the seconds."""
-    bytes = launch_memory(launches, sizes, site, launcher).device
-    return chance_to_fit(bytes, site.memory, [STACKS.get(launcher, launcher)]) >= LIKELY
-
-
-def launch_memory(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> Memory:
+def launch_memory(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> Memory:
     """Bytes of launches by stage, moment and kind."""
-    return _priced(launches, sizes, site, launcher, True, timed=False)[2]
+    runs, constants, split = _described(launches, sizes, site, launcher, fitted)
+    of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
+    memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
+    return memory.with_more(experts(runs, sizes, constants, split)[1]) if sizes.experts else memory
+
+
+def launch_seconds(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> Parts:
+    """Seconds of a step of launches by kind."""
+    runs, constants, split = _described(launches, sizes, site, launcher, fitted)
+    one, ends = of_each_kind(block, runs, constants)
+    of_experts, _, more = experts(runs, sizes, constants, split, one) if sizes.experts else ({}, {}, NOTHING)
+    parts = step_parts(runs, constants, split, one, ends, more)
+    if runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
+        owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
+        link = host_seconds(1.0, DEVICES[site.device])
+        parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
+    if (runs.loss_chunks > 1).any():  # the head's gradient of a chunk is added to that of those before
+        added = (runs.loss_chunks - 1) * 3 * 2 * runs.table_parameters / runs.tensor / constants.memory_rate
+        parts["elementwise"] = parts["elementwise"] + runs.microbatches * added
+    return {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in of_experts.items()}}
 
 
 def interval(launcher: str) -> tuple[float, float]:
@@ -131,7 +159,7 @@ def by_kind(run: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str) -> 
     They add up to the seconds and bytes of `prices_of`. Kinds of seconds as of `step_parts`, and expert parallel; of bytes as of
     `memory_of`, what the allocator has cached, and contexts.
     """
-    parts, _, memory = _priced(run, sizes, site, launcher, True)
+    parts, memory = launch_seconds(run, sizes, site, launcher), launch_memory(run, sizes, site, launcher)
     held = {kind: memory.bias * bytes for kind, bytes in memory.fullest().kinds.items()}
     held |= {"cached": memory.reserved - memory.allocated, "contexts": memory.device - memory.reserved}
     seconds, bytes = ({kind: float(value[0]) for kind, value in both.items()} for both in (parts, held))
@@ -148,19 +176,19 @@ def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(values.items(), key=lambda value: (-value[1], value[0])))
 
 
-def _priced(
-    launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool, *, timed: bool = True
-) -> tuple[Parts, TrainingRuns, Memory]:
-    """Seconds by kind, none if not timed; all columns; memory."""
+def _described(
+    launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, fitted: bool
+) -> tuple[TrainingRuns, RunConstants, Stages]:  # fmt: skip
+    """All columns, the constants of the site and of the launcher's software, and the stages."""
     if (launches.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     peaks = device_constants([site.device])
     faster = {"fp": np.any(peaks.peak8 > peaks.peak16), "mx": np.any(peaks.peak4 > peaks.peak8), "nv": np.any(peaks.peak4 > peaks.peak8)}
-    if slow := [name for name in {*launches.precision.tolist()} if PRECISIONS[name] < 2 and not faster[name[:2]]]:
+    of = launches.precision[:1] if (launches.precision == launches.precision[:1]).all() else launches.precision
+    if slow := [name for name in {*of.tolist()} if PRECISIONS[name] < 2 and not faster[name[:2]]]:
         raise ValueError(f"{site.device} multiplies no {slow[0]} numbers; expected another precision or device")
     runs = priced_runs(launches, sizes, site)
-    precisions = launches.precision if (launches.precision != launches.precision[:1]).any() else launches.precision[:1]
-    constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], precisions, fitted=fitted)
+    constants = RunConstants.of([site.device], [STACKS.get(launcher, launcher)], of, fitted=fitted)
     if sizes.dense_layers:  # the mean width of an MLP over all blocks is that of no matrix
         constants = replace(constants, matmul=replace(constants.matmul, unaligned=1.0))
     if launches.grads16.any():
@@ -169,28 +197,14 @@ def _priced(
     if site.inside is not None:
         stated = {"link_bandwidth": np.array([site.inside]), "link": np.ones(1)}  # as plans have it: what collectives reach
         constants = replace(constants, device=replace(constants.device, **stated))
-    split = stages(runs, constants.stack.balanced > 0)
-    blocks = of_each_kind(block, runs, constants) if timed else ()
-    of_experts, more_bytes, more = experts(runs, sizes, constants, split, *blocks[:1]) if sizes.experts else ({}, {}, NOTHING)
-    parts = step_parts(runs, constants, split, blocks[0], blocks[1], more) if blocks else {}
-    if parts and runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
-        owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
-        link = host_seconds(1.0, DEVICES[site.device])
-        parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
-    if parts and (runs.loss_chunks > 1).any():  # the head's gradient of a chunk is added to that of those before
-        added = (runs.loss_chunks - 1) * 3 * 2 * runs.table_parameters / runs.tensor / constants.memory_rate
-        parts["elementwise"] = parts["elementwise"] + runs.microbatches * added
-    of_pass = runs.with_columns(global_batch=runs.global_batch / runs.passes)  # as many microbatches are in flight as a pass has
-    memory = replace(memory_of(of_pass, constants, split), bias=site.memory_bias)
-    parts = {**parts, **{kind: parts.get(kind, 0.0) + seconds for kind, seconds in of_experts.items()}}
-    return parts, runs, memory.with_more(more_bytes)
+    return runs, constants, stages(runs, constants.stack.balanced > 0)
 
 
 def experts(
     runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block | None = None
 ) -> tuple[Parts, Kinds, np.ndarray]:  # fmt: skip
-    """What a mixture needs beyond its dense model: seconds per step by kind, none without a block's; bytes per device by kind; and of the
-    seconds those of one block and microbatch, which other stages wait for."""
+    """What a mixture needs beyond its dense model: bytes per device by kind; or with a block's seconds those per step by kind, and of one
+    block and microbatch, which other stages wait for."""
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
@@ -198,27 +212,22 @@ def experts(
     local = sizes.expert_parameters / max(sizes.expert_layers, 1) / ranks  # of a block
     alike = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), alike), 1.0)
-    largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
-    # a token's copies, by Megatron those that came to the experts, as their matmuls read them; recomputation of whole blocks keeps none
-    each = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize, 2.0), 4.0)
-    sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
-    kept = blocks * local * largest
-    kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
-    kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2 * 2.0 * local, 0.0)  # of a block and of the next, by FSDP
-    kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
     if one is None:
+        largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
+        # a token's copies, by Megatron those that came to the experts, as their matmuls read them; recomputation of whole blocks keeps none
+        each = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize, 2.0), 4.0)
+        sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
+        kept = blocks * local * largest
+        kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
+        kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2 * 2.0 * local, 0.0)  # of a block and of the next, by FSDP
+        kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
         return {}, kinds, NOTHING
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
     copies = np.minimum(sizes.active, runs.expert * (1 - (1 - 1 / runs.expert) ** sizes.active))
     exchanged = 4 * ring.all_to_all(2 * tokens * sizes.width, copies, inside, adapter, runs.deepep)
-    expert_ffn = sizes.expert_ffn / runs.expert_tensor
-    rows, local_experts = tokens * sizes.active, np.minimum(sizes.experts / runs.expert, tokens * sizes.active)
-    routed = experts_seconds(rows, local_experts, rows, sizes.width, expert_ffn, sizes.matrices, constants.experts)
-    of, ffn = constants.in_program(constants.matmul), runs.ffn / runs.tensor
-    dense = matmul_seconds(runs.tokens, runs.width, (1 + runs.gated) * ffn, of) + matmul_seconds(runs.tokens, ffn, runs.width, of)
-    few = 3 * (device.training * routed - dense * sizes.active * sizes.expert_ffn / runs.ffn)
+    (few,) = of_each_kind(partial(_experts_seconds, sizes=sizes), runs, constants, [runs.expert, runs.expert_tensor])
     owned = blocks * local / sharded
     reduce = constants.ring(runs, alike, ranks)
     exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
@@ -229,9 +238,9 @@ def experts(
     both = np.add(dense, (gather, back))
     there, again = ({**way, "matmul": way["matmul"] + k * few / 3} for k, way in ((1, one.forward), (2, one.backward)))
     hidden: Callable[..., np.ndarray] = partial(beside_block, Block(there, again, one.launches), runs, constants)
-    sent = hidden(*both) - few - beside_block(one, runs, constants, *dense)
-    late = hidden(*both, exchanged / 2) - hidden(*both)
-    exchanged = np.where(runs.async_expert > 0, late, exchanged)
+    behind = hidden(*both)
+    sent = behind - few - beside_block(one, runs, constants, *dense)
+    exchanged = np.where(runs.async_expert > 0, hidden(*both, exchanged / 2) - behind, exchanged)
     first = (runs.pipeline == 1) * (not sizes.dense_layers)  # whether the first block has experts: nothing hides its transfers
     edges = first * (back + gather * (runs.zero < 3))
     times = blocks * runs.microbatches
@@ -239,4 +248,14 @@ def experts(
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
         "data parallel": times * sent + runs.microbatches * edges + reduced,
     }  # fmt: skip
-    return parts, kinds, sizes.expert_layers / runs.layers * (exchanged + few + sent)
+    return parts, {}, sizes.expert_layers / runs.layers * (exchanged + few + sent)
+
+
+def _experts_seconds(runs: TrainingRuns, constants: RunConstants, sizes: ModelSizes) -> tuple[np.ndarray]:
+    """How much longer the experts of a block take than the MLP that one token passes through."""
+    tokens, expert_ffn = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1), sizes.expert_ffn / runs.expert_tensor
+    rows, local_experts = tokens * sizes.active, np.minimum(sizes.experts / runs.expert, tokens * sizes.active)
+    routed = experts_seconds(rows, local_experts, rows, sizes.width, expert_ffn, sizes.matrices, constants.experts)
+    of, ffn = constants.in_program(constants.matmul), runs.ffn / runs.tensor
+    dense = matmul_seconds(runs.tokens, runs.width, (1 + runs.gated) * ffn, of) + matmul_seconds(runs.tokens, ffn, runs.width, of)
+    return (3 * (constants.device.training * routed - dense * sizes.active * sizes.expert_ffn / runs.ffn),)

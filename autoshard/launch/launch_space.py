@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ STAGES = {  # schedule, stages per device, split; of pipelines
 }  # fmt: skip
 LARGEST_MICROBATCH = 64  # sequences
 COPIES, FEWEST_SHARDS = (4, 16, 64), 8  # of ZeRO-1's states, that Megatron may have
+CHUNK = 100_000  # launches that are priced at once: as many columns fit in a cache
 MOST = 3 * 10**6  # launches; of more, those are left out that shard states over some of the data parallel ranks
 
 
@@ -43,17 +45,13 @@ def divisors(number: int) -> list[int]:
 def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     """Every split of `fixed.devices`, with shards and stages, whether legal or not; microbatches of one sequence, no experts."""
     names = ("tensor", "context", "pipeline", "data", "shard", "zero", "schedule", "virtual", "split")
-    varied = {name: np.array(column) for name, column in zip(names, zip(*_structures(fixed.devices, launcher)))}
-    tensor, rows = varied["tensor"], len(varied["tensor"])
-    varied |= {
-        "expert_tensor": tensor if launcher in DIVIDE_EXPERTS else np.ones(rows, int),
-        "sequence_parallel": (tensor > 1) & (launcher not in ("accelerate", "deepspeed")),
-        "alltoall": varied["context"] if launcher == "deepspeed" else np.ones(rows, int),
-        "async_tensor": (tensor > 1) & fixed.async_tensor, "async_expert": np.zeros(rows, bool),
-        "deepep": np.full(rows, fixed.deepep and launcher != "megatron"),
-    }  # fmt: skip
-    plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1, gather8=False)
-    return TrainingRuns({name: varied[name] if name in varied else np.full(rows, getattr(plain, name)) for name in FIELDS})
+    varied: dict[str, Any] = {name: np.array(column) for name, column in zip(names, zip(*_structures(fixed.devices, launcher)))}
+    tensor, deepep = varied["tensor"], fixed.deepep and launcher != "megatron"
+    varied["expert_tensor"] = tensor if launcher in DIVIDE_EXPERTS else 1
+    varied["sequence_parallel"] = (tensor > 1) & (launcher not in ("accelerate", "deepspeed"))
+    varied |= {"alltoall": varied["context"] if launcher == "deepspeed" else 1, "async_tensor": (tensor > 1) & fixed.async_tensor}
+    plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1, gather8=False, async_expert=False, deepep=deepep)
+    return TrainingRuns({name: np.broadcast_to(varied.get(name, getattr(plain, name)), len(tensor)) for name in FIELDS})
 
 
 def _structures(devices: int, launcher: str) -> Iterator[tuple]:
@@ -79,40 +77,43 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
 
 
-def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False) -> TrainingRuns:
-    """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal. only8: without gathers in
-    16 bits where those in 8 are legal."""
+def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False) -> Iterator[TrainingRuns]:
+    """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal, in parts of about CHUNK
+    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal."""
     kept = structures[legal(structures, sizes, launcher)]
     if launcher == "megatron" and not sizes.latent:
         exchanging = kept[kept.context > 1]
         exchanging = exchanging.with_columns(alltoall=exchanging.context)
         kept = TrainingRuns.joined([kept, exchanging[legal(exchanging, sizes, launcher)]])
-    most = int(kept.global_batch.max(initial=1))
-    sizes_of = [2**k for k in range(int(np.log2(min(LARGEST_MICROBATCH, most))) + 1)]
-    experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if sizes.experts else [1]
-    if launcher in ("accelerate", "nanotron", "deepspeed"):
-        experts = [1]
+    most = min(LARGEST_MICROBATCH, int(kept.global_batch.max(initial=1)))
+    sizes_of = [2**k for k in range(most.bit_length())]
+    divided = sizes.experts and launcher not in ("accelerate", "nanotron", "deepspeed")
+    experts = [n for n in divisors(sizes.experts) if n <= kept.devices.max(initial=1)] if divided else [1]
     kinds = [*dict.fromkeys([*(kind for kind in RECOMPUTED[launcher] if sizes.latent or "mla" not in kind), *kept.recompute[:1].tolist()])]
     if len(kept) * len(experts) * len(sizes_of) * len(kinds) > MOST:
         kept = kept[(kept.shard == 1) | (kept.shard == kept.data)]
-    mixtures, parts = [], []
+    mixtures, kept = [], kept.with_columns(structure=np.arange(len(kept)))
     for expert in experts:
-        mixed = kept.with_columns(expert=np.full(len(kept), expert))
-        of_experts = [mixed] if expert == 1 else [mixed.with_columns(expert_tensor=np.ones(len(kept), int))]
+        mixed = kept.with_columns(expert=expert)
+        of_experts = [mixed] if expert == 1 else [mixed.with_columns(expert_tensor=1)]
         if sizes.experts and launcher == "megatron":
-            divided = mixed[kept.tensor > 1]
-            of_experts = [mixed, divided.with_columns(expert_tensor=np.ones(len(divided), int))]
+            of_experts = [mixed, mixed[kept.tensor > 1].with_columns(expert_tensor=1)]
             for switch in ("async_expert", "deepep") if expert > 1 else ():
-                of_experts += [one.with_columns(**{switch: np.ones(len(one), bool)}) for one in of_experts]
+                of_experts += [one.with_columns(**{switch: True}) for one in of_experts]
         mixtures += of_experts
     ways = TrainingRuns.joined(mixtures)
-    in8 = ways.with_columns(gather8=np.ones(len(ways), bool))
+    in8 = ways.with_columns(gather8=True)
     allowed = legal(in8, sizes, launcher)
     ways = TrainingRuns.joined([ways[~allowed] if only8 else ways, in8[allowed]])
-    for microbatch, kind in product(sizes_of, kinds):  # launches with the same blocks are neighbors
-        part = ways.with_columns(microbatch=np.full(len(ways), microbatch), recompute=np.full(len(ways), kind))
+    parts: list[TrainingRuns] = []
+    for microbatch, kind, start in product(sizes_of, kinds, range(0, len(ways), CHUNK)):  # launches with the same blocks are neighbors
+        part = ways[start : start + CHUNK].with_columns(microbatch=microbatch, recompute=kind)
         parts.append(part[legal(part, sizes, launcher)])
-    return TrainingRuns.joined(parts)
+        if sum(map(len, parts)) >= CHUNK:
+            yield TrainingRuns.joined(parts)
+            parts = []
+    if any(map(len, parts)):
+        yield TrainingRuns.joined(parts)
 
 
 def illegal_by_rule(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> dict[str, int]:

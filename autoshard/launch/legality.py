@@ -12,7 +12,7 @@ import numpy as np
 
 from .blocks_of_stages import ENDS, listed
 from .model_sizes import ModelSizes
-from .runs import LOOPED, MODULAR, SINGLE, V_SHAPED, Launch, TrainingRuns
+from .runs import LOOPED, MODULAR, SINGLE, V_SHAPED, Launch, TrainingRuns, distinct
 
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron", "deepspeed", "automodel")
 DIVIDE_EXPERTS = ("torchtitan", "megatron")  # over tensor parallel ranks; by the others each of these has all of an expert
@@ -44,15 +44,15 @@ RULES = (
          f"{a.data * a.tensor * a.context * a.pipeline} devices, but there are {a.devices}"),
     Rule("shard", LAUNCHERS, lambda c, m: c.data % c.shard != 0,
          lambda a, m: f"{a.data} data parallel ranks can't be shards of {a.shard}"),
-    *(Rule(name, (launcher,), lambda c, m, name=name, known=known: ~np.isin(getattr(c, name), known),  # type: ignore[misc]
+    *(Rule(name, (launcher,), lambda c, m, name=name, known=known: ~c.among(name, known),  # type: ignore[misc]
            lambda a, m, name=name, known=known, launcher=launcher:  # type: ignore[misc]
            f"{launcher} has no {name} {getattr(a, name)}; expected {', '.join(known[:8])}")
       for name, table in EXPRESSED.items() for launcher, known in table.items()),
-    Rule("recompute", MEGATRON, lambda c, m: np.isin(c.recompute, [name for name in MODULAR if "mla" in name]) & (not m.latent),
+    Rule("recompute", MEGATRON, lambda c, m: c.among("recompute", [name for name in MODULAR if "mla" in name]) & (not m.latent),
          lambda a, m: "the model has no latent attention, so no mla_up_proj to recompute"),
     Rule("8-bit gather", TORCH, lambda c, m: c.gather8 & ((c.precision != "fp8") | (c.zero < 2)),
          lambda a, m: f"parameters are gathered in 8 bits where FSDP shards them and matmuls run in fp8, not {a.precision}"),
-    Rule("8-bit gather", MEGATRON, lambda c, m: c.gather8 & (~np.isin(c.precision, ("fp8", "fp8_blockwise", "mxfp8")) | (c.zero == 0)),
+    Rule("8-bit gather", MEGATRON, lambda c, m: c.gather8 & (~c.among("precision", ("fp8", "fp8_blockwise", "mxfp8")) | (c.zero == 0)),
          lambda a, m: "--fp8-param-gather goes with --fp8-format, and with the distributed optimizer or FSDP"),
     Rule("8-bit gather", ("accelerate", "nanotron", "deepspeed"), lambda c, m: c.gather8,
          lambda a, m: "its configuration expresses no gather in 8 bits"),
@@ -82,7 +82,7 @@ RULES = (
     Rule("layers", MEGATRON, lambda c, m: (c.split == "") & (m.layers % (c.pipeline * c.virtual) != 0),
          lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)
          + "; --pipeline-model-parallel-layout can list what each stage has"),
-    Rule("layers", (*TORCH, *MEGATRON), lambda c, m: np.isin(c.split, ("", ENDS)) & (c.pipeline * c.virtual > m.layers + 2),
+    Rule("layers", (*TORCH, *MEGATRON), lambda c, m: c.among("split", ("", ENDS)) & (c.pipeline * c.virtual > m.layers + 2),
          lambda a, m: f"{m.layers} layers, token table and head are fewer than pp {a.pipeline} x {a.virtual} stages"),
     Rule("layers", (*TORCH, *MEGATRON), lambda c, m: lists_other_layers(c, m),
          lambda a, m: f"the stages that are listed are {len(listed(a.split))} with {sum(listed(a.split))} layers; expected "
@@ -99,23 +99,23 @@ RULES = (
          lambda a, m: f"autotp_size {a.tensor} goes with ZeRO stages up to 2"),
     Rule("sharding", DEEPSPEED, lambda c, m: ((c.shard < c.data) & (c.zero > 0) & (c.zero < 3)) | (c.offload & (c.zero == 0)),
          lambda a, m: f"stage {a.zero} shards over all ranks, and offloads where it shards; mics_shard_size needs stage 3"),
-    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, SINGLE) & (c.virtual != 1),
+    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & c.among("schedule", SINGLE) & (c.virtual != 1),
          lambda a, m: f"{a.schedule} has one stage per device, not {a.virtual}"),
-    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.virtual < 2),
+    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & c.among("schedule", LOOPED) & (c.virtual < 2),
          lambda a, m: f"{a.schedule} needs 2 stages per device or more, not {a.virtual}"),
-    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, V_SHAPED) & (c.virtual != 2),
+    Rule("schedule", TORCH, lambda c, m: (c.pipeline > 1) & c.among("schedule", V_SHAPED) & (c.virtual != 2),
          lambda a, m: f"{a.schedule} has 2 stages per device, not {a.virtual}"),
-    Rule("schedule", ("megatron", "nanotron"), lambda c, m: np.isin(c.schedule, V_SHAPED) | np.isin(c.schedule, LOOPED[1:]),
+    Rule("schedule", ("megatron", "nanotron"), lambda c, m: c.among("schedule", V_SHAPED) | c.among("schedule", LOOPED[1:]),
          lambda a, m: f"there is no schedule {a.schedule}"),
     Rule("schedule", MEGATRON, lambda c, m: (c.virtual > 1) & (c.pipeline == 1),
          lambda a, m: f"{a.virtual} virtual stages need pp of 2 or more"),
     Rule("schedule", ("nanotron", "accelerate", "deepspeed"), lambda c, m: c.virtual > 1,
          lambda a, m: f"there are no virtual stages ({a.virtual})"),
     Rule("microbatches", TORCH,
-         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, ("1F1B", "DualPipeV")) & (c.microbatches_of_pass < c.pipeline * c.virtual),
+         lambda c, m: (c.pipeline > 1) & c.among("schedule", ("1F1B", "DualPipeV")) & (c.microbatches_of_pass < c.pipeline * c.virtual),
          lambda a, m: f"{a.microbatches_of_pass} microbatches are fewer than the {a.pipeline * a.virtual} stages of {a.schedule}"),
     Rule("microbatches", TORCH,
-         lambda c, m: (c.pipeline > 1) & np.isin(c.schedule, LOOPED) & (c.schedule != "LoopedBFS")
+         lambda c, m: (c.pipeline > 1) & c.among("schedule", LOOPED) & (c.schedule != "LoopedBFS")
          & (c.microbatches_of_pass % np.maximum(c.microbatches_of_pass // c.pipeline, 1) != 0),
          lambda a, m: f"{a.microbatches_of_pass} microbatches do not divide into rounds of pp {a.pipeline}"),
     Rule("microbatches", MEGATRON, lambda c, m: (c.virtual > 1) & (c.group > 1) & (c.group < c.pipeline),
@@ -165,11 +165,9 @@ RULES = (
 
 def lists_other_layers(launches: TrainingRuns, sizes: ModelSizes) -> np.ndarray:
     """Whether the listed stages are not those of the launch, or have not the layers of the model."""
-    counts = {split: listed(split) for split in np.unique(launches.split).tolist()}
-    if not any(counts.values()):
-        return np.zeros(len(launches), bool)
-    columns = zip(launches.split.tolist(), (launches.pipeline * launches.virtual).tolist())
-    return np.array([bool(counts[split]) and (len(counts[split]), sum(counts[split])) != (n, sizes.layers) for split, n in columns], bool)
+    firsts, of = distinct([launches.split, stages := launches.pipeline * launches.virtual])
+    counts = [(listed(split), n) for split, n in zip(launches.split[firsts].tolist(), stages[firsts].tolist())]
+    return np.array([bool(each) and (len(each), sum(each)) != (n, sizes.layers) for each, n in counts], bool)[of]
 
 
 def check_launcher(launcher: str) -> None:

@@ -15,6 +15,25 @@ from typing import Any
 
 from .texts import integer
 
+NAMES = {  # of Hugging Face's configs; the first that a config has
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "vocab": ("vocab_size",),
+    "head_dim": ("head_dim",),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "active": ("num_experts_per_tok", "top_k"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+}
+# model types with MLPs of two matrices
+UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta")
+LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta")  # ... and with learned positions
+TIED = (*LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")  # ... whose default is one table for tokens and head
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")  # model types that normalize queries and keys; others say so
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -111,26 +130,6 @@ class ModelSizes:
         if multiple < 1:
             raise ValueError(f"the vocabulary is padded to a multiple of {multiple}; expected 1 or more")
         return replace(self, vocab=-(-self.vocab // multiple) * multiple)
-
-
-NAMES = {  # of Hugging Face's configs; the first that a config has
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "width": ("hidden_size", "n_embd", "d_model"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "vocab": ("vocab_size",),
-    "head_dim": ("head_dim",),
-    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
-    "active": ("num_experts_per_tok", "top_k"),
-    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
-}
-# model types with MLPs of two matrices
-UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta")
-LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta")  # ... and with learned positions
-TIED = (*LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")  # ... whose default is one table for tokens and head
-QK_NORM = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")  # model types that normalize queries and keys; others say so
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 def latent_parameters(width: int, heads: int, q_rank: int, kv_rank: int, rope_dim: int, nope_dim: int, value_dim: int) -> int:

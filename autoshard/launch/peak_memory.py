@@ -17,7 +17,9 @@ cost/devices/stacks.json, and the chance to fit is computed from how far off tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -42,19 +44,15 @@ Kinds = dict[str, np.ndarray]  # bytes by kind
 
 
 class Peak(NamedTuple):
-    """Of one stage at one moment; an entry per run, 0 where a run has no such stage."""
+    """Of one stage at one moment; an entry per run."""
 
     stage: str  # first, inner, last
     moment: str  # one of MOMENTS
     kinds: Kinds
+    exists: np.ndarray  # whether a run has such a stage
 
-    @property
-    def bytes(self) -> np.ndarray:
-        return sum(self.kinds.values())  # type: ignore[return-value]
-
-    @property
-    def passing(self) -> np.ndarray:
-        return sum(self.kinds[kind] for kind in PASSING)  # type: ignore[return-value]
+    def bytes(self, kinds: Iterable[str] | None = None) -> np.ndarray:
+        return np.where(self.exists, sum(self.kinds[kind] for kind in kinds or self.kinds), 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,28 +67,26 @@ class Memory:
 
     @property
     def allocated(self) -> np.ndarray:
-        return self.bias * np.max([peak.bytes for peak in self.peaks], axis=0)
+        return self.bias * reduce(np.maximum, (peak.bytes() for peak in self.peaks))
 
     @property
     def reserved(self) -> np.ndarray:
         """States are allocated once; what comes and goes beside them leaves gaps."""
-        return self.bias * (np.max([peak.bytes + self.fragments * peak.passing for peak in self.peaks], axis=0) + self.pools)
+        peaks = (peak.bytes() + self.fragments * peak.bytes(PASSING) for peak in self.peaks)
+        return self.bias * (reduce(np.maximum, peaks) + self.pools)
 
     @property
     def device(self) -> np.ndarray:
         """With contexts: what nvidia-smi shows."""
         return self.reserved + self.context
 
-    def of_stage(self, stage: str) -> Memory:
-        return replace(self, peaks=tuple(peak for peak in self.peaks if peak.stage == stage))
-
     def fullest(self) -> Peak:
         """Where and when the first run needs most."""
-        return max(self.peaks, key=lambda peak: float(peak.bytes[0]))
+        return max(self.peaks, key=lambda peak: float(peak.bytes()[0]))
 
     def with_more(self, kinds: Kinds) -> Memory:
         """With more bytes of some kinds on every stage, at every moment."""
-        peaks = [peak._replace(kinds={**peak.kinds, **{k: peak.kinds[k] + more for k, more in kinds.items()}}) for peak in self.peaks]
+        peaks = (peak._replace(kinds=peak.kinds | {kind: peak.kinds[kind] + more for kind, more in kinds.items()}) for peak in self.peaks)
         return replace(self, peaks=tuple(peaks))
 
 
@@ -125,7 +121,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     ends = 2 * runs.tokens * runs.width + shard  # kept of the last norm and the head
     first = table + runs.positions * runs.seq * runs.width
     both = (1 - runs.tied) * table + first
-    folded = np.isin(runs.schedule, V_SHAPED) & ~one  # the first device has the last stage, too
+    folded = runs.among("schedule", V_SHAPED) & ~one  # the first device has the last stage, too
     # Transformer Engine returns one unused gradient per shape of a weight whose gradient is added up by the matmul (get_dummy_wgrad)
     unused = 2 * runs.block_parameters / runs.tensor * constants.stack.fused_accumulation
     # autograd's gradients, which are none before the first backward; on one device nothing is reduced, so they need no buffers either
@@ -157,7 +153,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
             kinds["transfers"] = buffers
             kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
             kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
-            peaks.append(Peak(stage, moment, {kind: np.where(exists, bytes, 0.0) for kind, bytes in kinds.items()}))
+            peaks.append(Peak(stage, moment, kinds, exists))
     fragments = np.where((runs.zero >= 3) & one, 0.0, constants.memory.fragments)  # FSDP's are counted one by one: `_pools`
     context = np.where(alone, CONTEXT, constants.memory.context)
     memory = Memory(tuple(peaks), _pools(runs, constants, both), np.where(alone, 0.0, fragments), context)
@@ -170,9 +166,9 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
 
 def in_flight(runs: TrainingRuns, stage: np.ndarray | int) -> np.ndarray:
     """How many microbatches' activations of all its blocks a stage (from 0) holds at once."""
-    m, p, v, schedule = runs.microbatches, runs.pipeline, runs.virtual, runs.schedule
-    held = np.where(np.isin(schedule, V_SHAPED), p, p - stage + np.where(v > 1, (p - 1) / v, 0.0))
-    return np.minimum(m, np.where(np.isin(schedule, ("GPipe", "LoopedBFS")), m, held))
+    m, p, v = runs.microbatches, runs.pipeline, runs.virtual
+    held = np.where(runs.among("schedule", V_SHAPED), p, p - stage + np.where(v > 1, (p - 1) / v, 0.0))
+    return np.minimum(m, np.where(runs.among("schedule", ("GPipe", "LoopedBFS")), m, held))
 
 
 def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarray, constants: RunConstants) -> Kinds:
@@ -199,7 +195,7 @@ def _gathered(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray, m
     if moment == "update" or "gathered" in constants.without:
         return np.zeros(len(runs))
     block = runs.block_parameters / runs.tensor
-    of_blocks = np.where(np.isin(runs.recompute, list(KEEPS)), 2 * block * (moment == "backward"), blocks * block)
+    of_blocks = np.where(runs.among("recompute", KEEPS), 2 * block * (moment == "backward"), blocks * block)
     alone = np.where(runs.zero >= 3, 2 * (of_blocks + runs.table_parameters * (moment == "loss")), 0.0)
     at_hand = np.where(runs.zero >= 3, 2 * (2 * block + (tables if moment == "loss" else 0.0)), 0.0)
     on_their_way = 2 * block + constants.stack.gradient_bytes * np.maximum(block, tables) if moment == "backward" else 0.0

@@ -1,6 +1,6 @@
 """The launches of a space, priced and sorted by expected speed: tokens/s times the chance to fit."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .launch_prices import LaunchPrices, Site, by_kind, interval, likely_to_fit, prices_of
+from .launch_prices import LaunchPrices, Only, Site, by_kind, interval, priced_launches
 from .launch_space import illegal_by_rule, launches, structures
 from .legality import why_illegal
 from .model_sizes import ModelSizes
@@ -17,7 +17,6 @@ from .runs import Launch, TrainingRuns, distinct
 ALIKE = 0.005  # relative: launches that differ in which ranks share the same work are one row where their rates differ by less
 SIMPLE = 0.02  # of the rate of the fastest: what a simpler launch may cost
 GROUPED = 20_000  # launches, the best, that rows are made of
-CHUNK = 50_000  # launches that are priced at once: their columns fit in a core's cache and memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +42,14 @@ class Ranking:
         return self.rows_at(slice(count))
 
     def rows_at(self, which: slice | list[int]) -> list[dict[str, Any]]:
-        p, (low, high) = self.prices, interval(self.launcher)
+        p, (low, high) = LaunchPrices(*(column[which] for column in self.prices)), interval(self.launcher)
         columns = {
-            **self.columns.degrees(self.sizes.experts > 0), "seconds": p.seconds,
+            **self.columns[which].degrees(self.sizes.experts > 0), "seconds": p.seconds,
             "tokens_per_second_per_device": p.tokens_per_second, "mfu": p.mfu, "memory_bytes": p.bytes,
             "chance_to_fit": p.chance, "fits": p.fits, "tight": p.fits & (p.bytes > self.site.usable),
             "tokens_per_second_per_device_interval": np.outer(p.tokens_per_second, (low, high)),
         }  # fmt: skip
-        return [dict(zip(columns, row)) for row in zip(*(column[which].tolist() for column in columns.values()))]
+        return [dict(zip(columns, row)) for row in zip(*(column.tolist() for column in columns.values()))]
 
     @property
     def simplest(self) -> int:
@@ -107,9 +106,6 @@ class Ranking:
         return int(rows[0]) if len(rows) else None
 
 
-Only = Mapping[str, Iterable]  # values that columns of `TrainingRuns.degrees` may have
-
-
 def ranking(
     fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executor: Executor | None = None, only: Only | None = None,
     fitting: bool = False,
@@ -121,29 +117,21 @@ def ranking(
     doesn't depend on it. ValueError where no launch is legal.
     """
     splits = structures(fixed, launcher)
-    columns = launches(splits, sizes, launcher, fixed.gather8)
-    if not len(columns):
-        count = ", ".join(f"{rule} {n}" for rule, n in illegal_by_rule(splits, sizes, launcher).items())
+    illegal = illegal_by_rule(splits, sizes, launcher)
+    of_part = partial(priced_launches, sizes=sizes, site=site, launcher=launcher, fitted=True, only=only or {}, fitting=fitting)
+    parts = [*(map if executor is None else executor.map)(of_part, launches(splits, sizes, launcher, fixed.gather8))]
+    if not parts:
+        count = ", ".join(f"{rule} {n}" for rule, n in illegal.items())
         raise ValueError(
             f"no launch of {launcher} on {fixed.devices} devices is legal for this model; splits of the devices by rule: {count}; "
             f"the first one: {why_illegal(splits.launch(0), sizes, launcher)[0]}"
         )
-    if only:
-        known = columns.degrees()
-        columns = columns[np.all([np.isin(known[name], list(values)) for name, values in only.items()], axis=0)]
-        if not len(columns):
-            asked = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in only.items())
-            raise ValueError(f"no legal launch of {launcher} on {fixed.devices} devices has {asked}; expected other values, or fewer")
-
-    def of_chunks(function: Callable) -> Iterable:
-        chunks = [columns[start : start + CHUNK] for start in range(0, len(columns), CHUNK)]
-        return (map if executor is None else executor.map)(partial(function, sizes=sizes, site=site, launcher=launcher), chunks)
-
-    if fitting:
-        fits = np.concatenate([*of_chunks(likely_to_fit)])
-        columns = columns[fits if fits.any() else slice(1)]
-    priced = LaunchPrices(*map(np.concatenate, zip(*of_chunks(prices_of))))
+    if not (kept := [part for part in parts if part]):
+        asked = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in (only or {}).items())
+        raise ValueError(f"no legal launch of {launcher} on {fixed.devices} devices has {asked}; expected other values, or fewer")
+    columns, priced = TrainingRuns.joined(part for part, _ in kept), LaunchPrices(*map(np.concatenate, zip(*(part for _, part in kept))))
     speed = np.where(priced.expected > 0, -np.round(priced.tokens_per_second, 9), priced.bytes)  # without a chance, those that need least
-    order = np.lexsort((np.arange(len(columns)), speed, -np.round(priced.expected, 9), ~priced.fits))
-    prices = LaunchPrices(*(column[order] for column in priced))
-    return Ranking(launcher, sizes, site, columns[order], prices, illegal_by_rule(splits, sizes, launcher), len(splits))
+    order = np.lexsort((speed, -np.round(priced.expected, 9), ~priced.fits))
+    if fitting:
+        order = order[: priced.fits.sum()] if priced.fits.any() else np.zeros(1, int)
+    return Ranking(launcher, sizes, site, columns[order], LaunchPrices(*(column[order] for column in priced)), illegal, len(splits))

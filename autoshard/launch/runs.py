@@ -10,7 +10,7 @@ Expert parallel ranks are taken from the data, context and tensor parallel ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import combinations
@@ -103,7 +103,7 @@ class Launch:
 
 FIELDS = tuple(field.name for field in fields(Launch))
 OPTIONAL = "alltoall split passes schedule offload gather8 grads16 loss_chunks"
-DEFAULTS = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["qk_norm"] = 0  # 1: queries and keys are normalized
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
@@ -112,25 +112,36 @@ COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and
 
 def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Of columns of equal length: a row of each different combination, and for every row which of these it is."""
-    code = np.zeros(1, int)
-    for column in columns:
-        known, inverse = _numbered(column)
-        code = _numbered(code * known + inverse)[1] if known > 1 else code + inverse
-    return np.unique(code, return_index=True)[1], code
+    columns = [*columns]
+    count, code = 1, np.zeros(len(columns[0]), int)
+    for known, inverse in (_numbered(column) for column in columns if column.strides[0]):  # others have one value
+        count, code = count * known, code * known + inverse
+        count, code = _numbered(code) if count > MOST_VALUES else (count, code)
+    count, code = _numbered(code)
+    firsts = np.zeros(count, int)
+    firsts[code[::-1]] = np.arange(len(code))[::-1]
+    return firsts, code
 
 
 def _numbered(column: np.ndarray) -> tuple[int, np.ndarray]:
-    """How many values a column has, and for every row the place of its value among them, in order: columns of launches have few."""
+    """How many values a column has, and for every row the place of its value among them: columns of launches have few."""
     if (column == column[:1]).all():
-        return 1, np.zeros(len(column), int)
+        return min(len(column), 1), np.zeros(len(column), int)
     if column.dtype.kind == "U":
-        words = sorted({*column.tolist()})
+        words, rest = list[str](), column
+        while len(rest):
+            words, rest = [*words, rest[0]], rest[rest != rest[0]]
         return len(words), sum((i * (column == word) for i, word in enumerate(words)), np.zeros(len(column), int))
     if 0 <= column.min() and column.max() < MOST_VALUES and (column == (rounded := column.astype(int))).all():
         there = np.bincount(rounded) > 0
         return int(there.sum()), (np.cumsum(there) - 1)[rounded]
     values, inverse = np.unique(column, return_inverse=True)
     return len(values), inverse
+
+
+def by_value(function: Callable[[np.ndarray], np.ndarray], column: np.ndarray) -> np.ndarray:
+    """A function of each of a column's values; of one where memory has one for all rows (np.broadcast_to)."""
+    return function(column) if column.strides[0] else np.broadcast_to(function(column[:1]), len(column))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,25 +164,36 @@ class TrainingRuns:
             return self.__dict__["values"][name]
         except KeyError:
             if name in DEFAULTS:
-                return np.full(len(self), DEFAULTS[name])
+                return np.broadcast_to(DEFAULTS[name], len(self))
             raise AttributeError(name) from None
 
     def __len__(self) -> int:
         return len(self.values["devices"])
 
-    def __getitem__(self, rows: np.ndarray | slice) -> TrainingRuns:
-        return TrainingRuns({name: column[rows] for name, column in self.values.items()})
+    def __getitem__(self, rows: Any) -> TrainingRuns:
+        chosen = np.arange(len(self))[rows]
+        rows = rows if isinstance(rows, slice) else chosen
+        return TrainingRuns({k: c[rows] if c.strides[0] else np.broadcast_to(c[:1], len(chosen)) for k, c in self.values.items()})
 
     @staticmethod
     def of(launches: Sequence[Launch]) -> TrainingRuns:
         return TrainingRuns({name: np.array([getattr(one, name) for one in launches]) for name in FIELDS})
 
     @staticmethod
-    def joined(parts: Sequence[TrainingRuns]) -> TrainingRuns:
-        return TrainingRuns({name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values})
+    def joined(parts: Iterable[TrainingRuns]) -> TrainingRuns:
+        def of(columns: list[np.ndarray]) -> np.ndarray:
+            values = np.unique(np.concatenate([c[:1] for c in columns])) if not any(c.strides[0] for c in columns) else ()
+            return np.broadcast_to(values, sum(map(len, columns))) if len(values) == 1 else np.concatenate(columns)
 
-    def with_columns(self, **columns: np.ndarray) -> TrainingRuns:
-        return TrainingRuns({**self.values, **columns})
+        parts = [*parts]
+        return TrainingRuns({name: of([part.values[name] for part in parts]) for name in parts[0].values})
+
+    def with_columns(self, **columns: Any) -> TrainingRuns:
+        return TrainingRuns({**self.values, **{name: np.broadcast_to(column, len(self)) for name, column in columns.items()}})
+
+    def among(self, name: str, values: Iterable) -> np.ndarray:
+        """Whether a column has one of some values."""
+        return by_value(lambda column: np.isin(column, [*values]), getattr(self, name))
 
     def launch(self, i: int) -> Launch:
         return Launch(**{name: self.values[name][i].item() for name in FIELDS})
@@ -204,7 +226,7 @@ class TrainingRuns:
     def microbatches_of_pass(self) -> np.ndarray:
         return np.maximum(self.microbatches // self.passes, 1)
 
-    @property
+    @cached_property
     def tokens(self) -> np.ndarray:
         """Tokens of one microbatch on one device of the context parallel group."""
         return self.microbatch * self.seq / self.context
@@ -219,13 +241,13 @@ class TrainingRuns:
         """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def block_parameters(self) -> np.ndarray:
         """Of one block, on all tensor parallel ranks together; norms, biases and routed experts left out."""
         h, ffn = self.width, self.values.get("held_ffn", self.ffn)
         return h * (self.queries + 2 * self.keys) + self.queries * h + (2 + self.gated) * h * ffn
 
-    @property
+    @cached_property
     def table_parameters(self) -> np.ndarray:
         return self.vocab * self.width
 

@@ -69,11 +69,11 @@ def bubbles(runs: TrainingRuns, one: Block) -> np.ndarray:
     """
     forward, backward = one.seconds
     n, p, others = runs.microbatches_of_pass, runs.pipeline, np.maximum(runs.pipeline - 1, 1)
-    f, w = forward / (forward + backward), np.where(np.isin(runs.schedule, ZERO_BUBBLE), one.forward["matmul"] / (forward + backward), 0.0)
+    f, w = forward / (forward + backward), np.where(runs.among("schedule", ZERO_BUBBLE), one.forward["matmul"] / (forward + backward), 0.0)
     left = np.maximum(1 - 2 * w, 0.0)
     in_turn = (np.maximum(p - n, 0) * (1 - w) + (np.minimum(n, p) - 1) / runs.virtual * left) / others
     folded = np.maximum((p - n) * f / others + 1 - f - w, np.where(runs.schedule == "DualPipeV", 2 - f - 3 * w, left) / 2)
-    return runs.passes * np.where(np.isin(runs.schedule, V_SHAPED), folded, in_turn)
+    return runs.passes * np.where(runs.among("schedule", V_SHAPED), folded, in_turn)
 
 
 def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
@@ -151,9 +151,7 @@ def end_share(runs: TrainingRuns, parameters: np.ndarray) -> np.ndarray:
     return np.minimum((runs.table_parameters + runs.block_parameters) / runs.tensor / parameters, 1.0)
 
 
-def update_seconds(
-    runs: TrainingRuns, constants: RunConstants, split: Stages, last_backward: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+def update_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages, last_backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The exposed reduction of gradients and the gather of ZeRO-1; and the optimizer on the parameters that a device owns."""
     stack, has = constants.stack, constants.has
     parameters = stage_parameters(runs, split)

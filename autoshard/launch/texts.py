@@ -289,10 +289,6 @@ def argument_words(value: Any) -> str:
 
 def arguments_text(options: Mapping[str, Any]) -> str:
     """Options as lines of a command: True is a flag, False and None are left out."""
-    rows = [
-        f"--{name}{argument_words(value)}"
-        for name, value in options.items()
-        if value not in (None, False)
-    ]
+    rows = [f"--{name}{argument_words(value)}" for name, value in options.items() if value not in (None, False)]
     words = [word for row in rows for word in shlex.split(row)]
     return _as_written(" \\\n".join(rows) + "\n", words, lambda text: shlex.split(text.replace("\\\n", "")))

@@ -125,9 +125,7 @@ def _flavor(section: Nested) -> ModelSizes:
     name, flavor = section.text("model.name", "model_spec.name"), section.text("model.flavor", "model_spec.flavor")
     if (name, flavor) not in FLAVORS:
         kinds = ", ".join("/".join(key) for key in FLAVORS)
-        raise ValueError(
-            f"{section.path} trains {name or 'no model'} of flavor {flavor or '?'}, known are {kinds}; or add {MODEL}"
-        )
+        raise ValueError(f"{section.path} trains {name or 'no model'} of flavor {flavor or '?'}, known are {kinds}; or add {MODEL}")
     return FLAVORS[name, flavor]
 
 
