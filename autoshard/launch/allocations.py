@@ -7,7 +7,7 @@ copies of a block's weights are alive until its backward; of a block that is com
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -54,11 +54,9 @@ class _Steps:
         self.some = {i for i, task in enumerate(self.forward) if some(i, task)}
         self.tied, self.table, self.logits = runs.tied[0] > 0, runs.table_parameters[0], runs.tokens[0] * runs.vocab[0] / chunks
         self.hidden = 2 * runs.tokens[0] * runs.width[0]
+        self._bytes = cache(lambda tensor: float(tensor_bytes(tensor, self.sizes)[0]))
         self.weights = [self._bytes(task.inputs[-1]) / 2 for task in self.forward if task.kind == "matmul"]
         self.allocator, self.gradients, self.number = CachingAllocator(), list[int](), 0
-
-    def _bytes(self, tensor: tuple) -> float:
-        return float(tensor_bytes(tensor, self.sizes)[0])
 
     def get(self, bytes: float) -> int:
         self.number += 1
