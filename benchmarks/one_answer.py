@@ -74,7 +74,7 @@ def launched(row: dict[str, str]) -> tuple[float, float]:
     described = replace(constants, device=network, stack=plain, memory=memory, without=frozenset({"fixed", "gathered", "buffers"}))
     # a plan's parameters and gradients have 16 bits, beside float32 copies: with moments and parameters 14 bytes, where FSDP has 12
     more = 0.5 if row["zero"] == "3" else 0.0
-    bytes = [peak.bytes + more * (peak.kinds["parameters"] - peak.kinds["gradients"]) for peak in memory_of(runs, described).peaks]
+    bytes = [peak.bytes() + more * (peak.kinds["parameters"] - peak.kinds["gradients"]) for peak in memory_of(runs, described).peaks]
     return float(step_seconds(runs, described)[0]), float(np.max(bytes))
 
 

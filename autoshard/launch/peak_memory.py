@@ -140,16 +140,16 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
         buffers = shard * np.where(one, 0.0, held + np.where(runs.zero >= 2, runs.microbatches, 2.0))
         states = state_bytes(runs, parameters, of_blocks, constants)
+        # gradients of the tables come first, and the first block's when of the activations nothing but its own is left
+        come = states["gradients"] * tables / runs.tensor / np.maximum(parameters, 1.0)
+        late = appear & (states["gradients"] - come > activations - held * kept)
+        come, left = np.where(late, states["gradients"], come), np.where(late, held * kept, activations)
         for moment in MOMENTS:
             kinds = dict(states)
-            # those of the tables come first, those of the first block when of the activations nothing but its own is left
-            of_tables = tables / runs.tensor / np.maximum(parameters, 1.0)
-            come = states["gradients"] * (1.0 if moment == "update" else (moment == "backward") * of_tables)
-            last = appear & (moment == "backward") & (states["gradients"] - come > activations - held * kept)
-            kinds["gradients"] = np.where(appear & ~last, come, states["gradients"])
+            if moment != "update":
+                kinds["gradients"] = np.where(appear, none if moment == "loss" else come, states["gradients"])
             kinds["gathered"] = _gathered(runs, constants, tables / runs.tensor, moment, blocks)
-            left = np.where(last, held * kept, activations)
-            kinds["activations"] = none if moment == "update" else left + np.where(head & (moment == "loss"), ends, 0.0)
+            kinds["activations"] = {"loss": activations + np.where(head, ends, 0.0), "backward": left, "update": none}[moment]
             kinds["transfers"] = buffers
             kinds["temporaries"] = unused + (working if moment == "backward" else 0.0)
             kinds["logits"] = np.where(head, logits, 0.0) if moment == "loss" else none
