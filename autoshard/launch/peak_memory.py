@@ -85,9 +85,13 @@ class Memory:
         return max(self.peaks, key=lambda peak: float(peak.bytes()[0]))
 
     def with_more(self, kinds: Kinds) -> Memory:
-        """With more bytes of some kinds on every stage, at every moment."""
-        peaks = (peak._replace(kinds=peak.kinds | {kind: peak.kinds[kind] + more for kind, more in kinds.items()}) for peak in self.peaks)
-        return replace(self, peaks=tuple(peaks))
+        """With more bytes of some kinds on every stage, at every moment; of what comes and goes within a step none at the update."""
+
+        def added(peak: Peak) -> Peak:
+            more = {kind: bytes for kind, bytes in kinds.items() if peak.moment != "update" or kind not in PASSING}
+            return peak._replace(kinds=peak.kinds | {kind: peak.kinds[kind] + bytes for kind, bytes in more.items()})
+
+        return replace(self, peaks=tuple(map(added, self.peaks)))
 
 
 def chance_to_fit(bytes: np.ndarray, limit: np.ndarray | float, stacks: Names) -> np.ndarray:
