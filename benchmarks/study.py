@@ -29,7 +29,7 @@ STUDIES = {  # name: the module of benchmarks/studies that has it, under that na
     **dict.fromkeys(("pipeline", "dlrm", "programs"), "searches"), "experts": "experts", "long_context": "long_context",
     **dict.fromkeys(("serving", "launcher_points", "large_models", "ranks", "degrees"), "launches"), "simulate": "simulated",
     **dict.fromkeys(("planning_time", "peer_problems"), "planning_time"), "redistribution": "redistribution", "tables": "tables",
-    **dict.fromkeys(("commands", "startup"), "commands"), "dynamic": "dynamic",
+    **dict.fromkeys(("commands", "startup", "checks"), "commands"), "dynamic": "dynamic",
     "warm_starts": "warm_starts", "protocol": "protocol",
 }  # fmt: skip
 PERCENT = ("gap", "error", "gain", "loss", "faster", "faster_simulated")

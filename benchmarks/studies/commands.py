@@ -76,6 +76,31 @@ def startup(case: tuple, given) -> Row:
     return {"wall_seconds": seconds, "limit_seconds": limit, "ok": limit is None or seconds <= limit}
 
 
+CHECK_LIMIT = 4.0  # CPU seconds
+DATA = ROOT / "tests" / "data" / "launchers"
+LLAMA = f"hf:{DATA.parent / 'hf' / 'llama'}"
+CHECKED = {  # launcher: words after `autoshard check`
+    "torchtitan": f"{DATA}/torchtitan/llama3_405b.toml --devices 512",
+    "megatron": f"{DATA}/megatron/gpt3_175b.sh --devices 1024",
+    "megatron bridge": f"{DATA}/recipes/deepseek_v3_h100_fp8.yaml --launcher megatron --devices 1024",
+    "nemo": f"{DATA}/recipes/nemo_llama3_8b.yaml {LLAMA} --launcher megatron --devices 64",
+    "accelerate": f"{DATA}/accelerate/nd.yaml {LLAMA} --launcher accelerate --seq 4096 --microbatch 1",
+    "deepspeed": f"{DATA}/deepspeed/llama_70b_zero3.json {LLAMA} --launcher deepspeed --devices 32 --seq 4096",
+    "nanotron": f"{DATA}/nanotron/llama3b.yaml --launcher nanotron --devices 64",
+    "automodel": f"{DATA}/automodel/llama3_70b.yaml {LLAMA} --launcher automodel --devices 64 --seq 4096",
+}
+
+
+def checks(case: str, given) -> Row:
+    """CPU seconds of `autoshard check` on a configuration of each launcher, median of some runs."""
+    runs = [cpu_seconds(f"autoshard check {case} --quiet", str(ROOT)) for _ in range(given.runs)]
+    seconds, failed = statistics.median(seconds for seconds, _ in runs), any(code > 1 for _, code in runs)  # 1: it doesn't fit
+    return {"cpu_seconds": seconds, "limit_seconds": CHECK_LIMIT, "ok": seconds <= CHECK_LIMIT and not failed}
+
+
+CHECKS = Study(cases=lambda given: CHECKED, measure=checks, alone=False, options={"--runs": {"type": int, "default": 3}})
+
+
 def wall_seconds(words: list[str]) -> float:
     begin = time.perf_counter()
     subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL)
