@@ -1,6 +1,7 @@
 """Joining and moving collectives in small graphs by hand: what may be joined, what must not, what starts when."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autoshard.lower import compiled, lower
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
+from autoshard.lower.kernels import offload
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.runtime import overlap as overlapping
 from autoshard.runtime.bucketing import bucket
@@ -389,6 +391,22 @@ def test_what_waits_in_the_hosts_memory_is_not_alive_on_the_device():
     assert max(live_bytes(nodes, output)) == 2 * bytes  # what came back, once, and the product
     nodes[1].meta["kept"] = ("x", bytes)  # a tensor that stayed on the device counts from the begin
     assert live_bytes(nodes, output)[1] == bytes
+
+
+def test_a_reload_goes_to_the_named_gpu_or_the_current_one_and_is_waited_for_once(monkeypatch):
+    x, asked, waited = torch.ones(2), [], []
+    back = lambda host, where: asked.append(where) or host.clone()  # noqa: E731
+    monkeypatch.setattr(offload, "_copies", lambda index: SimpleNamespace(back=back))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+    for device in ("cuda", "cuda:1", "cpu"):
+        y = torch.ops.autoshard.reload(x, device=torch.device(device), exposed=0.0)
+        assert torch.equal(y, x) and y.data_ptr() != x.data_ptr()
+    assert asked == [torch.device("cuda", 3), torch.device("cuda", 1)]
+    copies = SimpleNamespace(running={x.data_ptr(): "copied"})
+    for _ in range(2):
+        offload._Copies.wait(copies, x)
+    assert waited == ["copied"]
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard.capture import capture
-from autoshard.graph import is_without_dropout
+from autoshard.graph import Op, Tensor, is_without_dropout
 from autoshard.graph import random as random_ops
 from autoshard.lower import generator, verify_program
 from autoshard.lower.kernels import random
 from autoshard.lower.unsharded import materialized, run_unsharded
+from autoshard.runtime import shared_generator
 from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.strategies.candidates import candidates
 from tests.helpers import fast_mesh
@@ -304,6 +305,52 @@ def test_ranks_train_on_the_numbers_of_one_process_whatever_their_seeds(name):
     (expected,) = results(1, trained, model)
     for losses in results(4, trained, model, solution):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_agree_on_a_state_once_and_branches_draw_other_numbers(monkeypatch):
+    monkeypatch.setattr(shared_generator, "of_first_rank", lambda state, *_: state())
+
+    def drawn(*branch):
+        torch.manual_seed(3)
+        one = SharedGenerator("cpu", None, *branch)
+        one.agree()
+        one.agree()
+        with one.drawing():
+            first = torch.rand(())
+        with one.drawing():
+            return first.item(), torch.rand(()).item(), torch.rand(()).item()  # the last one is drawn by the block, too
+
+    first, second, third = (torch.manual_seed(3), [torch.rand(()).item() for _ in range(3)])[1]
+    assert drawn() == drawn(0) == (first, second, third)
+    assert drawn(1) == drawn(1) and len({*drawn(1), *drawn(2), first, second}) == 8
+    torch.manual_seed(3)
+    SharedGenerator("cpu").agree()
+    assert torch.rand(()).item() == second  # what the module does not draw goes on by one
+
+
+def test_seeds_of_branches_and_of_shards_stay_what_they_are(monkeypatch):
+    assert generator.mixed(torch.arange(5, dtype=torch.uint8), 3) == 44314061594911975
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "of the GPU")
+    assert generator.state_of_generator("cuda") == "of the GPU" and isinstance(generator.state_of_generator(), torch.Tensor)
+
+
+def test_small_draws_are_made_in_full_unless_values_say_how_often():
+    small, large = (Tensor((n,), "float32") for n in (random_ops.IN_FULL, random_ops.IN_FULL + 1))
+    for target in ("aten.rand.default", "aten.bernoulli.p", "aten.native_dropout.default"):
+        assert [random_ops.is_drawn_in_full(Op("x", target, (), ((), ()), (one,))) for one in (small, large)] == [True, False]
+    of_attention = [Op("x", random_ops.DROPOUT_ATTENTION, (), ((), ()), (large, large, one)) for one in (small, large)]
+    assert [random_ops.is_drawn_in_full(op) for op in of_attention] == [True, False]
+    for target in ("aten.poisson.default", "mine.rand.default"):
+        assert not random_ops.is_drawn_in_full(Op("x", target, (), ((), ()), (small,)))
+
+
+def test_a_graph_is_random_if_one_of_its_operators_draws():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops.aten.neg.default, (x,))
+    assert not generator.is_random(graph)
+    graph.call_function(torch.ops.aten.rand_like.default, (x,))
+    assert generator.is_random(graph)
 
 
 def of_own_seeds(self):

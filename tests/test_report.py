@@ -247,12 +247,12 @@ def test_reasons_of_serving_degrees_are_said_once_and_replicated_weights_from_a_
         assert _reasons(rows) == (["", *lines] if lines else [])
 
 
-@pytest.mark.parametrize("parts", [{"all_reduce": 1.0, "forward": 3.0, "update": 0.0}, {"a": 0.004, "b": 0.996}, {"forward": 0.0}, {}])
+@pytest.mark.parametrize("parts", [{"all_reduce": 1.0, "forward": 3.0, "update": 0.0}, {"a": 0.005, "b": 0.995}, {"forward": 0.0}, {}])
 def test_a_table_by_kind_has_a_bar_of_each_share_and_the_sum(parts):
     table, total = by_kind("Time", "seconds", parts, seconds, {"forward": "compute"}), sum(parts.values())
     *rows, together = table.full_rows()
     assert [row.share for row in rows] == pytest.approx([100 * part / (total or 1.0) for part in parts.values()])
-    shares = ["-" if total == 0 else "<1%" if 0 < part < 0.005 * total else f"{100 * part / total:.0f}%" for part in parts.values()]
+    shares = ["-" if total == 0 else "<1%" if 0 < part <= 0.005 * total else f"{100 * part / total:.0f}%" for part in parts.values()]
     assert [row.cells for row in rows] == [(kind.replace("_", " "), seconds(x), share) for (kind, x), share in zip(parts.items(), shares)]
     assert [row.kind for row in rows] == ["compute" if kind == "forward" else kind for kind in parts]
     assert together.cells == ("together", seconds(total), "") and together.strong

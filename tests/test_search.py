@@ -9,12 +9,13 @@ import pytest
 from torch import nn
 
 from autoshard.mesh import Mesh
+from autoshard.planning.compiling import compilations
 from autoshard.planning.options import Infeasible, NoAnswer, Options, Stopwatch
 from autoshard.planning.overlapped import OverlappedPlan
 from autoshard.planning.plan import plan
 from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.search import KINDS, search
-from autoshard.planning.variants import Answered, Variant
+from autoshard.planning.variants import Answered, Tried, Variant, is_short
 from autoshard.solvers import Answer, Status
 from models import mlp
 from tests.helpers import Ticking, fast_mesh, tiny_graph
@@ -161,6 +162,37 @@ def test_a_model_without_few_layers_is_mapped_without_them():
     assert both.map(lambda g: replace(g)).few_layers is not graph
     seen = iter((graph, None))
     assert both.map(lambda _: next(seen)).few_layers is None
+
+
+def judged(question: Question, peak: float | None, refusal: Infeasible | None = None) -> Tried:
+    answered = None if refusal else Answered(question, None, Answer(Status.FEASIBLE, (), 1.0, 0.0, "", peak=peak))
+    return Tried(Variant(""), question, answered, refusal)
+
+
+def test_memory_is_short_where_nothing_fits_or_a_plan_nearly_fills_it_and_there_is_time_left():
+    def short(limit, peak=None, refusal=None, seconds=0.0) -> bool:
+        question = asked(Stopwatch(None, iter((0.0, seconds)).__next__), memory_limit=limit, time_limit=10.0)
+        return is_short(question, judged(question, peak, refusal))
+
+    assert [short(100.0, peak) for peak in (None, 90.0, 90.1)] == [False, False, True] and not short(None, 1e9)
+    assert short(None, refusal=Infeasible("")) and not short(100.0, refusal=NoAnswer(""))
+    assert short(100.0, 95.0, seconds=9.9) and not short(100.0, 95.0, seconds=10.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "peak", "explains"),
+    [({"compiled": False}, 1.0, [True]), ({"recompute": "auto"}, 95.0, [True]), ({"training": False}, 95.0, [True]),
+     ({}, 1.0, [False]), ({}, 95.0, [False, True]), ({"memory_limit": None}, 95.0, [True])],
+)  # fmt: skip
+def test_a_compiled_step_computes_more_again_where_memory_is_short_and_the_last_variant_explains(options, peak, explains):
+    question, tried, told = asked().with_options(**{"compiled": True, "memory_limit": 100.0, **options}), [judged(asked(), 1.0)], []
+    for variant in compilations(question, tried):
+        asks = variant.transform(question)
+        is_compiled = question.options.compiled and question.options.training and question.options.recompute != "auto"
+        assert ("computed_again" in asks.assumptions) == is_compiled
+        told.append(asks.explains)
+        tried.append(judged(asks, peak))
+    assert told == explains
 
 
 # -- saved values once more ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, Usage, evaluate, read_contest
 from autoshard.solvers import DP, ILP, Answer, Status, annealing, settle, solve
+from autoshard.solvers.answer import lowered, relative_gap
+from autoshard.solvers.binding_times import binding_rows, load, maximal_rows
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import every_choice, incumbent_of, random_problem
 from tests.helpers_refusals import assert_refused
@@ -221,6 +223,38 @@ def test_a_bound_above_the_cost_is_an_error():
     assert incumbent.bound == 5.0 and incumbent.proven
     with pytest.raises(AssertionError, match="above cost"):
         incumbent.raise_bound(5.0 * (1 + 2e-9))
+
+
+def test_rows_are_the_largest_sets_of_usages_that_are_alive_together_and_those_that_exceed_the_limit_bind():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        starts = rng.integers(0, 8, rng.integers(1, 7))
+        spans = [(int(a), int(a + rng.integers(0, 4))) for a in starts]
+        most, counts = rng.integers(0, 4, len(spans)).astype(float), rng.random(len(spans)) < 0.8
+        usages = tuple(Usage((0,), a, b, np.array([0.0, x])) for (a, b), x in zip(spans, most))
+        problem = Problem(("x",), (np.zeros(2),), (), usages, 4.0)
+
+        def largest(counts):
+            live = {t: frozenset(k for k, (a, b) in enumerate(spans) if a <= t < b and counts[k]) for t in range(12)}  # noqa: B023
+            return {one: min(t for t in live if live[t] == one) for one in live.values() if one and not any(one < x for x in live.values())}
+
+        rows, maximal = maximal_rows(problem, counts), largest(counts)
+        found = [frozenset(rows.alive(r).tolist()) for r in range(len(rows.times))]
+        assert dict(zip(found, rows.times.tolist())) == maximal and len(found) == len(maximal)
+        assert load(rows, most).tolist() == [sum(most[k] for k in one) for one in found]
+        per_row = rng.integers(0, 9, len(found)).astype(float)
+        assert rows.of_usages(per_row).tolist() == [sum(x for x, one in zip(per_row, found) if k in one) for k in range(len(spans))]
+        tight = {one: t for one, t in largest(most > 0).items() if sum(most[k] for k in one) >= 4}
+        rows = binding_rows(problem)
+        assert {frozenset(rows.alive(r).tolist()): t for r, t in enumerate(rows.times.tolist())} == tight
+        assert not len(binding_rows(replace(problem, usage_limit=None)).times)
+
+
+def test_gaps_are_relative_to_the_cost_and_unknown_where_an_end_is():
+    inf = math.inf
+    pairs = ((2.0, 2.0), (0.0, 0.0), (inf, inf), (2.0, 1.5), (-2.0, -3.0), (0.0, -1.0), (inf, 1.0), (1.0, -inf))
+    assert [relative_gap(*pair) for pair in pairs] == [0.0, 0.0, 0.0, 0.25, 0.5, inf, inf, inf]
+    assert [lowered(bound, 0.25) for bound in (2.0, -2.0, inf, -inf)] == [1.5, -2.5, inf, -inf]
 
 
 def test_progress_hears_of_every_improvement():

@@ -63,7 +63,7 @@ def verify(
     the top, and none are drawn. Of several programs: model and example_inputs by program (a model alone is that of all); the answer has
     `ok`, and the answer for each among `programs`.
     """
-    report = progress or (lambda message, fraction: None)
+    report = Stopwatch(progress).say
     _check_device(device)
     if random < 0:
         raise ValueError(f"random is {random}; expected how many plans to draw, 0 or more")

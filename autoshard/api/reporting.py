@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from autoshard.api.simulating import simulate
-from autoshard.planning import Progress
+from autoshard.planning import Progress, Stopwatch
 from autoshard.report import html
 from autoshard.solution import AnyPlan, ProgramsSolution, Solution
 
@@ -32,7 +32,7 @@ def html_report(
         raise ValueError(f"the plan is of several programs; for a time line or a frontier pass one of them: {', '.join(solution)}")
     if not isinstance(solution, Solution):
         return html.html_report(solution)
-    report = progress or (lambda message, fraction: None)
+    report = Stopwatch(progress).say
     timeline = None if model is None else simulate(model, example_inputs, solution, progress=lambda message, f: report(message, 0.8 * f))
     report("writing the page", 0.9)
     return html.html_report(solution, timeline, frontier, no_model=no_model)

@@ -11,7 +11,7 @@ from autoshard.mesh import Mesh
 from autoshard.pipeline import SCHEMES as SCHEMES
 from autoshard.pipeline import Simulation as Simulation
 from autoshard.pipeline import simulate_grid as simulate_grid
-from autoshard.planning import Progress
+from autoshard.planning import Progress, Stopwatch
 from autoshard.simulate import PREFETCH, Timeline, timeline_of_solution
 from autoshard.simulate import Parallel as Parallel
 from autoshard.solution import Solution
@@ -36,7 +36,7 @@ def simulate(
     ahead of their use. join: small gradient reductions are joined to buckets, as in the lowered program. links: per mesh axis the number
     of the link that it uses, where `shared_links` is wrong. mesh: other prices. ValueError where the plan is of another model.
     """
-    report = progress or (lambda message, fraction: None)
+    report = Stopwatch(progress).say
     report("capturing the model", 0.1)
     graph = captured(model, example_inputs, solution).graph
     report("simulating", 0.8)

@@ -25,7 +25,7 @@ from autoshard.explain.reopened import captured, reopened
 from autoshard.formulate import Formulation, op_collectives, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
-from autoshard.planning import Progress, allowed_by_pins, formulate_for
+from autoshard.planning import Progress, Stopwatch, allowed_by_pins, formulate_for
 from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve
@@ -56,7 +56,7 @@ def robustness(
     """
     if not (math.isfinite(slack) and slack >= 0):
         raise ValueError(f"slack is {slack!r}; expected a number of 0 or more, relative: 0.01 is one percent")
-    report = progress or (lambda message, fraction: None)
+    report = Stopwatch(progress).say
     report("capturing the model", 0.0)
     graph = captured(model, example_inputs, solution).checked()
     planner = _Planner(graph, solution, max(slack, SLACK), time_limit)

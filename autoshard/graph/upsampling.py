@@ -1,7 +1,8 @@
-"""The operators that resize images, and over how many last dims."""
+"""The operators that resize images, and over how many last dims: the last number in their names."""
 
-UPSAMPLED = {
-    "upsample_nearest1d": 1, "_upsample_nearest_exact1d": 1, "upsample_linear1d": 1, "upsample_nearest2d": 2,
-    "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2,
-    "_upsample_bicubic2d_aa": 2, "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
-}  # fmt: skip
+NAMES = (
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d",
+)  # fmt: skip
+UPSAMPLED = {name: int(name.removesuffix("_aa")[-2]) for name in NAMES}

@@ -112,7 +112,7 @@ def simulate_grid(
         raise ValueError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
     for one in configurations:
         schedule_of(schedule, one.pipeline, one.microbatches, chunks)  # raises ValueError before anything is captured
-    report = progress or (lambda message, fraction: None)
+    report = Stopwatch(progress).say
     graphs: dict[int, Any] = {}
     programs: dict[tuple, tuple[Solution, Timeline]] = {}
     simulations = []

@@ -111,6 +111,7 @@ class Stopwatch:
 
     def say(self, message: str, fraction: float) -> None:
         """Tell the user what is being done, and which fraction of the whole is done."""
+        assert 0 <= fraction < 1, (message, fraction)
         if self.progress is not None:
             self.progress(message, fraction)
 

@@ -9,7 +9,7 @@ from autoshard.planning.options import Stopwatch
 from autoshard.planning.question import Question
 from autoshard.planning.refusal import infeasible, patience
 from autoshard.planning.tying import solve_tied
-from autoshard.solvers import Answer, Status, solve
+from autoshard.solvers import Answer, Status, relative_gap, solve
 
 
 def solve_or_refuse(question: Question, instance: Instance, starts: Sequence[tuple[int, ...]], *, share: float = 1.0) -> Answer:
@@ -49,8 +49,7 @@ def _progress(clock: Stopwatch, wanted: float) -> Callable[[float, float], None]
         return None
 
     def show(cost: float, bound: float) -> None:
-        gap = (cost - bound) / cost if cost and math.isfinite(cost) and math.isfinite(bound) else math.inf
-        if math.isfinite(gap):
+        if math.isfinite(gap := relative_gap(cost, bound)):
             clock.say(f"solving: best {cost * 1e3:.3f} ms, proven within {gap:.2%} of the best, wanted {wanted:.2%}", 0.6)
         else:
             clock.say("solving: " + ("no plan yet" if math.isinf(cost) else f"best {cost * 1e3:.3f} ms, no bound yet"), 0.6)

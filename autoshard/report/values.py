@@ -61,5 +61,7 @@ def by_kind(
 
 def share(part: float, total: float) -> str:
     """`75%`, `<1%` where it would be rounded to 0, `-` of nothing."""
-    percent = 100 * part / total if total else 0.0
-    return "<1%" if 0 < percent < 0.5 else f"{percent:.0f}%" if total else "-"
+    if not total:
+        return "-"
+    percent = 100 * part / total
+    return "<1%" if 0 < percent <= 0.5 else f"{percent:.0f}%"

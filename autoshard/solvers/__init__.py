@@ -1,6 +1,6 @@
 """Solvers: they choose one choice per node of a Problem, with a proof. They know numbers only, no tensors and no meshes."""
 
-from .answer import TOLERANCE, Answer, Infeasibility, Status
+from .answer import TOLERANCE, Answer, Infeasibility, Status, relative_gap
 from .certificate import certificate, to_record
 from .compiling import compiled
 from .cvx import CVX

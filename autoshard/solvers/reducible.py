@@ -37,7 +37,6 @@ class Reducible:
         self.dirty = dict.fromkeys(range(len(problem.names)))
         self.limit = math.inf if problem.usage_limit is None else float(problem.usage_limit)
         self.slack = ROUNDING * max(self.limit, 1.0)
-        self.room = np.zeros(0)
         for e in problem.edges:
             self.add_edge(e.a, e.b, self.pool.original(e.table))
 
