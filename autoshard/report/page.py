@@ -17,8 +17,6 @@ from autoshard import units
 from autoshard.report.values import Code, Number
 from autoshard.version import VERSION
 
-TEMPLATES = Path(__file__).with_name("templates")
-
 
 def page(template: str, sections: Mapping[str, str], content: Mapping[str, Any]) -> str:
     """A page with its style and script, and the hash of the script that the page allows."""
@@ -31,7 +29,7 @@ def page(template: str, sections: Mapping[str, str], content: Mapping[str, Any])
 @cache
 def environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -50,4 +48,6 @@ def _count(value: int, noun: str) -> str:
 
 
 def _source(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
+    loader = environment().loader
+    assert loader is not None
+    return loader.get_source(environment(), name)[0]
