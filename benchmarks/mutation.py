@@ -6,8 +6,9 @@ A room is drawn by its lines, then a file, then a place in it: < becomes <= and 
 or a returned bool is negated, a number below 1000 becomes one more. Annotations, asserts and the texts of messages stay. --only runs those
 mutants of the seed whose place or lines hold a text.
 The mutant is written into a copy of the repository. Its tests are the first six files by rank that execute its statement (see executed.py);
-twelve are asked at most. The rank counts the names of the mutant's file that a file of tests mentions (more where few others do, most for
-the function around the mutant), imports of the module and of the room, and equal names of files.
+24 are asked at most. The rank counts the names of the mutant's file that a file of tests mentions, and the words of its texts, such as the
+names of operators (more where few others do, most for the function around the mutant), imports of the module and of the room, and equal
+names of files.
 
     killed        a test fails, or a file takes six times as long as without the mutant, and a minute
     survived      all pass
@@ -33,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.executed import LEFT_OUT, Executed, failed, is_compiled, package_files, run_tests, statements  # noqa: E402
 
-NEAREST, ASKED = 6, 12
+NEAREST, ASKED = 6, 24
 NO_TESTS = 5  # pytest's exit code
 OPERATORS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
@@ -139,6 +140,9 @@ def ranked(mutant: Mutant) -> list[Path]:
     room, *inner = mutant.path.relative_to(ROOT).with_suffix("").parts[1:]
     tree = ast.parse(mutant.path.read_text())
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            names |= {word for word in re.findall(r"\w+", node.value) if len(word) > 2}
     words = {path: set(re.findall(r"\w+", text)) for path, text in TESTS.items()}
     shared = {name: sum(name in those for those in words.values()) for name in names}
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from autoshard.launch import Launch, LaunchConfig, Overrides, edited_text, read_configuration, why_illegal
+from autoshard.launch.configurations import FORMATS, configuration_text
 from autoshard.launch.edits import edited
 from autoshard.launch.texts import Nested, arguments_of
 from autoshard.launch.torchtitan import FLAVORS
@@ -52,6 +53,26 @@ def test_a_real_configuration_is_read_and_written_as_the_same_bytes(path):
     legal = [not why_illegal(read_configuration(launcher, text, path.name, replace(known, devices=n)).launch, config.sizes, launcher)
              for n in sizes]  # fmt: skip
     assert not sizes or any(legal)
+
+
+def said_of(launcher: str) -> str:
+    """All that is read of the configurations of a launcher, and the text that is written for it."""
+    said = []
+    for path in [*sorted((DATA / launcher).iterdir()), *(path for path in REAL if path.name.startswith(f"{launcher}__"))]:
+        for known in (known_for(launcher), known_for("accelerate", global_batch=512), Overrides(64, sizes=LLAMA8, seq=8192)):
+            try:
+                config = read_configuration(launcher, path.read_text(), path.name, known)
+                said += [path.name, *(f"{key}: {value}" for of in (config.launch, config.sizes) for key, value in vars(of).items())]
+                said += [*config.not_counted, why_illegal(config.launch, config.sizes, launcher), configuration_text(launcher, config)]
+            except ValueError as error:
+                said += [path.name, error]
+    return "".join(f"{line}\n" for line in said)
+
+
+@pytest.mark.parametrize("launcher", sorted(FORMATS))
+def test_what_is_read_and_written_of_all_configurations_stays_what_it_is(launcher):
+    """`python -m tests.test_launchers_round_trips` writes it anew."""
+    assert said_of(launcher) == (DATA / "said" / f"{launcher}.txt").read_text()
 
 
 RECIPES = sorted(path for launcher in ("deepspeed", "automodel") for path in (DATA / launcher).iterdir())
@@ -217,3 +238,8 @@ def test_a_model_without_a_flavor_can_still_be_changed():
     new = edited_text("torchtitan", wanted, text, "a.toml", known)
     assert 'name = "mine"' in new and "tensor_parallel_degree = 2" in new
     assert isinstance(config.launch, Launch)
+
+
+if __name__ == "__main__":
+    for launcher in FORMATS:
+        (DATA / "said" / f"{launcher}.txt").write_text(said_of(launcher))

@@ -17,7 +17,10 @@ from autoshard.cost.kernels import Ring, beside
 from autoshard.devices import DEVICE_FILES, SLOWED, known_devices
 from autoshard.launch import peak_memory
 from autoshard.launch.blocks_of_stages import stages
-from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.launch_prices import Site, prices_of
+from autoshard.launch.launch_space import RECOMPUTED, launches, structures
+from autoshard.launch.runs import Launch, TrainingRuns
+from autoshard.launch.torchtitan import FLAVORS
 from benchmarks.published import (
     EFFECTS,
     chance_to_run,
@@ -62,6 +65,31 @@ def published(*arguments: str, table: Path = RUNS) -> dict:
     code = [sys.executable, str(SCRIPT), str(table), "--json", *arguments]
     environment = {"PYTHONPATH": f"{HERE.parent}", "OMP_NUM_THREADS": "1"}
     return json.loads(subprocess.run(code, check=True, capture_output=True, text=True, env=environment).stdout)
+
+
+def predictions(launcher: str) -> dict:
+    """Of the published runs, or of a launcher's how many are legal and 50 of them: seconds and bytes."""
+    if launcher == "published":
+        runs = runs_of(rows())
+        memory = peak_memory.memory_of(runs, constants_of(runs))
+        parts = {kind: np.broadcast_to(part, len(runs)) for kind, part in parts_of(runs, constants_of(runs)).items()}
+        return {kind: values.tolist() for kind, values in {**parts, "allocated": memory.allocated, "device": memory.device}.items()}
+    told: dict[str, list] = {}
+    for sizes in (FLAVORS["llama3", "8B"], FLAVORS["qwen3", "30B-A3B"]):
+        legal = launches(structures(Launch(16, 8192, 128), launcher), sizes, launcher)
+        prices = prices_of(legal[np.linspace(0, len(legal) - 1, 50).astype(int)], sizes, Site(), launcher)
+        for kind in ("seconds", "bytes", "chance"):
+            told[f"{kind} of {len(legal)}"] = getattr(prices, kind).tolist()
+    return told
+
+
+@pytest.mark.parametrize("launcher", ["published", *RECOMPUTED])
+def test_what_is_predicted_stays_what_it_is(launcher):
+    """After other prices `python -m tests.test_training_runs` writes it anew; the difference is for a reader."""
+    found, kept = predictions(launcher), json.loads((RUNS.parent / "predicted" / f"{launcher}.json").read_text())
+    assert found.keys() == kept.keys()
+    for kind, values in kept.items():
+        assert found[kind] == pytest.approx(values, rel=1e-5, abs=1e-9), kind
 
 
 @pytest.mark.slow
@@ -286,3 +314,9 @@ test_what_is_no_run_is_refused = refusals(
     (lambda: device_constants(["h101"]), "no constants of device 'h101'; known are a100"),
     (lambda: interval(runs_of(rows()), predicted_seconds(runs_of(rows())), 1.5), "a share 1.5"),
 )
+
+
+if __name__ == "__main__":
+    for launcher in ("published", *RECOMPUTED):
+        rounded = {kind: [float(f"{value:.7g}") for value in values] for kind, values in predictions(launcher).items()}
+        (RUNS.parent / "predicted" / f"{launcher}.json").write_text(json.dumps(rounded, indent=0) + "\n")
