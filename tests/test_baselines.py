@@ -23,6 +23,7 @@ from autoshard.solvers import Status, solve
 from autoshard.strategies import Candidate, Candidates, candidates
 from models import gpt2
 from tests.helpers import TINY, tiny_graph
+from tests.helpers_kept import assert_stays
 from tests.helpers_models import Model, asked
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
@@ -61,6 +62,16 @@ def kinds_of_moves(graph: Graph, baseline, axis: int) -> list[str]:
     """Sorted: `P>R` all-reduce, `P>S` reduce-scatter, `S>R` all-gather over one axis; local cuts `R>S` left out."""
     kinds = [given.split(",")[axis][0] + ">" + taken.split(",")[axis][0] for _, _, given, taken in moves(graph, baseline)]
     return sorted(kind for kind in kinds if kind not in ("R>S", "R>R", "S>S", "P>P"))
+
+
+def test_baselines_stay_what_they_are():
+    told = {}
+    for model in TENSOR_PARALLEL:
+        for name, one in found_for(model, True, (2, 4))[1].items():
+            pins = {op: " ".join(str(x and text(x)) for x in (*pin.inputs, *pin.outputs)) for op, pin in one.pins.items()}
+            hubs = {f"{i} {k}": text(layout) for (i, k), layout in one.hubs.items()}
+            told[f"{model} {name}"] = {"matched": one.matched, **hubs, **pins}
+    assert_stays("rooms/baselines.json", told)
 
 
 # What the tensor parallel axis does to a parameter; all others are whole (../shared/facts/megatron.md). nn.Linear is [out, in].

@@ -6,11 +6,13 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
 
-from autoshard.cost.compute import op_flops
+from autoshard.cost.compute import op_flops, op_seconds
+from autoshard.devices import DEVICES
 from autoshard.layout import text
 from autoshard.mesh import Mesh
 from autoshard.strategies import candidates, one_axis_rows
 from tests.helpers import candidate_error, one_op
+from tests.helpers_kept import assert_stays
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MESHES = [Mesh.from_bandwidths(shape) for shape in ((2,), (4,), (2, 2))]
@@ -327,6 +329,17 @@ def test_every_candidate_gives_the_whole_op(name, mesh):
         error = candidate_error(graph, tensors, outputs, candidate, mesh)
         written = [*map(text, candidate.inputs), "->", *(o and text(o) for o in candidate.outputs)]
         assert error <= tolerance, (mesh.shape, written, error)
+
+
+def test_rows_and_prices_of_all_ops_stay_what_they_are():
+    devices, told = [DEVICES[name] for name in ("h100", "a100", "cpu")], {}
+    for name, (target, arguments, keywords) in CASES.items():
+        graph, tensors, outputs = one_op(target, *arguments, **keywords)
+        op, inputs = graph.ops[-1], graph.input_tensors(len(tensors))
+        rows = [f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))} {row.units}" for row in one_axis_rows(op, inputs)]
+        described = [[None if t is None else (t.shape, t.dtype) for t in some] for some in (inputs, op.outputs)]
+        told[name] = [*rows, *(op_seconds(op.target, *described, op.alias, device) for device in devices)]
+    assert_stays("rooms/ops.json", told)
 
 
 WRONG = {  # name: how many candidates there are at least beside the replicated one

@@ -24,6 +24,7 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates, internal_collectives
 from models import gpt2, mlp
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import assert_refused
 
 MODELS = {"mlp": (mlp.tiny, {"layers": 1}), "gpt2": (gpt2.tiny, {"layers": 1})}
@@ -127,6 +128,17 @@ def test_the_cost_is_the_sum_over_ops_and_ways(case):
     for choice in choices(f):
         expected = cost_by_definition(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
         assert evaluate(f.problem, choice).cost == pytest.approx(expected, rel=1e-12)
+
+
+def test_problems_stay_what_they_are():
+    told = {}
+    for case, name in zip(CASES, IDS):
+        f = formulated(*case)
+        costs = f.problem.node_costs, [edge.table for edge in f.problem.edges]
+        nodes, edges = ([float(x[np.isfinite(x)].sum()) for x in some] for some in costs)
+        usages = [(list(u.ends), u.start, u.end, float(u.bytes.sum())) for u in f.problem.usages]
+        told[name] = {"choices": [len(x) for x in f.problem.node_costs], "nodes": nodes, "edges": edges, "usages": usages}
+    assert_stays("rooms/problems.json", told)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

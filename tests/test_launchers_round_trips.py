@@ -15,6 +15,7 @@ from autoshard.launch.edits import edited
 from autoshard.launch.texts import Nested, arguments_of
 from autoshard.launch.torchtitan import FLAVORS
 from tests.helpers_command import run
+from tests.helpers_kept import assert_stays
 
 DATA = Path(__file__).parent / "data" / "launchers"
 # those whose settings are in a file of DeepSpeed are refused
@@ -71,8 +72,7 @@ def said_of(launcher: str) -> str:
 
 @pytest.mark.parametrize("launcher", sorted(FORMATS))
 def test_what_is_read_and_written_of_all_configurations_stays_what_it_is(launcher):
-    """`python -m tests.test_launchers_round_trips` writes it anew."""
-    assert said_of(launcher) == (DATA / "said" / f"{launcher}.txt").read_text()
+    assert_stays(f"launchers/said/{launcher}.txt", said_of(launcher))
 
 
 RECIPES = sorted(path for launcher in ("deepspeed", "automodel") for path in (DATA / launcher).iterdir())
@@ -238,8 +238,3 @@ def test_a_model_without_a_flavor_can_still_be_changed():
     new = edited_text("torchtitan", wanted, text, "a.toml", known)
     assert 'name = "mine"' in new and "tensor_parallel_degree = 2" in new
     assert isinstance(config.launch, Launch)
-
-
-if __name__ == "__main__":
-    for launcher in FORMATS:
-        (DATA / "said" / f"{launcher}.txt").write_text(said_of(launcher))

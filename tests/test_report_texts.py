@@ -1,12 +1,10 @@
-"""Every report of kept records, word by word. tests/data/reports/ has the records and what was said of them; after a change that is meant
-`python -m tests.test_report_texts` writes what is said now, and the difference is for a reader."""
+"""Every report of kept records, word by word. tests/data/reports/ has the records and what was said of them."""
 
 import json
 import re
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,9 @@ from autoshard import report
 from autoshard.report.terminal import as_text
 from autoshard.solution import load
 from autoshard.version import VERSION
+from tests.helpers_kept import DATA, assert_stays
 
-KEPT = Path(__file__).parent / "data" / "reports"
+KEPT = DATA / "reports"
 RECORDS = json.loads((KEPT / "records.json").read_text())
 FILES = ("plan", "saved", "plan_of_a_batch", "plan_of_a_larger_batch", "programs", "pipeline")
 
@@ -125,16 +124,7 @@ SAID = {
 }  # fmt: skip
 
 
-def said(name: str) -> str:
-    told = SAID[name]()
-    return told if isinstance(told, str) else as_text(told)
-
-
 @pytest.mark.parametrize("name", SAID)
 def test_a_report_says_what_it_said(name):
-    assert said(name) == (KEPT / f"{name}.txt").read_text(), __doc__
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:] or SAID:
-        (KEPT / f"{name}.txt").write_text(said(name))
+    told = SAID[name]()
+    assert_stays(f"reports/{name}.txt", told if isinstance(told, str) else as_text(told))

@@ -20,6 +20,7 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.tasks import _Builder, program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
+from tests.helpers_kept import assert_stays
 from tests.helpers_models import scheme_plan
 
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
@@ -84,6 +85,17 @@ def test_overlap_is_faster_than_serial_and_slower_than_any_stream(plans, model, 
     assert timeline.exposed_communication_seconds <= timeline.communication_seconds * (1 + 1e-9)
     kernels = math.fsum(task.seconds for task in timeline.tasks if task.stream == 0)
     assert timeline.seconds >= kernels
+
+
+def test_time_lines_stay_what_they_are(plans):
+    told = {}
+    for case in CASES:
+        line = timeline_of_solution(*plans(*case))
+        sums = {key: float(values.sum()) for key, values in line.memory.items()}
+        kinds = {kind: math.fsum(task.seconds for task in line.tasks if task.kind == kind) for kind in sorted({t.kind for t in line.tasks})}
+        counts = [len(line.tasks), len(line.critical_path)]
+        told[" ".join(case)] = [line.seconds, line.peak_bytes, line.exposed_communication_seconds, sums, kinds, counts]
+    assert_stays("rooms/time_lines.json", told)
 
 
 def test_overlap_hides_something(plans):

@@ -20,6 +20,7 @@ from autoshard.tables.bound import Bound, dual_feasible
 from autoshard.tables.exact import search_all
 from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
 from models import dlrm
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import refusals
 from tests.helpers_tables import enumerated, loads, published, random_lists, random_tables
 
@@ -160,6 +161,15 @@ def test_what_is_cut_weighs_the_same_in_all(table):
         held = sum(option.hbm_bytes) if option.memory == "hbm" else sum(option.host_bytes)
         assert held >= (8 if option.sharding == "data_parallel" else 1) * least * (1 - 1e-12)
         assert all(x > 0 for x in option.seconds)
+
+
+def test_options_stay_what_they_are():
+    told = {}
+    for table in (Table("t", 10**6, 64), Table("u", 10**5, 128, pooling=20.0, skew=1.1, optimizer="adam"), Table("v", 999, 24, features=3)):
+        for mesh, per_node in ((MESH, 4), (Mesh.from_bandwidths((6,)), 3)):
+            options = options_of(table, usage(mesh, per_node))
+            told[f"{table.name} {mesh.shape}"] = [(o.sharding, o.memory, o.scope, o.seconds, o.hbm_bytes, o.host_bytes) for o in options]
+    assert_stays("rooms/tables.json", told)
 
 
 def test_a_table_read_more_takes_longer_and_host_memory_is_slower():

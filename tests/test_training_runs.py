@@ -32,6 +32,7 @@ from benchmarks.published import (
     step_seconds,
     tokens_per_second,
 )
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import refusals
 
 HERE = Path(__file__).parent
@@ -85,11 +86,7 @@ def predictions(launcher: str) -> dict:
 
 @pytest.mark.parametrize("launcher", ["published", *RECOMPUTED])
 def test_what_is_predicted_stays_what_it_is(launcher):
-    """After other prices `python -m tests.test_training_runs` writes it anew; the difference is for a reader."""
-    found, kept = predictions(launcher), json.loads((RUNS.parent / "predicted" / f"{launcher}.json").read_text())
-    assert found.keys() == kept.keys()
-    for kind, values in kept.items():
-        assert found[kind] == pytest.approx(values, rel=1e-5, abs=1e-9), kind
+    assert_stays(f"predicted/{launcher}.json", predictions(launcher))
 
 
 @pytest.mark.slow
@@ -314,9 +311,3 @@ test_what_is_no_run_is_refused = refusals(
     (lambda: device_constants(["h101"]), "no constants of device 'h101'; known are a100"),
     (lambda: interval(runs_of(rows()), predicted_seconds(runs_of(rows())), 1.5), "a share 1.5"),
 )
-
-
-if __name__ == "__main__":
-    for launcher in ("published", *RECOMPUTED):
-        rounded = {kind: [float(f"{value:.7g}") for value in values] for kind, values in predictions(launcher).items()}
-        (RUNS.parent / "predicted" / f"{launcher}.json").write_text(json.dumps(rounded, indent=0) + "\n")

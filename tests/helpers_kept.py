@@ -1,0 +1,42 @@
+"""Words and numbers that stay what they were, until somebody means to change them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+def assert_stays(name: str, told: str | Mapping[str, Any]) -> None:
+    """Compares text or plain data with what is kept in tests/data/NAME, floats to 1e-6. After a change that is meant: remove that file, run
+    the test twice, the first time writes it, and read the difference."""
+    path = DATA / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(told if isinstance(told, str) else json.dumps(_rounded(told), indent=0, ensure_ascii=False) + "\n")
+        pytest.fail(f"{path} was written; read the difference")
+    if isinstance(told, str):
+        assert told == path.read_text(), f"{assert_stays.__doc__}"
+        return
+    kept, plain = json.loads(path.read_text()), json.loads(json.dumps(told))
+    differ = [key for key in {*kept, *plain} if not _close(kept.get(key), plain.get(key))]
+    assert not differ, {key: (kept.get(key), plain.get(key)) for key in differ[:5]}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_close(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_close, a, b))
+    return a == b or (isinstance(a, float) and isinstance(b, float) and (a != a and b != b or a == pytest.approx(b, rel=1e-6)))
