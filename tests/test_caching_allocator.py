@@ -10,6 +10,7 @@ import pytest
 
 from autoshard.api import observed
 from autoshard.cost import CachingAllocator, OutOfMemory, peak_of_snapshot, replayed
+from autoshard.launch import Evidence, Observed
 
 KB, MB = 2**10, 2**20
 DATA = Path(__file__).parent / "data" / "allocator"
@@ -163,6 +164,33 @@ def test_a_snapshot_is_written_and_replayed(tmp_path, expandable):
     (tmp_path / "a.json").write_text(json.dumps(snapshot))
     both = [observed(str(tmp_path / name)) for name in ("a.pickle", "a.json")]
     assert both[0].bytes == both[1].bytes == made.peak_reserved and both[0].figure == "reserved"
+
+
+def test_what_is_alive_at_the_peak_is_told_by_the_first_file_of_its_stack_that_says_it():
+    frames = [[], ["x/forward.py"], ["torch/optim/adam.py", "a/forward.py"], ["cross_entropy.py"], ["_fsdp_param.py"], ["recompute.py"]]
+    blocks = [
+        {"address": 2**24 + 2**16 * k, "size": 512 * (k + 1), "state": "active_allocated", "frames": [{"filename": name} for name in names]}
+        for k, names in enumerate([*frames, ["x/nn/modules/y.py"]])
+    ]
+    segments = [{"device": 1, "address": 2**24, "total_size": 2**21, "allocated_size": 512 * 28, "stream": 0, "blocks": blocks}]
+    one = Observed.of_snapshot({"segments": segments, "device_traces": [[], []]}, "a.pickle")
+    assert one.bytes == 2**21 and one.what == "the snapshot a.pickle"
+    assert one.by_kind == {"unknown": 512, "activations": 512 * (2 + 7), "optimizer": 512 * 3, "logits": 512 * 4, "gathered": 512 * 5,
+                           "temporaries": 512 * 6}  # fmt: skip
+
+
+@pytest.mark.parametrize("line, figure, bytes", [
+    ("memory: 1.5GiB(2%)  memory: 2.5GiB(3%)", "reserved", 2.5 * 2**30), ("Peak reserved: 300MiB", "reserved", 300 * 2**20),
+    ("max reserved: 71.5 | x", "reserved", 71.5 * 2**20), ("  8000MiB / 81559MiB", "device", 8000 * 2**20),
+])  # fmt: skip
+def test_a_log_tells_memory_by_its_last_line_of_a_kind(line, figure, bytes):
+    one = Observed.of_log(f"step 1\n{line}\n", "a.log")
+    assert (one.figure, one.bytes, one.by_kind) == (figure, bytes, None) and one.what.endswith(" in a.log")
+
+
+def test_the_bias_of_own_runs_is_their_geometric_mean():
+    runs = [{"measured_bytes": 2.0, "predicted_bytes": 1.0}, {"measured_bytes": 1.0, "predicted_bytes": 8.0}]
+    assert Evidence({"a": runs}).bias("a") == pytest.approx(0.5) and Evidence({"a": runs}).bias("b") == 1.0
 
 
 def test_a_wrong_rule_is_seen(monkeypatch):

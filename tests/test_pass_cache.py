@@ -10,19 +10,22 @@ import time
 import zlib
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import autoshard
 from autoshard.api import autosharding_pass, passes
+from autoshard.api.cached_plans import CachedPlans
 from autoshard.capture import capture
 from autoshard.cli import main
 from autoshard.planning.warm_starts import corresponding
-from autoshard.solution import CacheEntry, open_cache
+from autoshard.solution import CacheEntry, open_cache, to_text
 from autoshard.solution import cache as cache_module
 from autoshard.strategies import RULES, register
 from models import gpt2, llama
 from tests.helpers_models import refusal
+from tests.helpers_solutions import linear_solution
 from tests.test_passes import run
 
 
@@ -168,6 +171,7 @@ def test_what_was_used_longest_ago_goes_first():
     size = sqlite3.connect("plans.db").execute("SELECT max(bytes) FROM plans").fetchone()[0]  # those of random bytes differ by some
     assert 60 < size < 83
     assert {entry.key for entry in cache.entries()} == {"key0", "key2", "key3"}
+    assert sqlite3.connect("plans.db").execute("PRAGMA journal_mode").fetchone() == ("wal",)  # readers do not wait for a writer
     assert cache.prune(size + 1) == 2 and [entry.key for entry in cache.entries()] == ["key3"]
 
 
@@ -218,6 +222,14 @@ def test_the_verbs_list_show_export_and_prune(capsys):
     capsys.readouterr()
     assert main(["cache", "prune", "plans.db", "--most", "1B", "--json"]) == 0
     assert open_cache("plans.db").entries() == []
+
+
+def test_of_near_plans_two_come_back_those_of_the_same_structure_first():
+    plans = [to_text(linear_solution(solver=name)) for name in "abc"]
+    entries = [CacheEntry(f"key{k}", "f", {"structure": k}, plan) for k, plan in enumerate([*plans, "torn"])]
+    for own, structure, solvers in (("key9", 2, "ca"), ("key9", 9, "ab"), ("key0", 9, "bc"), ("key2", 1, "ba")):
+        cached = SimpleNamespace(cache=SimpleNamespace(near=lambda family: entries), family="f", key=own, facts={"structure": structure})
+        assert "".join(plan.solver for plan in CachedPlans.near(cached)) == solvers
 
 
 NEAR = {"batch": dict(batch=32), "link": dict(link=5e13), "layer": dict(layers=4), "a layer less": dict(layers=2)}

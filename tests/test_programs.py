@@ -162,6 +162,14 @@ def test_random_pairs_of_programs_cost_what_enumeration_says(number):
     assert {limited for _, _, limited in kinds} == {True, False}
 
 
+def test_a_program_writes_what_it_trains_and_buffers_that_it_changes():
+    mesh = Mesh.from_bandwidths((2,))
+    for training in (True, False):
+        one = graph(1, 4, training)
+        piece = Piece("a", formulate(one, candidates(one, mesh), mesh, training=Training() if training else None), None, 1.0)
+        assert piece.written() == (set(one.parameters) if training else set()) and set(piece.owned()) == set(one.parameters)
+
+
 def test_a_wrong_reference_is_seen():
     """The negative control: copies that cost nothing, or memory that forgets what stays beside."""
     wrong = 0

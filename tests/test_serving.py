@@ -21,6 +21,7 @@ from autoshard.serving.step_prices import price_of
 from autoshard.serving.steps import Stored, paged_attention, steps_of
 from benchmarks.coverage import HF
 from tests.helpers_command import record_of, refusal, run
+from tests.helpers_kept import assert_stays
 from tests.helpers_models import scheme_plan
 from tests.helpers_refusals import refusals
 
@@ -263,6 +264,8 @@ def test_the_bytes_of_experts_are_shared_by_the_devices(name, devices, together)
     held, experts = bytes_by_kind(model), 6 if name == "six experts" else 8
     rows = serve_plan(model, devices, **QUICK, expert_parallel=together).rows
     assert len(rows) == len({(row.tensor, row.pipeline) for row in rows})
+    if (name, devices, together) == ("mixtral", 2, False):
+        assert_stays("rooms/serving.json", {f"{row.tensor} {row.pipeline}": row.to_dict() for row in rows})
     for row in (row for row in rows if row.pipeline == 1):
         t, ranks = row.tensor, row.tensor * row.replicas if together else row.tensor
         if together and experts % ranks:

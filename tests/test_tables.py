@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from autoshard.tables import Option, Table, dp_proposals, plan_tables
 from autoshard.tables.arrays import Devices, instance_of
 from autoshard.tables.bound import Bound, dual_feasible
 from autoshard.tables.exact import search_all
+from autoshard.tables.explain import _on_option, _on_place
 from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
 from models import dlrm
 from tests.helpers_kept import assert_stays
@@ -88,6 +90,37 @@ def test_the_same_plan_twice_and_another_seed_may_differ():
     tables = random_tables(random.Random(5), 30, 4, 4, 2)
     first, again = (plan_tables(tables, 4, hbm=200.0, devices_per_node=2, effort=0.05) for _ in range(2))
     assert first == again
+
+
+def test_the_reason_of_an_option_is_what_it_saves():
+    def reason(o, count=3, **changed):
+        totals = {"seconds": [1.0, 3.0, 1.0], "hbm": [50.0, 20.0, 50.0], "host": [70.0, 10.0, 70.0], "longest": [9.0, 4.0, 9.0], **changed}
+        return _on_option(SimpleNamespace(**{key: np.array(values) for key, values in totals.items()}), o, 0, count)
+
+    more = "2 s more work than its fastest option"
+    assert reason(1, 1) == "its only option" and reason(0) == reason(2) == "the least work of its 3 options"
+    assert reason(1) == f"{more}, but 30 B less device memory"
+    assert reason(1, hbm=[50.0, 50.0, 0.0]) == reason(1, hbm=[50.0, 60.0, 0.0]) == f"{more}, but 60 B less host memory"
+    no_memory = {"hbm": [0.0] * 3, "host": [0.0] * 3}
+    assert reason(1, **no_memory) == f"{more}, but in smaller shards"
+    assert reason(1, **no_memory, longest=[4.0] * 3) == f"{more}; the search found no better use of the memory"
+
+
+@pytest.mark.parametrize("scope, sizes, hbm, host, where", [
+    ("device", 1, 5.0, 9.0, "device 0 takes 1 s; with it, device 1 would take 3 s"),
+    ("device", 1, 1.5, 9.0, "device 0 takes 1 s; with it, device 3 would take 5 s"),
+    ("device", 1, 0.5, 9.0, "device 0 takes 1 s, the others have no memory free for it"),
+    ("device", 1, 5.0, 0.5, "device 0 takes 1 s; with it, device 1 would take 3 s"),
+    ("node", 2, 5.0, 9.0, "node 0 takes 2 s; with it, node 1 would take 5 s"),
+    ("mesh", 4, 5.0, 9.0, "one shard on every device"),
+])  # fmt: skip
+def test_the_reason_of_a_place_is_what_the_best_other_one_would_take(scope, sizes, hbm, host, where):
+    """Devices of 1, 2, 3 and 4 s in nodes of two; one more shard takes 1 s and 1 byte of each memory. Device 1 and 2 have least free."""
+    option = Option("x", (1.0,) * sizes, (1.0,) * sizes, (1.0,) * sizes, scope=scope)
+    instance = instance_of([[option]], Devices(2, np.array([0, 0, 1, 1]), np.full(4, 9.0), np.full(2, 9.0)))
+    spots = SimpleNamespace(seconds=np.array([1.0, 2.0, 3.0, 4.0]), place=np.array([[0]]))
+    free = np.array([9.0, hbm if hbm != 1.5 else 0.5, hbm if hbm != 1.5 else 0.5, hbm])
+    assert _on_place(instance, spots, free, np.full(2, host), 0, 0) == where
 
 
 def test_the_checker_sees_a_plan_over_its_memory():
