@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.problem import Edge, NodeUsage, Problem, evaluate
-from autoshard.solvers import Status, annealing, solve
+from autoshard.problem import Edge, NodeUsage, Problem, evaluate, without_limit
+from autoshard.solvers import Status, annealing, hull, solve
 from autoshard.solvers.annealing import Annealing, graph_of
 from autoshard.solvers.cutting_planes import PriceAscent
 from autoshard.solvers.dual_ascent import Messages
 from autoshard.solvers.forest_moves import walk
 from autoshard.solvers.incumbent import Incumbent
-from tests.helpers_problems import incumbent_of
+from tests.helpers_kept import assert_stays
+from tests.helpers_problems import ascended, incumbent_of, random_problem
 
 
 def grid_problem(seed: int, side: int = 4, num_choices: int = 3) -> Problem:
@@ -52,6 +53,31 @@ def test_a_walk_reports_the_cost_that_the_judge_finds_and_what_it_keeps_fits(see
     cost, moves = walk(graph, messages.limit, np.ones(len(rows)), x, best, 10.0, 0.1, 16, 0.5, 2 * 10**5, rng)
     assert moves > 50 and evaluate(problem, best).fits and evaluate(problem, x).fits
     assert cost == pytest.approx(evaluate(problem, best).cost, rel=1e-12) and cost <= incumbent.cost
+
+
+def path_of(problem: Problem) -> dict:
+    """Where searches are after some steps, and where they end; all numbers are those of the problem, none of the clock."""
+    told: dict = {}
+    for sweeps in (1, 2, 5):
+        messages, incumbent = ascended(problem, sweeps)
+        told[f"{sweeps} sweeps"] = [incumbent.bound, incumbent.cost, *messages.message[::7].tolist()]
+    ascent, incumbent = start(problem)
+    told["climbed"] = [incumbent.bound, incumbent.cost, ascent.messages.prices.tolist()]
+    for solver in ("auto", "prices", "dual", "dp"):
+        ticks = iter(range(10**9))
+        answer = solve(problem, solver=solver, clock=lambda ticks=ticks: float(next(ticks)) / 1e6)
+        told[solver] = [str(answer.status), answer.cost, answer.bound, answer.reduced]
+    return told
+
+
+def test_searches_go_the_way_that_they_went():
+    limited = {f"grid {seed}": grid_problem(seed) for seed in (1, 2)}
+    free = {f"free grid {seed}": without_limit(grid_problem(seed, 5)) for seed in (3,)}
+    told: dict = {name: path_of(problem) for name, problem in (limited | free).items()}
+    for seed in (3, 8):
+        found = hull(without_limit(random_problem(seed)), gap=1e-3)
+        told[f"hull {seed}"] = [[point.memory, point.cost, point.gap] for point in found.points]
+    assert_stays("rooms/searches.json", told)
 
 
 @pytest.mark.slow
