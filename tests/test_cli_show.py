@@ -1,17 +1,20 @@
 """`show` of two plans, and `doctor`."""
 
 import json
+import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from autoshard import torch_private
 from autoshard.cli import doctor_verb, main
+from autoshard.problem import evaluate
 from autoshard.report.changes import comparison_tables
 from autoshard.report.terminal import as_text
 from autoshard.solution import Placed, changes
-from autoshard.solvers import selftest
+from autoshard.solvers import selftest, solve
 from tests.helpers_solutions import linear_solution
 
 
@@ -82,3 +85,12 @@ def test_doctor_tries_every_solver(capsys, monkeypatch):
     tried = selftest.selftest
     monkeypatch.setattr(selftest, "selftest", lambda: tried(8.0))  # negative control: 8 is not the optimum
     assert main(["doctor"]) == 1 and "wrong" in capsys.readouterr().out
+    assert set(tried()) == {"auto", "ilp", "dp", "dual", "exhaustive"}
+    assert {name for name, said in tried(10.0).items() if said == "ok"} <= {"dp", "dual"}  # they may leave a gap
+    asked = []
+    monkeypatch.setattr(selftest, "solve", lambda problem, *, solver, time_limit: asked.append(problem) or solve(problem, solver=solver))
+    tried()
+    judged = {x: evaluate(asked[0], x) for x in product((0, 1), repeat=3)}
+    assert {"".join(map(str, x)): (one.cost, one.peak) for x, one in judged.items() if one.cost < math.inf} == {
+        "000": (3.0, 12.0), "001": (9.0, 9.0), "011": (11.0, 6.0), "111": (9.0, 3.0),
+    }  # fmt: skip
