@@ -16,7 +16,7 @@ def assert_stays(name: str, told: str | Mapping[str, Any]) -> None:
     path = DATA / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(told if isinstance(told, str) else json.dumps(_rounded(told), indent=0, ensure_ascii=False) + "\n")
+        path.write_text(told if isinstance(told, str) else _by_line(_rounded(told)))
         pytest.fail(f"{path} was written; read the difference")
     if isinstance(told, str):
         assert told == path.read_text(), f"{assert_stays.__doc__}"
@@ -24,6 +24,10 @@ def assert_stays(name: str, told: str | Mapping[str, Any]) -> None:
     kept, plain = json.loads(path.read_text()), json.loads(json.dumps(told))
     differ = [key for key in {*kept, *plain} if not _close(kept.get(key), plain.get(key))]
     assert not differ, {key: (kept.get(key), plain.get(key)) for key in differ[:5]}
+
+
+def _by_line(record: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in record.items()) + "\n}\n"
 
 
 def _rounded(value: Any) -> Any:

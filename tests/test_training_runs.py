@@ -77,7 +77,7 @@ def predictions(launcher: str) -> dict:
         return {kind: values.tolist() for kind, values in {**parts, "allocated": memory.allocated, "device": memory.device}.items()}
     told: dict[str, list] = {}
     for sizes in (FLAVORS["llama3", "8B"], FLAVORS["qwen3", "30B-A3B"]):
-        legal = launches(structures(Launch(16, 8192, 128), launcher), sizes, launcher)
+        legal = TrainingRuns.joined(launches(structures(Launch(16, 8192, 128), launcher), sizes, launcher))
         prices = prices_of(legal[np.linspace(0, len(legal) - 1, 50).astype(int)], sizes, Site(), launcher)
         for kind in ("seconds", "bytes", "chance"):
             told[f"{kind} of {len(legal)}"] = getattr(prices, kind).tolist()
