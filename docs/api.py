@@ -78,7 +78,6 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.simulate.timeline": "Timeline",
         "autoshard.pipeline": "schedule_of Schedule Unit run ScheduleRun Span",
         "autoshard.report.timeline": "trace_of trace_of_run save_trace draw_run draw_timeline",
-        "autoshard.simulate.distir": "MLP Constants step_seconds",
     }),
     "redistribute": ("Redistribution", "The cheapest route of a tensor from one layout to another, and carrying it out.", {
         "autoshard.relayout": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices IdealPrices "

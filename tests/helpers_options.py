@@ -59,7 +59,6 @@ SITUATIONS = {
         "plan": ["plan.json", "--trust"],
         "cluster": [MLP, "--cluster", "cluster.json", "--data", "2"],
         "fsdp": [MLP, "--data", "2", "--scheme", "fsdp"],
-        "mlp": ["mlp", "--constants", "distir_3386edc", "--data", "2"],
     },
     "show": {
         "plan": ["plan.json"], "programs": ["programs.json"], "equal": ["plan.json", "plan.json"], "other": ["plan.json", "edited.json"],
@@ -106,7 +105,7 @@ VALUES = {
     "keep": "edited.json", "free": "layers.1.*", "points": "2", "csv": "new.csv", "plot": "new.svg", "save_dir": "plans",
     "nodes": "1x2:a100", "schedules": "gpipe", "layers": "2", "stages": "2", "workers": "1", "dask": "tcp://127.0.0.1:1",
     "data": "4", "tensor": "4", "pipeline": "2", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prefetch": "0",
-    "constants": "distir_83d7fc3", "trace": "new.json", "picture": "new.svg", "random": "1", "seed": "5", "why_not": "S(0),R",
+    "trace": "new.json", "picture": "new.svg", "random": "1", "seed": "5", "why_not": "S(0),R",
     "alternatives": "1", "within": "0.4", "launcher": "megatron", "microbatch": "2", "per_node": "2", "top": "1", "kind": "json",
     "dp": "2", "shard": "2", "ep": "1", "zero": "1",
     "evidence": "memory.json", "observed": "3MB", "tp": "2", "pp": "2", "cp": "2", "target": "job.toml",

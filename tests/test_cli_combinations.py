@@ -41,8 +41,6 @@ LINES = {
     "without another plan": (["show", PLAN], ["show", PLAN, PLAN]),
     "beside --no-model": (["show", PLAN, "--html", "new", "--no-model"], ["show", PLAN, "--html", "new"]),
     "on a format": (["export", PLAN], ["export", PLAN, "--format", "tp_plan"]),
-    "on mlp": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
-    "under a published": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
     "on one stage": (["simulate", MODEL], ["simulate", MODEL, "--pipeline", "2"]),
     "on a model, which": (["simulate", MODEL], ["simulate", PLAN]),
     "on a model, whose": (["simulate", MODEL], ["simulate", PLAN]),

@@ -11,7 +11,7 @@ import pytest
 from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.table import CONSTANTS, EXPORTS, METHODS, PLANNERS, SCHEMES, TEXTS, option_of
+from autoshard.cli.table import EXPORTS, METHODS, PLANNERS, SCHEMES, TEXTS, option_of
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
 
@@ -74,7 +74,7 @@ WRONG = {
     "top_k": COUNTS,
     "prefetch": ["-1", "two"], "random": ["-1", "two"], "alternatives": ["-1", "two"], "seed": ["-1", "two"], "within": ["1", "-1", "nan"],
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
-    "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
+    "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
     "evidence": PATHS, "tp": COUNTS, "pp": COUNTS, "cp": COUNTS, "dp": LISTS, "shard": LISTS, "ep": LISTS, "zero": LISTS[1:],
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
@@ -202,7 +202,6 @@ def test_right_words_are_not_refused():  # else any refusal would do above
         ["plan", MODEL, "--mesh", "auto", "--devices", "8", "--memory", "64GiB", "--train", "--recompute", "auto", "--optimizer", "12"],
         ["plan", MODEL, "--mesh", "2x4", "--pin", "layers.*.up.weight=S(0),*", "--forbid", "x=R,R", "--gap", "0.01", "--prices", "h100"],
         ["plan", MODEL, "--mesh", "2x4", "--set", "layers=2", "--solver", "ilp", "--device", "a100", "--memory", "1000"],
-        ["simulate", "mlp", "--constants", "distir_3386edc", "--data", "1,2"],
         ["check", HERE, "--within", "5%"],
         ["tables", HERE, "--devices", "2x8", "--host-memory", "0"],
         ["pipeline", MODEL, "--nodes", "2x8:h100", "--memory", "80GB", "--memory", "40GB", "--recompute", "never"],
@@ -248,11 +247,10 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
     from autoshard.layout import _SHARDS
     from autoshard.options.kinds import MOST_DIM
     from autoshard.pipeline import schedules
-    from autoshard.simulate import distir
 
     fit, solve = import_module("autoshard.calibrate.fit"), import_module("autoshard.solvers.solve")
     assert set(SOLVERS) == set(solve.SOLVERS) and set(EXPORTS) == set(FORMATS)
     assert set(SCHEDULES) == set(schedules.SCHEDULES) and SCHEMES == simulating.SCHEMES and set(METHODS) == set(fit.METHODS)
-    assert set(CONSTANTS) == {"physical", *distir.CONSTANTS} and set(PLANNERS) == set(relayout.PLANNERS)
+    assert set(PLANNERS) == set(relayout.PLANNERS)
     assert set(PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
     assert MOST_DIM == len(_SHARDS) - 1

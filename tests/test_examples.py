@@ -163,15 +163,6 @@ def test_embedding_tables_are_laid_out(capsys):
     assert "with 1 GB per device: the tables do not fit" in said
 
 
-def test_the_figures_of_distir_are_those_published(tmp_path, capsys):
-    script("distir_figures", capsys, tmp_path)
-    assert all((tmp_path / f"figure{n}.png").read_bytes()[:4] == b"\x89PNG" for n in (3, 4))
-    example, published = load("distir_figures"), json.loads((ROOT / "tests/data/distir/figure3.json").read_text())
-    grids = [example.Parallel(data=n) for n in example.DEVICES]
-    found = example.speed_ups(4096, grids, example.DISTIR_3386EDC)
-    assert found == pytest.approx(published["figure3_3386edc"]["dp"]["4096"], rel=1e-6)
-
-
 def test_the_first_weights_of_gpt2_are_those_of_their_seed():
     module = gpt2.initialised(gpt2.tiny(vocab=256)[0])
     again, other = (dict(gpt2.initialised(gpt2.tiny(vocab=256)[0], seed).named_parameters()) for seed in (0, 1))

@@ -89,7 +89,7 @@ WHATEVER = {  # option: why it has no direction
     "schedule": "bubbles fall and transfers rise", "schedules": "which are compared",
     "prefetch": "copies wait for the link in another order",
     "no_join": "of a plan's file, not of a model", "memory_limit": "--memory: as the frontier's points",
-    "constants": "another simulator", "layers": "how stages are divided", "stages": "how many there are",
+    "layers": "how stages are divided", "stages": "how many there are",
 }  # fmt: skip
 OWN_REASONS = {
     **{("degrees", name): "which launches are listed" for name in ONLY},

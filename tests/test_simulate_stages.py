@@ -241,12 +241,7 @@ def test_a_model_fills_a_measured_cluster(tmp_path):
         assert row["seconds"] > 1.1 * degrees[row["data"], row["tensor"], row["pipeline"]]
 
 
-def test_the_verb_knows_the_published_rules():
-    record = record_of("simulate", "mlp", "--constants", "distir_3386edc", "--data", "4,8", "--tensor", "4")
-    assert record["configurations"][-1]["samples_per_second"] == pytest.approx(55125.68302926329)
-
-
-GPT2, RULES = "models/gpt2.py:tiny", ["mlp", "--constants", "distir_3386edc"]
+GPT2 = "models/gpt2.py:tiny"
 FILLED = ["--cluster", "FILE"]
 NO_USE = [
     ([MODEL, *FILLED, "--data", "4"], "measured as 2x3; expected --pipeline, --data and --tensor of these sizes, in this order"),
@@ -254,9 +249,6 @@ NO_USE = [
     ([MODEL, *FILLED, "--devices-per-node", "2"], "--devices-per-node has no effect beside --cluster, where it was measured; leave it out"),
     ([MODEL, "--cluster", "nothing.json"], "there is no file nothing.json"),
     ([MODEL, "--no-join"], "--no-join has no effect on a model"),
-    ([*RULES, "--no-join"], "--no-join has no effect on a model"),
-    ([*RULES, *FILLED], "--cluster has no effect under a published simulator's rules"),
-    ([*RULES, "--picture", "p.png"], "--picture has no effect under a published simulator's rules"),
 ]
 BAD = [
     (["nothing.json"], "there is no file nothing.json"),
@@ -269,10 +261,6 @@ BAD = [
     ([GPT2, "--picture", "/nowhere/p.png"], "--picture /nowhere/p.png: there is no folder"),
     ([GPT2, "--picture", "time.line"], "expected one of .png, .svg, .pdf"),
     (["solutions/gpt2-small-2x4.json", "--data", "2"], "is a plan, whose mesh is known"),
-    ([GPT2, "--constants", "distir_3386edc"], "those rules know their MLP alone"),
-    (["mlp", "--constants", "distir"], "--constants is 'distir'; expected one of physical, distir_3386edc"),
-    ([*RULES, "--set", "depth=3"], "mlp takes no 'depth'"),
-    ([*RULES, "--pipeline", "5"], "64 layers don't divide into 5 parts"),
 ]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cli.model_source import may_be_programs, names_model, settings_of
-from autoshard.cli.table import CONFIGURATIONS, CONSTANTS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
+from autoshard.cli.table import CONFIGURATIONS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
 from autoshard.options import Options, having
 
@@ -59,8 +59,7 @@ def _forward(given: Given, values: Mapping[str, Any]) -> bool:
 
 
 def _is_model(given: Given, values: Mapping[str, Any]) -> bool:
-    target = str(values.get("target"))
-    return names_model(target) or target == "mlp"
+    return names_model(str(values.get("target")))
 
 
 def is_launch(path: str, launcher: str | None) -> bool:
@@ -127,7 +126,6 @@ OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "de
 
 OF_LAUNCHED_MODEL = ("tp", "pp", "cp", "recompute", "precision", "compiled")
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
-OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", "tf32", *LINKS)
 OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
 ON_MESHES = ("plan", "frontier", "simulate")
 LINKED = ("plan", "frontier", "simulate", "pipeline", "degrees", "tables", "check", "show", "explain", "fits")
@@ -177,11 +175,6 @@ RULES = (
     Ineffective(tuple(OF_PLANS), LAUNCH, _is_plan, "on a plan", "name a launcher's configuration"),
     *(Ineffective((verb,), options, _is_launch, "on a launcher's configuration, but only on a plan") for verb, options in OF_PLANS.items()),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
-    Ineffective(("simulate",), OF_PHYSICAL, where("target", "mlp"), "on mlp, the model of a published simulator"),
-    Ineffective(
-        ("simulate",), ("trace", "picture", "cluster"), where("constants", *CONSTANTS[1:]),
-        "under a published simulator's rules, which give seconds alone",
-    ),
     Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_file, "on a plan, which says it itself"),
     Ineffective(("redistribute",), tuple(LINKS), where("prices", "tensorcraft"), "beside --prices tensorcraft, which has no links"),
     Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
@@ -212,9 +205,6 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
     if verb in ("degrees", "check", "show", "explain", "fits"):
         _launch(verb, values)
-    if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
-        published = " or ".join(CONSTANTS[1:])
-        raise ValueError(f"mlp is the model of a published simulator; add --constants {published}, or give a plan or a model")
     if (shape := values.get("mesh")) is not None and shape != "auto":
         pairs = [(name, layout) for name, several in (values.get("forbid") or {}).items() for layout in several]
         for name, layout in [*(values.get("pins") or {}).items(), *pairs]:

@@ -100,7 +100,7 @@ def _model(name: str, value: str) -> None:
 def _model_or_plan(name: str, value: str) -> None:
     if names_model(value):
         _model(name, value)
-    elif value != "mlp":
+    else:
         PLAN.check(name, value)
 
 

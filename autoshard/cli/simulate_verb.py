@@ -29,13 +29,10 @@ def simulate(asked: Asked, output: Output) -> int:
     autoshard simulate models/gpt2.py:small --set batch=64 --data 2 --tensor 2 --pipeline 4 --microbatches 8
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2,4 --pipeline 1,2,4 --microbatches 4,8 --json
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
-    autoshard simulate mlp --constants distir_3386edc --set layers=64 --set width=8192 --set batch=8192 --data 4 --tensor 4
     """
     grid = list(product(asked.data, asked.tensor, asked.pipeline, asked.microbatches))
     how: dict[str, Any] = {"overlap": not asked.no_overlap, "prefetch": asked.prefetch}
-    if asked.constants != "physical":
-        simulated = Simulated(record_of_mlp(asked.target, asked.constants, asked.settings, grid))
-    elif names_model(asked.target):
+    if names_model(asked.target):
         if asked.model is not None:
             raise ValueError(f"{asked.target} is a model, and {asked.model} too; give one of them, or a plan and its model")
         grid, mesh_of = _measured(asked.cluster, grid, output) if asked.cluster is not None else (grid, _nodes(asked))
@@ -171,28 +168,3 @@ def _cost(program: Any) -> float:
     from autoshard.problem import evaluate  # here: numpy, which --help shouldn't wait for
 
     return float(evaluate(program.formulation.problem, program.choice).cost)
-
-
-def record_of_mlp(target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]]) -> dict:
-    """The record of a published simulator's MLP under its rules."""
-    from autoshard.simulate import Parallel, distir
-
-    if target != "mlp":
-        raise ValueError(f"{target} under {constants}; those rules know their MLP alone: give mlp, with --set layers, width and batch")
-    moved = str(keywords.pop("moved", "everything"))
-    known = {"layers": 64, "width": 8192, "batch": 8192}
-    if unknown := [key for key in keywords if key not in known]:
-        raise ValueError(f"mlp takes no {unknown[0]!r}; it takes layers, width, batch and moved, so correct the --set")
-    sizes = {key: keywords.get(key, value) for key, value in known.items()}
-    if any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in sizes.values()):
-        raise ValueError(f"mlp of {sizes}; expected whole numbers of 1 or more")
-    rows = []
-    for d, h, p, k in configurations:
-        taken = distir.step_seconds(distir.MLP(**sizes), Parallel(d, h, p, k), distir.CONSTANTS[constants], moved=moved)
-        shape = {"data": d, "tensor": h, "pipeline": p, "microbatches": k, "devices": d * h * p}
-        rows.append({**shape, "seconds": taken, "samples_per_second": sizes["batch"] / taken})
-    rows.sort(key=lambda row: row["seconds"])
-    unknown_here = dict.fromkeys(("peak_bytes", "bubble", "exposed_communication_seconds"))
-    rows = [{**row, **unknown_here, "schedule": "1f1b"} for row in rows]
-    top = {key: rows[0][key] for key in OF_THE_BEST}
-    return {**top, "constants": constants, "stages": [], "configurations": rows}

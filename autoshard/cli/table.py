@@ -38,7 +38,6 @@ EXPORTS = (
 )  # fmt: skip
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
-CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = {  # and how its configurations end
     "torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml", "deepspeed": ".json", "automodel": ".yaml",
@@ -222,7 +221,7 @@ OWN: dict[str, dict[str, Typed]] = {
     },
     "simulate": {
         "target": arg(
-            "A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline; or mlp, with --constants.",
+            "A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline.",
             kinds.MODEL_OR_PLAN, "SOLUTION|MODEL",
         ),
         "model": THE_MODEL, **OF_MODELS, **shared("trust"),
@@ -242,9 +241,6 @@ OWN: dict[str, dict[str, Typed]] = {
         "cluster": opt("Prices from a file of `calibrate measure`; a model uses all its devices.", kinds.CLUSTER),
         **LINKS, **shared("device", "tf32"),
         "devices_per_node": opt("Default: those of one stage.", count()),
-        "constants": opt(
-            "physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.", one_of(CONSTANTS), default="physical"
-        ),
         "trace": opt("Write a trace here, for ui.perfetto.dev.", kinds.OUT),
         "picture": opt("Draw the time line here: .png, .svg or .pdf.", kinds.PICTURE),
         **ANSWER,

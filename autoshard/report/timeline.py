@@ -80,11 +80,9 @@ def draw_timeline(timeline: Timeline, path: str) -> None:
 
 def simulation_report(record: Mapping, critical: Mapping[str, float] | None = None) -> RenderableType:
     """The record of `simulate --json` as tables."""
-    said = f"{seconds(record['seconds'])} per step"
-    if record["bubble"] is not None:
-        exposed = f"communication that nothing hides: {seconds(record['exposed_communication_seconds'])}"
-        said += f", peak {size(record['peak_bytes'])} per device; {exposed}; bubble {record['bubble']:.1%}"
-    parts: list[str | ReportTable] = [said]
+    exposed = f"communication that nothing hides: {seconds(record['exposed_communication_seconds'])}"
+    said = f"{seconds(record['seconds'])} per step, peak {size(record['peak_bytes'])} per device; {exposed}"
+    parts: list[str | ReportTable] = [f"{said}; bubble {record['bubble']:.1%}"]
     if record.get("interval_seconds") is not None:
         low, high = record["interval_seconds"]
         parts.append(f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were")

@@ -1,4 +1,4 @@
-"""A reproduction of the published simulator DistIR, with its cost rules and constants unchanged. Planning doesn't use it.
+"""A reproduction of the published simulator DistIR, with its cost rules and constants unchanged, for `study.py simulate`.
 
 An MLP of L weights (N, N), float32, batch b, trained on D x H x P devices with K microbatches. With F FLOP/s, M bytes/s of memory and
 links of W bytes/s, seconds of an op on one device:
@@ -42,7 +42,6 @@ class Constants:
 
 DISTIR_3386EDC = Constants(1e14, 1.2e12, 200 * 8e9, 1e-6)
 DISTIR_83D7FC3 = Constants(1e14, 1.2e12, 200e9 / 8, 1e-6, 4)
-CONSTANTS = {"distir_3386edc": DISTIR_3386EDC, "distir_83d7fc3": DISTIR_83D7FC3}
 
 
 @dataclass(frozen=True)
