@@ -167,8 +167,7 @@ CASES: dict[str, dict] = {
     # -- redistributions: planner x prices, all problems of the file
     **{
         f"redistribute {' '.join(options) or 'astar'}".replace("--", ""): {"kind": "redistribute", "options": options}
-        for options in ([], ["--planner", "dijkstra"], ["--planner", "memory_constrained"], ["--planner", "naive"],
-                        ["--prices", "tensorcraft"], ["--count", "buffers"])
+        for options in ([], ["--planner", "naive"], ["--count", "buffers"])
     },
     # -- tables
     **{

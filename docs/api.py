@@ -80,8 +80,8 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.report.timeline": "trace_of trace_of_run save_trace draw_run draw_timeline",
     }),
     "redistribute": ("Redistribution", "The cheapest route of a tensor from one layout to another, and carrying it out.", {
-        "autoshard.relayout": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices IdealPrices "
-                              "astar dijkstra naive memory_constrained from_placements to_placements",
+        "autoshard.relayout": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices "
+                              "astar naive from_placements to_placements",
         "autoshard.relayout.execute": "BlockGroups shard_blocks simulate",
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {

@@ -50,7 +50,6 @@ LINES = {
     "on a plan; ": (["VERB", PLAN], ["VERB", TITAN]),
     "without a model": (["doctor"], ["doctor", f"{ROOT}/models/gpt2.py:tiny", "--device", "cuda"]),
     "on a plan, which": (["simulate", PLAN], ["simulate", MODEL, *SPREAD]),
-    "beside --prices tensorcraft": (["redistribute", HERE, "--prices", "tensorcraft"], ["redistribute", HERE]),
     "beside --nodes": (["pipeline", MODEL, "--nodes", "2x8"], ["pipeline", MODEL, "--devices", "8"]),
     "on a forward pass; leave": (["pipeline", MODEL, "--devices", "8", "--inference"], ["pipeline", MODEL, "--devices", "8"]),
     "beside --no-bound": (["degrees", MODEL, "--devices", "8", "--no-bound"], ["degrees", MODEL, "--devices", "8"]),
@@ -151,7 +150,6 @@ def test_an_option_of_one_value_comes_once():
     [
         (["show", "FILE", "--no-model", "--html", "FILE"], "SOLUTION"),
         (["export", "FILE", "--out", "FILE"], "SOLUTION"),
-        (["redistribute", "FILE", "--draw", "FILE"], "PROBLEM"),
         (["solve", "FILE", "--out", "./FILE"], "PROBLEM"),
         (["frontier", MODEL, "--mesh", "2", "--points", "1", "--out", "NEW", "--csv", "NEW"], "--out"),
         (["calibrate", "fit", "FILE", "--out", "FILE"], "FILES"),

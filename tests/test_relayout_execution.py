@@ -13,13 +13,14 @@ import torch.multiprocessing as mp
 
 from autoshard.layout import S
 from autoshard.mesh import Mesh
-from autoshard.relayout import BlockLayout, BlockProblem, IdealPrices, MeshPrices, astar, from_placements, memory_constrained
+from autoshard.relayout import BlockLayout, BlockProblem, MeshPrices, astar, from_placements
 from autoshard.relayout.blocks import why_not
 from autoshard.relayout.execute import BlockGroups, shard_blocks, simulate
 from autoshard.relayout.packing import packing
 from autoshard.relayout.planners import priced, route_of, space_of
 from autoshard.routes import Routes
 from benchmarks.studies.redistribution import random_problem
+from benchmarks.tensorcraft import IdealPrices, memory_constrained
 
 MESHES = {8: [(8,), (2, 4), (4, 2), (2, 2, 2)], 12: [(12,), (3, 4), (2, 6), (2, 2, 3), (3, 2, 2)]}
 

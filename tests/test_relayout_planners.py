@@ -9,16 +9,18 @@ import pytest
 
 from autoshard.cost import bytes_sent, collective_seconds
 from autoshard.mesh import Axis, Mesh
-from autoshard.relayout import BlockLayout, BlockProblem, IdealPrices, MeshPrices, astar, dijkstra, memory_constrained, read_problem
+from autoshard.relayout import BlockLayout, BlockProblem, MeshPrices, astar, read_problem
 from autoshard.relayout.blocks import UNSHARDED
 from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import traffic
 from autoshard.relayout.planners import PLANNERS, naive, priced, space_of
 from benchmarks.studies import redistribution as study
-from benchmarks.studies.redistribution import random_problem
+from benchmarks.studies.redistribution import dijkstra, random_problem
+from benchmarks.tensorcraft import IdealPrices, memory_constrained
 from tests.helpers_refusals import refusals
 
 ITEMS = json.loads((Path(__file__).parent / "data" / "redistribution" / "problems.json").read_text())["problems"]
+ALL = {**PLANNERS, "dijkstra": dijkstra, "memory_constrained": memory_constrained}
 BY_NAME = {item["problem"]["id"]: item for item in ITEMS}
 
 
@@ -261,7 +263,7 @@ def test_what_a_node_lacks_crosses_its_link_once_and_is_gathered_inside():
 
 def test_all_planners_have_one_signature():
     problem = read_problem(BY_NAME["m28_row2col"])
-    for name, planner in PLANNERS.items():
+    for name, planner in ALL.items():
         route = planner(problem, IdealPrices(problem.mesh), problem.memory_limit(None, "resident"))
         assert route.problem is problem and route.seconds > 0, name
         assert route.seconds == pytest.approx(sum(step.seconds for step in route.steps))
@@ -299,7 +301,7 @@ def test_a_limit_that_nothing_keeps_is_infeasible():
 
 def test_equal_ends_need_nothing():
     layout = BlockLayout(((0, 1),), (2,))
-    for planner in PLANNERS.values():
+    for planner in ALL.values():
         route = planner(BlockProblem((8,), (2, 2), layout, layout), IdealPrices((2, 2)))
         assert route.steps == () and route.seconds == 0 and route.peak_elements == 2
 

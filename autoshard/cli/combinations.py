@@ -23,7 +23,7 @@ from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
 from autoshard.options import Options, having
 
 Given = frozenset[str]
-RESULTS = ("out", "html", "csv", "plot", "trace", "picture", "draw")
+RESULTS = ("out", "html", "csv", "plot", "trace", "picture")
 READ = ("model", "target", "solution", "other", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
 REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
 
@@ -176,7 +176,6 @@ RULES = (
     *(Ineffective((verb,), options, _is_launch, "on a launcher's configuration, but only on a plan") for verb, options in OF_PLANS.items()),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
     Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_file, "on a plan, which says it itself"),
-    Ineffective(("redistribute",), tuple(LINKS), where("prices", "tensorcraft"), "beside --prices tensorcraft, which has no links"),
     Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
     Ineffective(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
     Ineffective(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),

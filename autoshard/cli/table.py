@@ -38,7 +38,7 @@ EXPORTS = (
 )  # fmt: skip
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
-PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
+PLANNERS = ("naive", "astar")
 LAUNCHERS = {  # and how its configurations end
     "torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml", "deepspeed": ".json", "automodel": ".yaml",
 }  # fmt: skip
@@ -357,16 +357,10 @@ OWN: dict[str, dict[str, Typed]] = {
             "Problems as JSON: shape, mesh, src, src_bs, dst, dst_bs; one or a list.",
             kinds.file("one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
         ),
-        "planner": opt("astar, dijkstra, memory_constrained or naive.", one_of(PLANNERS), default="astar"),
-        "prices": opt("mesh (the links of a cluster) or tensorcraft (as published).", one_of(("mesh", "tensorcraft")), default="mesh"),
+        "planner": opt("astar, the cheapest route; or naive, which gathers everything.", one_of(PLANNERS), default="astar"),
         "memory_limit": opt("Bytes per rank, for example 1GB; default: from the ends.", SIZE),
         "count": opt("What the limit counts: resident or buffers.", one_of(("resident", "buffers"))),
         **LINKS,
-        "max_depth": opt("memory_constrained: steps at most.", count()),
-        "top_k": opt("memory_constrained: stop after so many ways.", count()),
-        "table": opt("Print the table (the default without --json or --latex).", SWITCH),
-        "latex": opt("Print the table as LaTeX.", SWITCH),
-        "draw": opt("Write a picture of the first problem's route, PNG.", kinds.PICTURE),
         **ANSWER,
     },
     "solve": {

@@ -133,42 +133,23 @@ def read_tables(path: str) -> list[EmbeddingTable]:
     return tables_of_json(data_of(path, "tables"))
 
 
-SAMPLES = 96  # columns of a drawing, per dim
-
-
 @app.command()
 def redistribute(asked: Asked, output: Output) -> int:
     """Bring a tensor from one layout to another at the least cost, within a memory limit.
 
     \b
-    autoshard redistribute problems.json --prices tensorcraft --table
+    autoshard redistribute problems.json --memory-limit 1GB --json
     """
     from autoshard import relayout as room  # here: it needs torch, which --help shouldn't
 
-    options = {key: value for key, value in (("max_depth", asked.max_depth), ("top_k", asked.top_k)) if value is not None}
-    if options and asked.planner != "memory_constrained":
-        raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {asked.planner}")
     problems = room.read_problems(data_of(asked.problem, "redistribution"))
-    records, first = [], None
+    records = []
     for i, item in enumerate(problems):
         output.progress(f"planning {item.name}", i / len(problems))
-        ideal, mesh = asked.prices == "tensorcraft", Mesh.from_bandwidths(item.mesh, **asked.links)
-        price = room.IdealPrices(item.mesh) if ideal else room.MeshPrices(mesh, item.itemsize)
+        prices = room.MeshPrices(Mesh.from_bandwidths(item.mesh, **asked.links), item.itemsize)
         limit = None if asked.memory_limit is None else asked.memory_limit / item.itemsize
         began = time.process_time()
-        route = room.PLANNERS[asked.planner](item, price, limit, count=asked.count, **options)
+        route = room.PLANNERS[asked.planner](item, prices, limit, count=asked.count)
         records.append({**route.to_dict(), "cpu_seconds": time.process_time() - began})
-        first = first or route
-    if first is not None:
-        layouts = [first.problem.source, *(step.after for step in first.steps)]
-        points = [[i * n // min(n, SAMPLES) for i in range(min(n, SAMPLES))] for n in first.problem.shape]
-        held = [[room.holds(first.problem, layout, d, some) for d, some in enumerate(points)] for layout in layouts]
-        names = ["source", *(report.redistribution.operation(step) for step in records[0]["steps"])]
-        title = f"{first.problem.name}  {records[0]['source']}  ->  {records[0]['target']}"
-        output.write(asked.draw, lambda path: report.redistribution.draw(path, title, names, held))
-    if asked.latex and not output.as_json:
-        output.plain(report.redistribution.latex(records))
-    if output.as_json or asked.table or not asked.latex:
-        answer = {"routes": records, "planner": asked.planner, "prices": asked.prices}
-        output.answer(answer, lambda: report.redistribution.route_table(records))
+    output.answer({"routes": records, "planner": asked.planner}, lambda: report.redistribution.route_table(records))
     return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO

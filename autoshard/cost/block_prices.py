@@ -12,17 +12,13 @@ With n = product of the axes' sizes and x elements:
     reduce_scatter     ceil(log2 n)    (n - 1)/n x                           of the input shard
     split              -               0; writes x                           of the output shard
 
-`MeshPrices` (honest): the bytes of a step over several axes are assigned to the slowest axis that they cross. An all_to_all of B bytes
+`MeshPrices`: the bytes of a step over several axes are assigned to the slowest axis that they cross. An all_to_all of B bytes
 sends B (1 - 1/n_k) / (n of the slower axes) over axis k; an all_gather runs over the slow axes first, a reduction over the fast axes
 first. Axes with the same link (links.link_key) add up their bytes on it; different links work at the same time, and the most loaded
 link decides. The bandwidth of a link is shared by its devices; a step over a single axis may have a measured curve. The latency is the
 smaller of two: the rounds of one group over all axes, each with the latency of the slowest axis, or the rounds of one axis after the
 other, each with the latency of its axis: sum_k ceil(log2 n_k) latency_k. An exchange with few messages per rank may also send them one
 after the other: the number of rounds is then the most messages of one rank, each with the latency of the axis that they cross.
-
-`IdealPrices` (TensorCraft's, as published): alpha seconds per round and beta seconds per element. Compared with the table, the volume of
-an all_to_all is n times as large and that of a permute twice as large, a change of block size sends (n - 1)/n of the shard, and a
-split is free.
 """
 
 import math
@@ -52,13 +48,13 @@ class MessageLoads(Protocol):
 
 
 class Prices(ABC):
-    """The seconds of steps. `honest`: volumes are the elements that really leave a rank, not those of the published model."""
+    """The seconds of steps. `honest`: volumes are the elements that really leave a rank, not those of the whole shard."""
 
-    honest: bool
-    count: str  # the default of what a memory limit counts: resident | buffers
+    honest = True
+    count = "buffers"  # the default of what a memory limit counts: resident | buffers
 
     def exchange(self, axes: Axes, held: int, needed: int, flows: MessageLoads | None) -> float:
-        """Seconds of an exchange between shards of `held` and `needed` elements. flows: its messages, where prices are honest."""
+        """Seconds of an exchange between shards of `held` and `needed` elements. flows: its messages, where they are few."""
         return self.of("exchange", axes)(max(held, needed))
 
     @abstractmethod
@@ -71,37 +67,12 @@ def rounds(kind: str, n: int) -> int:
 
 
 @dataclass(frozen=True)
-class IdealPrices(Prices):
-    """Ideal lower bounds, as published: alpha seconds per round, beta per element (default: 8 bytes at 200 Gb/s)."""
-
-    mesh: tuple[int, ...]
-    alpha: float = 1e-6
-    beta: float = 64 / 200e9
-    honest = False
-    count = "resident"
-
-    def of(self, kind: str, axes: Axes) -> Seconds:
-        n = math.prod(self.mesh[a] for a in axes)
-        volume = {
-            "split": 0.0,
-            "all_gather": n - 1,
-            "all_to_all": n - 1,
-            "permute": 2.0,
-            "exchange": n - 1,
-            "all_reduce": 2 * (n - 1) / n,
-        }.get(kind, (n - 1) / n)
-        return affine(rounds(kind, n) * self.alpha, volume * self.beta)
-
-
-@dataclass(frozen=True)
 class MeshPrices(Prices):
     """Seconds on the links of the mesh. curves: (kind, axis) -> seconds of bytes that one rank sends, measured, never falling."""
 
     mesh: Mesh
     itemsize: int
     curves: Mapping[tuple[str, int], Callable[[float], float]] = field(default_factory=dict)
-    honest = True
-    count = "buffers"
 
     def of(self, kind: str, axes: Axes) -> Seconds:
         if kind == "split":

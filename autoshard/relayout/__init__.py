@@ -3,15 +3,11 @@
 A BlockLayout shards each dim over any ordered mesh axes in blocks of any size (block, block-cyclic, uneven), which is more than DTensor
 placements express. A planner returns the BlockRoute of a BlockProblem: `astar` the cheapest one, with a proof. Plans of models use the
 simpler `autoshard.routes`; this package stands beside them.
-
-Two parts reproduce a published system, TensorCraft, and stay for comparison: its planner (`memory_constrained` in tensorcraft.py,
-`naive`) and its cost model (`IdealPrices` in cost/block_prices.py).
 """
 
-from autoshard.cost import IdealPrices, MeshPrices, Prices
+from autoshard.cost import MeshPrices, Prices
 
 from .blocks import BlockLayout, from_placements, order_of, to_placements
-from .packing import holds, packing
-from .planners import PLANNERS, astar, dijkstra, naive, priced
+from .packing import packing
+from .planners import PLANNERS, astar, naive, priced
 from .problems import BlockProblem, BlockRoute, BlockStep, read_problem, read_problems
-from .tensorcraft import memory_constrained

@@ -84,7 +84,7 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
         fine = possible[before] & possible[after]
         if buffers:
             fine &= least[before] + least[after] <= limit
-        weights.append(np.where(fine, w if kind != "split" or not space.free_split else 0.0, inf))
+        weights.append(np.where(fine, w, inf))
         befores.append(before)
         afters.append(after)
     befores.append(np.full(len(space.direct), reduced))

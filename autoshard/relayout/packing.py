@@ -10,15 +10,14 @@ In a reduce_scatter a rank sends to every member t, itself included, the element
 it receives. An all_reduce packs nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from autoshard.relayout.blocks import Axes, BlockLayout, Sizes, axis_sizes, indices, local_indices, owners, part_of
+from autoshard.relayout.blocks import Axes, BlockLayout, Sizes, axis_sizes, indices, local_indices, part_of
 from autoshard.relayout.holdings import holdings, involved, sender
-from autoshard.relayout.problems import BlockProblem, BlockStep
+from autoshard.relayout.problems import BlockStep
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,6 @@ def group_of(rank: int, axes: Axes, mesh: Sizes) -> tuple[int, ...]:
     origin = coordinate_of(rank, mesh)
     ranges = [range(n) if a in axes else (origin[a],) for a, n in enumerate(mesh)]
     return tuple(rank_of(c, mesh) for c in product(*ranges))
-
-
-def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence[int]) -> list[list[int]]:
-    """For every rank and each of the given indices of a dim: 1 where the rank's shard has the index, else 0."""
-    axes, mesh = layout.axes[dim], problem.mesh
-    holders = owners(problem.shape[dim], axis_sizes(axes, mesh), layout.blocks[dim], np.array(points)).tolist()
-    parts = [part_of(axes, mesh, coordinate) for coordinate in product(*map(range, mesh))]
-    return [[int(holder == part) for holder in holders] for part in parts]
 
 
 def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:

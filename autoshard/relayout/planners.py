@@ -1,12 +1,10 @@
 """Planners of redistribution: from a problem, prices and a memory limit to a route. All planners have one signature.
 
-    naive                 gather everything, then split; its peak is the global tensor (from TensorCraft)
-    memory_constrained    breadth first, at most 1000 states, without those above the limit (TensorCraft's planner; tensorcraft.py)
-    astar                 the cheapest route of a Space, by g(u) + h(u) with coarse.py's h; the default
-    dijkstra              the same with h = 0: a slower check of astar
+    naive    gather everything, then split; its peak is the global tensor
+    astar    the cheapest route of a Space, by g(u) + h(u) with coarse.py's h; the default
 
-The memory limit excludes the states above it (`count="resident"`, the published rule), or the steps whose input and output together
-are above it (`count="buffers"`, the default with honest prices). A limit below the larger end is an error; where no route keeps the
+The memory limit excludes the states above it (`count="resident"`), or the steps whose input and output together are above it
+(`count="buffers"`, the default with honest prices). A limit below the larger end is an error; where no route keeps the
 limit, the status of the returned route is "infeasible". A search that stops after `most` states returns the cheaper of its best route
 so far and the route of a greedy search; its bound is the least g + h of the states that are left.
 """
@@ -41,30 +39,26 @@ def naive(problem: BlockProblem, prices: Prices, memory_limit: float | None = No
 
 
 def astar(
-    problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = MOST
+    problem: BlockProblem,
+    prices: Prices,
+    memory_limit: float | None = None,
+    *,
+    count: str | None = None,
+    most: int = MOST,
+    heuristic: Callable[[Space, float, bool], Sequence[float] | None] = distances,
 ) -> BlockRoute:
     """The cheapest route within the limit, in elements per rank (None: see BlockProblem.memory_limit).
 
     count: the bytes that the limit counts, "resident" or "buffers"; default that of the prices. most: states to expand; after them the
-    route is the best known, with its bound. Where no route keeps the limit, the status is "infeasible". ValueError for a limit below
-    the larger end.
+    route is the best known, with its bound. heuristic: h by code, or None for h = 0. Where no route keeps the limit, the status is
+    "infeasible". ValueError for a limit below the larger end.
     """
-    return _searched(problem, prices, memory_limit, count or prices.count, most, informed=True)
-
-
-def dijkstra(
-    problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = 10**9
-) -> BlockRoute:
-    """As `astar`, without its heuristic: a slower check of its answers."""
-    return _searched(problem, prices, memory_limit, count or prices.count, most, informed=False)
-
-
-def _searched(problem: BlockProblem, prices: Prices, memory_limit: float | None, count: str, most: int, informed: bool) -> BlockRoute:
+    count = count or prices.count
     limit, buffers = problem.memory_limit(memory_limit, count), _buffers(count)
     if problem.same:
         return route_of(problem, [], "optimal", 0.0, count, 0)
     space, kept = space_of(problem, prices)
-    h = distances(space, limit, buffers) if informed else None
+    h = heuristic(space, limit, buffers)
     path, explored, bound, proven = _best_first(space, limit, buffers, h, 1.0, most)
     if not proven:
         other, more, _, _ = _best_first(space, limit, buffers, h or distances(space, limit, buffers), GREED, most)
@@ -111,10 +105,10 @@ def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
 def _exchange(problem: BlockProblem, prices: Prices, before: BlockLayout, after: BlockLayout) -> tuple[float, Axes]:
     """(seconds, the axes that it crosses)."""
     axes, held, needed, flows = involved(before, after), problem.elements(before), problem.elements(after), None
-    if prices.honest and math.prod(problem.mesh) <= EXACT_TRAFFIC:
+    if math.prod(problem.mesh) <= EXACT_TRAFFIC:
         flows = traffic(problem.shape, before, after, problem.mesh)
         axes = flows.crossed()
-    elif prices.honest:  # a bound: as if no rank kept elements, and one rank sent to all that need the same
+    else:  # a bound: as if no rank kept elements, and one rank sent to all that need the same
         share = [parts_of(sharding_axes(layout), problem.mesh) for layout in (before, after)]
         held *= max(1, math.ceil(share[0] / share[1]))
     return prices.exchange(axes, held, needed, flows), axes
@@ -250,4 +244,4 @@ def _runner(kind: str, axes: Axes, dims: tuple[int, ...], before: BlockLayout, a
     return "dtensor" if all(axes[0] in (*before.axes[d][-1:], *after.axes[d][-1:]) for d in dims) else "autoshard"
 
 
-PLANNERS: dict[str, Callable[..., BlockRoute]] = {"naive": naive, "astar": astar, "dijkstra": dijkstra}
+PLANNERS: dict[str, Callable[..., BlockRoute]] = {"naive": naive, "astar": astar}

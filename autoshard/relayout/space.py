@@ -68,7 +68,6 @@ class Space:
         self.target_layout = target
         self.source, self.target = self.state(source), self.state(target)
         self.reduced = (*self.source[:-1], self.target[-1])  # the source after the reductions
-        self.free_split = not prices.honest
         self.direct: list[CandidateStep] = []  # exchanges out of `reduced`
 
     # -- states
@@ -200,17 +199,16 @@ class Space:
 
     def _splits(self, state: State, shardings: State, partial: int, held: int) -> Iterator[CandidateStep]:
         used = self.used(state)
-        write = None if self.free_split else self.price("split", 0)
+        write = self.price("split", 0)
         for a in range(self.num_axes):
             if not used >> a & 1:
                 for d, sharding in enumerate(shardings):
                     for new in self.inserts(sharding, (a,)):
-                        seconds = 0.0 if write is None else write(held // sharding.size * new.size)
+                        seconds = write(held // sharding.size * new.size)
                         yield CandidateStep(seconds, (*state[:d], new, *state[d + 1 :]), "split", 1 << a, (d,))
-        if write is not None:
-            yield from self._slices(state, ~used, held, write)
+        yield from self._slices(state, ~used, write)
 
-    def _slices(self, state: State, free: int, held: int, write: Seconds) -> Iterator[CandidateStep]:
+    def _slices(self, state: State, free: int, write: Seconds) -> Iterator[CandidateStep]:
         """Splits by two or more axes, each dim to its sharding in the target."""
         shardings = [self._slice(c, t, free) for c, t in zip(state[:-1], self.target)]
         dims = [d for d, sharding in enumerate(shardings) if sharding is not None]

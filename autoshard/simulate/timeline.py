@@ -198,8 +198,7 @@ def _held_in(usage: Usage, n: int, m: int) -> list[tuple[int, int, int, int]]:
 def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[float], list[float]]:
     """The begin and end of each op in each microbatch; of a view, when its base is there and the compute stream gets to it. Then of the
     reductions of the sums of gradients, and one more entry for the end of the step."""
-    begin: list[float] = []
-    end: list[float] = []
+    begin, end = list[float](), list[float]()
     reached, seen = 0.0, 0
     for of_op, _ in (*program.earlier, (program.of_op, program.of_link)):
         before = len(end)

@@ -1,4 +1,4 @@
-"""TensorCraft's memory-constrained search, reproduced as published for comparison: the same moves in the same order.
+"""TensorCraft's memory-constrained search and its prices, reproduced as published for comparison: the same moves in the same order.
 
 The search is breadth first from the source. A state that is reached again keeps its place in the queue and gets the cheaper path (of
 equally cheap paths the shorter one). The search stops after `node_limit` states, or when it knows `top_k` paths to the target; it does
@@ -7,6 +7,10 @@ not expand states at `max_depth`, and it drops states above the memory limit. It
 The moves in their order, b a block size of the target or 1: split and minor split of each free axis on each dim, all_gather of
 everything, all_gather of the first or last axis of a dim, permute of two equal axes of a dim, all_to_all of all axes of a dim (major)
 or of its last one (minor), change of block size to a multiple or a divisor.
+
+`IdealPrices`: alpha seconds per round and beta seconds per element. Compared with the table of cost/block_prices.py, the volume of an
+all_to_all is n times as large and that of a permute twice as large, a change of block size sends (n - 1)/n of the shard, and a split is
+free.
 """
 
 from __future__ import annotations
@@ -17,10 +21,29 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-from autoshard.cost import Prices
+from autoshard.cost import Prices, Seconds
+from autoshard.cost.block_prices import affine, rounds
 from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, canonical, local_elements, parts_of
-from autoshard.relayout.planners import PLANNERS, priced, route_of
+from autoshard.relayout.planners import priced, route_of
 from autoshard.relayout.problems import BlockProblem, BlockRoute
+
+
+@dataclass(frozen=True)
+class IdealPrices(Prices):
+    """Ideal lower bounds, as published: alpha seconds per round, beta per element (default: 8 bytes at 200 Gb/s)."""
+
+    mesh: tuple[int, ...]
+    alpha: float = 1e-6
+    beta: float = 64 / 200e9
+    honest = False
+    count = "resident"
+
+    def of(self, kind: str, axes: Axes) -> Seconds:
+        n = prod(self.mesh[a] for a in axes)
+        volume = {
+            "split": 0.0, "all_gather": n - 1, "all_to_all": n - 1, "permute": 2.0, "exchange": n - 1, "all_reduce": 2 * (n - 1) / n,
+        }.get(kind, (n - 1) / n)  # fmt: skip
+        return affine(rounds(kind, n) * self.alpha, volume * self.beta)
 
 
 @dataclass
@@ -146,5 +169,3 @@ def _with(layout: BlockLayout, changes: dict[int, tuple[Axes, int]]) -> BlockLay
     dims = [changes.get(d, dim) for d, dim in enumerate(zip(layout.axes, layout.blocks))]
     return BlockLayout(tuple(axes for axes, _ in dims), tuple(b for _, b in dims))
 
-
-PLANNERS["memory_constrained"] = memory_constrained
