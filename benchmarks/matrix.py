@@ -30,7 +30,7 @@ def requirements(rest: str) -> list[str]:
     """Our own requirements and those of the tests, at their floors or as they are."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    ranges = [*project["dependencies"], *(row for name in ("fast", "calibrate", "hf", "plots", "cvxpy") for row in extras[name])]
+    ranges = [*project["dependencies"], *(row for name in ("fast", "calibrate", "hf", "plots") for row in extras[name])]
     ranges = [row for row in ranges if not row.startswith("torch")]
     tools = [row for row in extras["dev"] if re.split("[<>=]", row)[0] in TOOLS]
     return [*(re.sub(">=", "==", row.split(",")[0]) if rest == "oldest" else row for row in ranges), *tools]

@@ -67,7 +67,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "solve": ("The numeric core", "A problem of choices and costs, its evaluation and its solvers. Nothing here imports torch.", {
         "autoshard": "Problem evaluate solve",
         "autoshard.problem": "Edge Usage NodeUsage EdgeUsage Evaluation usage_profile read_contest write_choice",
-        "autoshard.solvers": "Answer Status Infeasibility Auto ILP CVX DP Dual Exhaustive hull Hull HullPoint",
+        "autoshard.solvers": "Answer Status Infeasibility Auto ILP DP Dual Exhaustive hull Hull HullPoint",
     }),
     "simulate": ("Simulator and pipelines", "What a step will take, and how to divide a model into stages.", {
         "autoshard": "Cluster",

@@ -38,9 +38,11 @@ def run(*arguments: str, folder: Path, path: Path = ROOT, before: str = "") -> s
 
 @pytest.mark.slow
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path):
-    done = run("plan", "mlp.py:tiny", "--mesh", "2", "--solver", "cvxpy", folder=tmp_path, before="sys.modules['cvxpy'] = None")
+    (tmp_path / "tables.csv").write_text("name,rows,columns\nt,1000,16\n")
+    words = ("tables", "tables.csv", "--devices", "2", "--plot", "load.png")
+    done = run(*words, folder=tmp_path, before="sys.modules['matplotlib'] = None")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "autoshard: cvxpy is not installed; run: pip install 'autoshard[cvxpy]'"
+    assert done.stderr.splitlines()[-1] == "autoshard: matplotlib is not installed; run: pip install 'autoshard[plots]'"
 
 
 def test_the_version_has_one_place(tmp_path):

@@ -39,12 +39,11 @@ def assert_exact(problem: Problem, answer: Answer, reference: Answer) -> None:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_ilp_cvxpy_and_exhaustive_agree_on_500_problems(block):
+def test_ilp_and_exhaustive_agree_on_500_problems(block):
     for seed in range(50 * block, 50 * block + 50):
         problem = random_problem(seed)
         reference = solve(problem, solver="exhaustive")
         assert_exact(problem, solve(problem, solver="ilp"), reference)
-        assert_exact(problem, solve(problem, solver="cvxpy"), reference)
 
 
 def check_everything(seed: int, **options) -> None:
@@ -135,7 +134,7 @@ def two_nodes(limit: float | None) -> Problem:
     return Problem(("big", "small"), (np.array([0.0, 3.0]), np.array([0.0, 2.0])), (), usages, limit)
 
 
-@pytest.mark.parametrize("solver", ["auto", "ilp", "cvxpy", "exhaustive"])
+@pytest.mark.parametrize("solver", ["auto", "ilp", "exhaustive"])
 @pytest.mark.parametrize("limit, cost", [(None, 0.0), (20.0, 0.0), (19.0, 2.0), (14.0, 3.0), (9.0, 5.0)])
 def test_every_solver_obeys_the_memory_limit(solver, limit, cost):
     answer = solve(two_nodes(limit), solver=solver)
@@ -299,8 +298,8 @@ def test_a_time_limit_is_kept():
     assert answer.seconds["total"] < 5 and answer.status in (Status.UNKNOWN, Status.FEASIBLE)
 
 
-def test_solvers_import_neither_torch_nor_cvxpy():
-    in_a_process("import sys; assert not {'torch', 'cvxpy'} & set(sys.modules)")
+def test_solvers_do_not_import_torch():
+    in_a_process("import sys; assert 'torch' not in sys.modules")
 
 
 def test_the_answer_does_not_depend_on_the_hash_seed():
@@ -321,7 +320,7 @@ def test_constant_bytes_are_a_lower_limit_to_every_solver(seed):
     constant = Usage((), min(ends), max(ends) + 1, np.array(7.0))
     limit = 7.0 + (problem.usage_limit or 50.0)
     less, more = replace(problem, usage_limit=limit - 7.0), replace(problem, usages=(*problem.usages, constant), usage_limit=limit)
-    for solver in ("auto", "prices", "ilp", "cvxpy", "exhaustive"):
+    for solver in ("auto", "prices", "ilp", "exhaustive"):
         a, b = solve(less, solver=solver), solve(more, solver=solver)
         assert a.status is b.status and b.cost == pytest.approx(a.cost, rel=1e-9)
         if b.choice is not None:

@@ -63,8 +63,7 @@ OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
 # package: the extra that installs it
 EXTRAS = {
-    "numba": "fast", "scipy": "calibrate", "matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf",
-    "accelerate": "hf",
+    "numba": "fast", "scipy": "calibrate", "matplotlib": "plots", "jinja2": "plots", "transformers": "hf", "accelerate": "hf",
 }  # fmt: skip
 # what all errors of a command line are: TyperException, until typer 0.27 ClickException
 USAGE: type[Exception] = typer.BadParameter.__mro__[-4]

@@ -22,7 +22,7 @@ from autoshard.cli.verbs import Asked
 NEEDED = ("torch", "numpy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
 OPTIONAL = {  # what each is for
     "numba": "compiled loops: without them large plans take longer", "scipy": "calibrate, curves of pchip",
-    "matplotlib": "--plot and report", "jinja2": "report", "cvxpy": "--solver cvxpy", "transformers": "models given as hf:DIR",
+    "matplotlib": "--plot and report", "jinja2": "report", "transformers": "models given as hf:DIR",
     "accelerate": "tp_plan in transformers", "torchrec": "its planner with our proposer",
 }  # fmt: skip
 NEIGHBOURS = ("torchtitan", "vllm", "sglang", "deepspeed", "peft", "megatron-core", "nanotron")  # named where they are installed

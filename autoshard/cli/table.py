@@ -365,7 +365,7 @@ OWN: dict[str, dict[str, Typed]] = {
     },
     "solve": {
         "problem": arg("A problem in the contest's format, .json or .json.gz.", CONTEST),
-        "solver": opt("auto, prices, ilp, cvxpy, dp, dual or exhaustive.", one_of(SOLVERS, "solver"), default="auto"),
+        "solver": opt("auto, prices, ilp, dp, dual or exhaustive.", one_of(SOLVERS, "solver"), default="auto"),
         "time_limit": opt("Seconds; then the best answer so far is returned, with its bound.", SECONDS, default=TIME_LIMIT),
         "gap": opt("Stop when the answer is proven to be within this of the best, relative.", number(), default=0.0),
         "out": opt("Write the choices here, as JSON.", kinds.OUT),

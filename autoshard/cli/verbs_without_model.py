@@ -36,7 +36,7 @@ def solve(asked: Asked, output: Output) -> int:
     \b
     autoshard solve asplos-2025-iopddl-B.json.gz --time-limit 60 --out choice.json
     """
-    from autoshard.solvers import Answer, Status  # here: cvxpy takes seconds to import, which --help shouldn't
+    from autoshard.solvers import Answer, Status  # here: numpy and HiGHS, which --help shouldn't wait for
     from autoshard.solvers import solve as run
 
     output.progress("reading", 0.0)

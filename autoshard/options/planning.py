@@ -29,7 +29,7 @@ from autoshard.options.kinds import (
 from autoshard.precision import Precision
 
 OBJECTIVES = ("overlapped", "serial")
-SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
+SOLVERS = ("auto", "prices", "ilp", "dp", "dual", "exhaustive")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 SWEPT = ("plan", "frontier")  # verbs
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
@@ -80,7 +80,7 @@ class Options:
         not_in={"frontier": "plan prices pins under one memory limit", "plan_programs": "plan the program alone to price its pins"},
     )  # fmt: skip
     solver: Any = declared(  # or any object with solve(problem, time_limit=, gap=)
-        "auto", replace(one_of(SOLVERS, "solver"), schema=TEXT.schema), "auto, prices, ilp, cvxpy or exhaustive.", noted="always",
+        "auto", replace(one_of(SOLVERS, "solver"), schema=TEXT.schema), "auto, prices, ilp or exhaustive.", noted="always",
         in_fingerprint=False, of_all=True, not_in={"frontier": "the frontier has a solver of its own"},
     )  # fmt: skip
     # seconds, for the whole plan

@@ -3,7 +3,6 @@
 from .answer import TOLERANCE, Answer, Infeasibility, Status, relative_gap
 from .certificate import certificate, to_record
 from .compiling import compiled
-from .cvx import CVX
 from .dual_ascent import Dual, Messages
 from .elimination import DP, Exhaustive
 from .exchange_parts import parts_that_differ

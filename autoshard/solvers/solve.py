@@ -17,7 +17,6 @@ import numpy as np
 from ..problem import Problem, anchored, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
 from .cutting_planes import bound_below
-from .cvx import CVX
 from .dual_ascent import CONVERGED, PROGRESS, RESUMED, SLOW, Dual, Messages, ascend, look
 from .elimination import DP, Exhaustive
 from .ilp import ILP
@@ -51,7 +50,7 @@ class Auto(Solver):
 
 
 SOLVERS: dict[str, type[Solver]] = {
-    "auto": Auto, "prices": PriceSearch, "ilp": ILP, "cvxpy": CVX, "dp": DP, "dual": Dual, "exhaustive": Exhaustive,
+    "auto": Auto, "prices": PriceSearch, "ilp": ILP, "dp": DP, "dual": Dual, "exhaustive": Exhaustive,
 }  # fmt: skip
 
 
