@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # where benchmarks/ lies
 from autoshard.calibrate import extrapolated, fit, held_out, nearest, summary
 from autoshard.calibrate.errors import Errors, Pairs
 from autoshard.calibrate.importers import parse
-from autoshard.cost.curves import Family, Series, bus_factor
+from autoshard.cost.curves import Family, Series
 from autoshard.cost.curves.device_counts import Count
 from benchmarks import mlp_runs
 
-METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
+METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta")
 
 
 def together(pairs: Iterable[Pairs]) -> Errors:
@@ -63,8 +63,7 @@ def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarra
 
 
 def fitter(series: Series, method: str, others=()):
-    factor = bus_factor(series.collective, series.devices)
-    return lambda x, t: fit(x, t, method, factor=factor, others=others)
+    return lambda x, t: fit(x, t, method, others=others)
 
 
 def judge(curves: list[Series], split, method: str, known=None) -> tuple[dict[int, Pairs], int]:

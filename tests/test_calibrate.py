@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.calibrate import device_rates, fit, fitted, rates, summary, turning_sizes
+from autoshard.calibrate import device_rates, fit, fitted, rates, summary
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.measure import measure
@@ -189,7 +189,7 @@ def points(name):
     return np.array(series.sizes), np.array(series.seconds)
 
 
-@pytest.mark.parametrize("method", ["piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid"])
+@pytest.mark.parametrize("method", ["piecewise", "pchip", "p_norm", "alpha_beta"])
 def test_every_method_travels_through_its_file(tmp_path, method):
     out = tmp_path / "curves.json"
     assert run("calibrate", "fit", str(DATA / "all_to_all_4.txt"), "--out", str(out), "--method", method)[0] == 0
@@ -205,7 +205,7 @@ def test_fit_draws_and_says_errors_in_percent(tmp_path):
     assert "│ all  " not in run("calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"))[1]  # of one collective
 
 
-@pytest.mark.parametrize("points", [2, 5, 6, 12])
+@pytest.mark.parametrize("points", [2, 6])
 def test_a_figure_has_the_points_a_line_through_their_range_and_what_it_misses(points):
     sizes = [1000.0 * 2**k for k in range(points)]
     times = [1e-5 + x / (1e9 if x < 2e4 else 4e9) for x in sizes]
@@ -215,13 +215,11 @@ def test_a_figure_has_the_points_a_line_through_their_range_and_what_it_misses(p
     xs, seconds = zip(*drawn["line"])
     assert len(xs) == 201 and (xs[0], xs[-1]) == pytest.approx((sizes[0], sizes[-1])) and list(seconds) == one.curve.seconds(xs).tolist()
     assert [y / x for x, y in zip(xs, xs[1:])] == pytest.approx([(sizes[-1] / sizes[0]) ** (1 / 200)] * 200)
-    assert drawn["turning"] == (turning_sizes(sizes, times) if points >= 6 else [])
     assert drawn["errors"] == pytest.approx([one.curve.seconds([x])[0] / t - 1 for x, t in zip(sizes, times)], abs=1e-12)
 
 
 REFUSED = [
     (["calibrate", "fit", "missing.csv"], "there is no file missing.csv"),
-    (["calibrate", "fit", str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
     (["calibrate", "fit", INTRA_2, "--method", "spline"], "--method is 'spline'"),
     (["calibrate", "fit", INTRA_2, "--out", "/no/such/folder/x.json"], "there is no folder"),
     (["calibrate", "show", "v100"], "'v100'"),

@@ -107,7 +107,6 @@ test_what_is_no_measurement_is_refused = refusals(
     (lambda: fit([1e3, 1e4], [1e-5, -1e-5]), "row 2 has a time of -1e-05"),
     (lambda: fit([0.0, 1e4], [1e-5, 1e-5]), "row 1 has a size of 0"),
     (lambda: fit([1e3, float("inf")], [1e-5, 1e-5]), "row 2 has a size of inf"),
-    (lambda: fit(x[:5], x[:5] * 1e-9, "sigmoid"), "expected at least 6"),
     (lambda: fit(x, x, "spline"), "known are piecewise"),
     (lambda: family_of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)}).at(16, nodes=2), "measured on one node only; asked is 2 nodes"),
     (lambda: family_of("all_reduce", {(2, 3): (x, x)}), "3 devices on 2 nodes can't be"),

@@ -24,7 +24,6 @@ def test_nccl_tests():
     twin = next(m for m in read("measured.csv") if m.name == wanted)
     assert s.sizes == twin.sizes
     np.testing.assert_allclose(s.seconds, twin.seconds, atol=0.006e-6)  # printed to 0.01 us
-    np.testing.assert_allclose(s.bus_bandwidths, 1.75 * np.array(s.sizes) / np.array(s.seconds), rtol=2e-2, atol=6e6)
 
 
 def test_nccl_tests_of_two_nodes_and_two_collectives_in_one_file():
@@ -39,14 +38,12 @@ def test_param_comms():
     (s,) = read("all_to_all_4.txt")
     assert (s.collective, s.devices, s.sizes[0], len(s.sizes)) == ("all_to_all", 4, 512.0, 21)
     # the reader adds 4e-4 GB/s, as published
-    assert s.bus_bandwidths[-1] == pytest.approx((0.75 * s.sizes[-1] / s.seconds[-1] / 1e9 + 4e-4) * 1e9, rel=1e-4)
 
 
 def test_param_general_all_to_allv_is_the_mean_over_ranks():
     (s,) = read("general_all_to_allv_4.txt")
     assert (s.collective, s.devices, len(s.sizes)) == ("all_to_allv", 4, 4)
     assert s.seconds[0] == pytest.approx((36.90 + 38.95 + 41.00 + 43.05) / 4 * 1e-6)
-    assert s.bus_bandwidths[0] == pytest.approx(((15.984 + 15.143 + 14.386 + 13.701) / 4 + 4e-4) * 1e9)
 
 
 def test_nnscaler():

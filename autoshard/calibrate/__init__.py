@@ -1,7 +1,4 @@
-"""Calibration of prices: measure a live cluster, read logs of other tools, fit curves of collectives and rates of kernels.
-
-sigmoid.py reproduces a published predictor and stays for comparison: ml_perf_model's sigmoid of collective times.
-"""
+"""Calibration of prices: measure a live cluster, read logs of other tools, fit curves of collectives and rates of kernels."""
 
 from .cluster import cluster
 from .errors import Errors, extrapolated, held_out, pooled, summary
@@ -9,4 +6,3 @@ from .fit import fit
 from .fitted import Fitted, fitted, nearest
 from .importers import parse
 from .measure import measure_this_cluster
-from .sigmoid import turning_points, turning_sizes

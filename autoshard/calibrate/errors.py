@@ -2,7 +2,7 @@
 
     e = |(p - r) / r|        gmae = exp( mean( ln(e + 4e-4) ) )        mean = mean(e)        std = std(e)          (`summary`)
 
-A perfect predictor has a gmae of 0.04 %: the formula is the published one (calibrate.sigmoid), so that results can be compared.
+A perfect predictor has a gmae of 0.04 %: the formula is that of ml_perf_model (Lin et al.), so that results can be compared.
 
     held out       all sizes except the first and the last are split into `folds` folds; each is predicted from the others  (`held_out`)
     extrapolated   sizes above last / `span` are predicted from the others                                             (`extrapolated`)

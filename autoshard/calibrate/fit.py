@@ -6,7 +6,6 @@
     pchip        the same z by least squares; log t a monotone cubic (PCHIP) of log x; the same tail
     p_norm       t = (a^p + (x/B)^p)^(1/p)                                 least squares of log t
     alpha_beta   t = a + x/B                                                      least squares of log t
-    sigmoid      as published, with its jumps                                     (sigmoid.py)
 
 Medians, because an outlier (a retry, a clock) should not raise its neighbours. Affine in size and not in log size, because an
 alpha-beta link is affine: held out on 130 measured curves, GMAE / mean are 2.2 / 5.0 % against 2.4 / 5.4 % of pchip
@@ -30,7 +29,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import isotonic_regression, least_squares
 
-from autoshard.calibrate.sigmoid import fit_sigmoid
 from autoshard.cost import Curve, PchipCurve, PiecewiseCurve, PNorm, check, tail_slope
 
 
@@ -77,7 +75,6 @@ METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  #
     "pchip": (lambda x, t: through(PchipCurve, x, isotonic_regression(np.log(t)).x), 2),
     "p_norm": (fit_p_norm, 3),
     "alpha_beta": (fit_alpha_beta, 2),
-    "sigmoid": (fit_sigmoid, 6),
 }
 
 
@@ -87,14 +84,11 @@ def fit(
     method: str = "piecewise",
     *,
     others: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-    factor: float = 1.0,
-    bus_bandwidths: Sequence[float] | np.ndarray | None = None,
 ) -> Curve:
     """The curve through measured seconds; the rows may have any order, rows of one size count as their median.
 
     others: sizes and seconds of other measured curves, to predict the seconds between the sizes of this one; each is weighted by how
-    well it agrees at the sizes that were measured here (`pooled`). factor, bus_bandwidths: for "sigmoid" alone, which is fitted to
-    factor * bytes / seconds (`bus_factor`), or to the bus bandwidths that a tool reported, in bytes/s.
+    well it agrees at the sizes that were measured here (`pooled`).
 
     The ValueError names the row that is no measurement, or the method that can't be fitted.
     """
@@ -102,10 +96,7 @@ def fit(
         raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
     how, at_least = METHODS[method]
     x, t = check(sizes, seconds, at_least=at_least)
-    if method != "sigmoid":
-        return pooled(how(x, t), x, others) if others else how(x, t)
-    bus = None if bus_bandwidths is None else check(sizes, bus_bandwidths)[1]
-    return fit_sigmoid(x, t, factor=factor, bus_bandwidths=bus)
+    return pooled(how(x, t), x, others) if others else how(x, t)
 
 
 # -- the shapes of other curves -----------------------------------------------------------------------------------------------------

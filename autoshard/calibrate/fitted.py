@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.calibrate.errors import Errors, held_out, summary
 from autoshard.calibrate.fit import fit
-from autoshard.cost import Curve, Series, bus_factor
+from autoshard.cost import Curve, Series
 
 MANY = 200  # curves that a curve is pooled with at most
 
@@ -42,16 +42,14 @@ def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, 
 
 def fitted(series: Series, method: str = "piecewise", others: Sequence[Series] = ()) -> Fitted:
     """The fit of one series and its errors; `others` may be used for the fit. The ValueError names the series."""
-    factor = bus_factor(series.collective, series.devices)
-    bus = series.bus_bandwidths or None
     try:
         near = nearest(series, others)
-        curve = fit(series.sizes, series.seconds, method, factor=factor, bus_bandwidths=bus, others=near)
+        curve = fit(series.sizes, series.seconds, method, others=near)
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
     x, t = np.array(series.sizes), np.array(series.seconds)
     try:
-        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, factor=factor, others=near)))
+        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, others=near)))
     except ValueError:  # the series can be fitted, its folds can't: the error on unseen sizes is unknown
         unseen = Errors(math.nan, math.nan, math.nan, 0)
     return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)

@@ -1,7 +1,7 @@
 """Readers for the measurements of other tools: from text to Series in SI units.
 
     nccl-tests     its printed table: size in bytes, out-of-place time in us                                         (`nccl_tests`)
-    PARAM comms    COMMS-RES lines: bytes, us, GB/s; or, of general all_to_allv, a number per rank joined by "-"       (`param`)
+    PARAM comms    COMMS-RES lines: bytes, us; or, of general all_to_allv, a number per rank joined by "-"       (`param`)
     nnscaler       {"all gather": [[MB, ...], [seconds, ...]]}, a file per device count, 1 MB = 2^20 bytes         (`nnscaler`)
     CSV            one row per measurement, columns by name with their unit: size_bytes, latency_us ...                   (`table`)
 
@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.calibrate.sigmoid import EPSILON
 from autoshard.cost import Series
 from autoshard.reading import parsed, rows_of
 
@@ -38,7 +37,6 @@ class MeasuredRow:
     of: Series  # without any sizes
     size: float  # bytes
     seconds: float
-    bus_bandwidth: float | None = None  # bytes per second
 
 
 def parse(text: str, name: str, *, collective: str | None = None, devices: int | None = None, system: str | None = None) -> list[Series]:
@@ -77,12 +75,9 @@ def series(rows: Iterable[MeasuredRow]) -> list[Series]:
     groups: dict[Series, list[MeasuredRow]] = {}
     for row in rows:
         groups.setdefault(row.of, []).append(row)
-    all_series = []
-    for of, members in groups.items():
-        bus = tuple(r.bus_bandwidth for r in members if r.bus_bandwidth is not None)
-        sizes, seconds = tuple(r.size for r in members), tuple(r.seconds for r in members)
-        all_series.append(replace(of, sizes=sizes, seconds=seconds, bus_bandwidths=bus if len(bus) == len(members) else ()))
-    return all_series
+    return [
+        replace(of, sizes=tuple(r.size for r in members), seconds=tuple(r.seconds for r in members)) for of, members in groups.items()
+    ]
 
 
 def _check(row: MeasuredRow, name: str) -> None:
@@ -158,14 +153,14 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
             if len(words) <= max(columns.index(c) for c in ("size", "time", "busbw")):
                 raise ValueError(f"{name}:{line}: {len(words)} words under {len(columns)} columns; the line is cut off")
             at = f"{name}:{line}"
-            size, time, bus = (_number(words[columns.index(c)], c, at) for c in ("size", "time", "busbw"))
+            size, time = (_number(words[columns.index(c)], c, at) for c in ("size", "time"))
             if size == 0:
                 continue
             num = len(hosts) or _needed(devices, "its number of devices", name)
             what = stated or _needed(collective, "its collective", name)
             dtype = words[columns.index("type")] if "type" in columns else ""
             of = Series(what, num, nodes=len(nodes) or 1, dtype=dtype, source="nccl-tests")
-            rows.append(MeasuredRow(line, of, size, time * 1e-6, bus * 1e9))
+            rows.append(MeasuredRow(line, of, size, time * 1e-6))
     return rows
 
 
@@ -177,7 +172,7 @@ def _lines(text: str) -> Iterable[tuple[int, list[str]]]:
 
 
 def param(text: str, name: str, collective: str | None, devices: int | None) -> list[MeasuredRow]:
-    """Lines with COMMS-RES; the first is the header. Bandwidths get the published 4e-4 GB/s on top."""
+    """Lines with COMMS-RES; the first is the header."""
     what, n = _needed(collective, "its collective", name), _needed(devices, "its number of devices", name)
     rows: list[MeasuredRow] = []
     header: list[str] | None = None
@@ -193,12 +188,11 @@ def param(text: str, name: str, collective: str | None, devices: int | None) -> 
         if len(words) <= max(5, _latency_column(header)):
             raise ValueError(f"{at}: {len(words)} words; expected COMMS-RES, size, elements, latency and two bandwidths")
         if "-" in words[3].strip("-"):  # a number per rank: general all_to_allv, whose third word is batch-tables-dim
-            latency, bus = (_mean(words[k], at) for k in (3, 5))
+            latency = _mean(words[3], at)
         else:
             latency = _number(words[_latency_column(header)], "latency", at)
-            bus = _number(words[-1], "bus bandwidth", at)
         size = _number(words[1], "size", at)
-        rows.append(MeasuredRow(line, Series(what, n, source="PARAM"), size, latency * 1e-6, (bus + EPSILON) * 1e9))
+        rows.append(MeasuredRow(line, Series(what, n, source="PARAM"), size, latency * 1e-6))
     return rows
 
 
@@ -244,7 +238,6 @@ COLUMNS: dict[str, dict[str, float]] = {  # field: the names that its column may
     "dtype": {"dtype": 1, "type": 1},
     "source": {"source": 1},
     "kind": {"kind": 1},
-    "bus": {"busbw_gbps": 1e9, "bus_bw_gb_s": 1e9, "busbw_gb_s": 1e9},
 }
 
 
@@ -278,7 +271,6 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
         nodes = number("nodes") if text_of("nodes") else 1
         if n != int(n) or nodes != int(nodes):
             raise ValueError(f"{at}: {n:g} devices on {nodes:g} nodes; expected whole numbers")
-        bus = number("bus") if text_of("bus") else None
         of = Series(what, int(n), nodes=int(nodes), system=text_of("system"), dtype=text_of("dtype"), source=text_of("source"))
-        rows.append(MeasuredRow(line, of, number("size"), number("seconds"), bus))
+        rows.append(MeasuredRow(line, of, number("size"), number("seconds")))
     return rows

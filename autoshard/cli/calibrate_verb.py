@@ -68,21 +68,15 @@ def _by_collective(curves: Sequence[Fitted]) -> list[dict]:
 
 
 def _drawn(one: Fitted) -> dict:
-    """Plain data for a figure: points, the fitted line, the sizes of the turning points."""
+    """Plain data for a figure: points, the fitted line."""
     points = sorted(zip(one.series.sizes, one.series.seconds))
     first, last = points[0][0], points[-1][0]
     grid = [first * (last / first) ** (k / 200) for k in range(201)]
-    turns: list[float] = []
-    if len(points) >= 6:
-        from autoshard.calibrate import turning_sizes
-
-        turns = turning_sizes(*zip(*points))
     return {
         "name": one.series.name,
         "collective": one.series.collective,
         "points": points,
         "line": list(zip(grid, one.curve.seconds(grid).tolist())),  # type: ignore[arg-type]
-        "turning": turns,
         "errors": [float(p / t - 1) for p, (_, t) in zip(one.curve.seconds([x for x, _ in points]), points)],  # type: ignore[arg-type]
     }
 

@@ -84,7 +84,7 @@ def _error(error: float, measured: bool) -> str:
 
 
 def draw(path: str, curves: Sequence[Mapping]) -> None:
-    """A row per collective: latency and bandwidth over size with their fits and turning points, and a histogram of errors."""
+    """A row per collective: latency and bandwidth over size with their fits, and a histogram of errors."""
     names = sorted({curve["collective"] for curve in curves})
     figure = blank(13, 3.4 * len(names), layout="constrained")
     axes = figure.subplots(len(names), 3, squeeze=False)
@@ -108,6 +108,3 @@ def _curve(latency, bandwidth, curve: Mapping, colour: str) -> None:
     latency.plot(line, fit, color=colour, linewidth=1, label=curve["name"])
     bandwidth.plot(x, [a / b for a, b in zip(x, t)], ".", color=colour, markersize=4)
     bandwidth.plot(line, [a / b for a, b in zip(line, fit)], color=colour, linewidth=1)
-    for turn in curve["turning"]:  # where time starts to grow, where bandwidth has saturated
-        latency.axvline(turn, color=colour, linewidth=0.5, linestyle=":")
-        bandwidth.axvline(turn, color=colour, linewidth=0.5, linestyle=":")

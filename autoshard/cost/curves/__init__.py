@@ -2,5 +2,5 @@
 
 from .device_counts import Family
 from .files import load, load_cluster, load_device, save, save_cluster
-from .kinds import PchipCurve, Sigmoid, bus_factor
+from .kinds import PchipCurve, bus_factor
 from .records import Curve, Series

@@ -1,8 +1,4 @@
-"""The curves of a curve file, in addition to those of records.py: monotone cubics, and the published sigmoid predictor.
-
-    pchip      log t a monotone cubic (PCHIP) of log x between the knots, constant below the first, affine above the last
-    sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (the rest: `calibrate.sigmoid`)
-"""
+"""The curves of a curve file: those of records.py, and log t as a monotone cubic (PCHIP) of log x."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,37 +44,7 @@ class PchipCurve(Curve):
         return np.exp(self._inside(np.log(np.clip(x, first, last)))) + self.tail * np.maximum(x - last, 0.0)
 
 
-@final
-@dataclass(frozen=True)
-class Sigmoid(Curve):
-    """The published predictor with its parameters. `seconds` is its time; it is neither monotone nor continuous."""
-
-    ln_p: float  # log2 bytes
-    sats_p: float  # log2 bytes
-    max_bw: float  # GB/s
-    overhead: float  # us
-    parameters: tuple[float, float, float, float]  # L, x0, k, b
-    factor: float = 1.0  # mul
-
-    def predict_data_movement_time(self, size: np.ndarray | float) -> np.ndarray:
-        """us."""
-        size = np.asarray(size, dtype=float)
-        with np.errstate(divide="ignore"):
-            x = np.log2(size)
-        middle = size / 10 ** sigmoid(x, *self.parameters) * self.factor / 1e3
-        above = size / self.max_bw * self.factor / 1e3 + self.overhead
-        return np.where(x <= self.ln_p, self.overhead, np.where(x > self.sats_p, above, middle))
-
-    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
-        return self.predict_data_movement_time(bytes) * 1e-6
-
-
-def sigmoid(x: np.ndarray, L: float, x0: float, k: float, b: float) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return L / (1 + np.exp(-k * (x - x0))) + b
-
-
-KINDS = {"piecewise": PiecewiseCurve, "pchip": PchipCurve, "p_norm": PNorm, "alpha_beta": PNorm, "sigmoid": Sigmoid}
+KINDS = {"piecewise": PiecewiseCurve, "pchip": PchipCurve, "p_norm": PNorm, "alpha_beta": PNorm}
 
 
 def curve_of(method: str, parameters: dict) -> Curve:

@@ -23,7 +23,6 @@ class Series:
     nodes: int = 1
     dtype: str = ""
     source: str = ""
-    bus_bandwidths: tuple[float, ...] = ()  # bytes/s as the tool reports them; empty if it does not
 
     @property
     def name(self) -> str:
