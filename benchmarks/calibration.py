@@ -23,19 +23,33 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where benchmarks/ lies
-from autoshard.calibrate import extrapolated, fit, held_out, nearest, summary
-from autoshard.calibrate.errors import Errors, Pairs
+from autoshard.calibrate import fit, held_out, nearest, summary
+from autoshard.calibrate.errors import Errors, Fitter, Pairs
+from autoshard.calibrate.fit import alpha_beta
 from autoshard.calibrate.importers import parse
+from autoshard.cost import check
 from autoshard.cost.curves import Family, Series
 from autoshard.cost.curves.device_counts import Count
 from benchmarks import mlp_runs
 
-METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta")
+METHODS: dict[str, Fitter] = {"piecewise": fit, "alpha_beta": alpha_beta}
+
+
+def extrapolated(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, span: float = 16) -> Pairs:
+    """(predicted, measured) seconds of the sizes above the last one / `span`, by a curve fitted to the others; empty where those
+    are fewer than 2. sizes: bytes. ValueError where they can't be fitted.
+    """
+    x, t = check(sizes, seconds)
+    seen = x <= x[-1] / span
+    if seen.sum() < 2:
+        return np.empty(0), np.empty(0)
+    return fitter(x[seen], t[seen]).seconds(x[~seen]), t[~seen]
 
 
 def together(pairs: Iterable[Pairs]) -> Errors:
@@ -50,29 +64,24 @@ def arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:
     return np.array(series.sizes), np.array(series.seconds)
 
 
-def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]], method: str = "piecewise") -> Family:
+def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]]) -> Family:
     """The family of curves fitted to sizes and seconds by (nodes, devices). ValueError on an impossible count and the errors of `fit`."""
     if not measured:
         raise ValueError(f"nothing was measured of {collective}; expected at least one device count")
     for nodes, devices in measured:
         if nodes < 1 or devices < 2 or devices % nodes:
             raise ValueError(f"{devices} devices on {nodes} nodes can't be; expected two or more, as many on each node")
-    curves = {count: fit(x, t, method) for count, (x, t) in sorted(measured.items())}
+    curves = {count: fit(x, t) for count, (x, t) in sorted(measured.items())}
     sizes = np.unique(np.concatenate([np.asarray(x, dtype=float) for x, _ in measured.values()]))
     return Family(collective, curves, tuple(sizes.tolist()))
 
 
-def fitter(series: Series, method: str, others=()):
-    return lambda x, t: fit(x, t, method, others=others)
-
-
-def judge(curves: list[Series], split, method: str, known=None) -> tuple[dict[int, Pairs], int]:
+def judge(curves: list[Series], split, fitter) -> tuple[dict[int, Pairs], int]:
     """Pairs of predicted and measured by curve, and how many curves could not be fitted."""
     pairs, failures = {}, 0
     for k, series in enumerate(curves):
-        like = known(series) if known else ()
         try:
-            pairs[k] = split(*arrays(series), fitter(series, method, like))
+            pairs[k] = split(*arrays(series), fitter(series))
         except ValueError:
             failures += 1
     return pairs, failures
@@ -119,10 +128,15 @@ def row(curves: list[Series], what: str, pairs: dict[int, Pairs], failures: int)
 
 
 def measure(curves: list[Series]) -> list[dict]:
-    rows = [row(curves, f"held out, {m}", *judge(curves, held_out, m)) for m in METHODS]
-    rows.append(row(curves, "held out, pooled", *judge(curves, held_out, "piecewise", lambda s: nearest(s, curves))))
-    rows.append(row(curves, "held out, pooled, strict", *judge(curves, held_out, "piecewise", lambda s: nearest(s, unlike(s, curves)))))
-    rows += [row(curves, f"extrapolated, {m}", *judge(curves, extrapolated, m)) for m in METHODS]
+    def together_with(others):
+        return lambda series: partial(fit, others=others(series))
+
+    alone = {name: lambda series, method=method: method for name, method in METHODS.items()}
+    rows = [row(curves, f"held out, {name}", *judge(curves, held_out, method)) for name, method in alone.items()]
+    rows.append(row(curves, "held out, pooled", *judge(curves, held_out, together_with(lambda s: nearest(s, curves)))))
+    strict = together_with(lambda s: nearest(s, unlike(s, curves)))
+    rows.append(row(curves, "held out, pooled, strict", *judge(curves, held_out, strict)))
+    rows += [row(curves, f"extrapolated, {name}", *judge(curves, extrapolated, method)) for name, method in alone.items()]
     rows.append(row(curves, "device count left out", leave_out(curves), 0))
     return rows
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-from autoshard.cost import bus_factor
+from autoshard.cost.curves import bus_factor
 
 REWEIGHTED = 30  # times; the weights converge much earlier
 

@@ -92,7 +92,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.tables.torchrec": "TableProposer TablePartitioner parameter_constraints sharding_plan",
     }),
     "prices": ("Prices", "Measured seconds as curves, and meshes made of them.", {
-        "autoshard.calibrate": "fit Errors held_out extrapolated summary",
+        "autoshard.calibrate": "fit Errors held_out summary",
         "autoshard.cost.curves": "Curve Series save load load_cluster",
         "autoshard.calibrate.cluster": "mesh_of",
         "autoshard.calibrate.importers": "parse",

@@ -111,7 +111,7 @@ VALUES = {
     "evidence": "memory.json", "observed": "3MB", "tp": "2", "pp": "2", "cp": "2", "target": "job.toml",
     "row": "2", "axis": "a", "frontier": "frontier.json", "switches": "9", "planner": "naive", "memory_limit": "1GB", "count": "buffers",
     "max_tokens": "128", "prompt": "9", "hbm": "1GB", "host_memory": "1GB",
-    "host_bandwidth": "1GB/s", "reserve": "0.5", "effort": "0.1", "method": "p_norm", "collective": "all_reduce", "system": "b",
+    "host_bandwidth": "1GB/s", "reserve": "0.5", "effort": "0.1", "collective": "all_reduce", "system": "b",
     "seconds": "2", "largest": "1MB", "backend": "gloo", "name": "h100", "model": MLP, "other": "edited.json", "html": "new.html",
     "dynamic_shapes": "input_*=batch:1-64", "criterion": "worst",
 }  # fmt: skip

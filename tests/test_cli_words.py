@@ -11,7 +11,7 @@ import pytest
 from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.table import EXPORTS, METHODS, PLANNERS, SCHEMES, TEXTS, option_of
+from autoshard.cli.table import EXPORTS, PLANNERS, SCHEMES, TEXTS, option_of
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
 
@@ -74,7 +74,7 @@ WRONG = {
     "prefetch": ["-1", "two"], "random": ["-1", "two"], "alternatives": ["-1", "two"], "seed": ["-1", "two"], "within": ["1", "-1", "nan"],
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
-    "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
+    "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "backend": ["mpi", ""],
     "evidence": PATHS, "tp": COUNTS, "pp": COUNTS, "cp": COUNTS, "dp": LISTS, "shard": LISTS, "ep": LISTS, "zero": LISTS[1:],
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
     "top": COUNTS, "row": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
@@ -247,9 +247,9 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
     from autoshard.options.kinds import MOST_DIM
     from autoshard.pipeline import schedules
 
-    fit, solve = import_module("autoshard.calibrate.fit"), import_module("autoshard.solvers.solve")
+    solve = import_module("autoshard.solvers.solve")
     assert set(SOLVERS) == set(solve.SOLVERS) and set(EXPORTS) == set(FORMATS)
-    assert set(SCHEDULES) == set(schedules.SCHEDULES) and SCHEMES == simulating.SCHEMES and set(METHODS) == set(fit.METHODS)
+    assert set(SCHEDULES) == set(schedules.SCHEDULES) and SCHEMES == simulating.SCHEMES
     assert set(PLANNERS) == set(relayout.PLANNERS)
     assert set(PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
     assert MOST_DIM == len(_SHARDS) - 1

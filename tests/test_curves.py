@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.calibrate import fit, held_out, summary
-from autoshard.calibrate.errors import extrapolated
-from autoshard.calibrate.fit import increasing
+from autoshard.calibrate.fit import alpha_beta, increasing
 from autoshard.calibrate.importers import parse
 from autoshard.cost import bytes_sent, collective_seconds
 from autoshard.mesh import LinkCurve, Mesh
+from benchmarks.calibration import extrapolated, table, together
 from benchmarks.calibration import family as family_of
-from benchmarks.calibration import table, together
 from tests.helpers_refusals import assert_refused, refusals
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
-OURS = ("piecewise", "pchip", "p_norm", "alpha_beta")
 x = 2.0 ** np.arange(9, 30)
 
 
@@ -41,11 +39,10 @@ def noisy(draw):
     return sizes[order], times[order]
 
 
-@pytest.mark.parametrize("method", ["piecewise", "pchip"])
 @given(data=noisy())
 @settings(max_examples=500, deadline=None)
-def test_a_curve_is_positive_monotone_and_continuous(method, data):
-    curve = fit(*data, method)
+def test_a_curve_is_positive_monotone_and_continuous(data):
+    curve = fit(*data)
     first, last = data[0].min(), data[0].max()
     at = np.sort(np.concatenate([np.geomspace(first / 8, last * 64, 300), data[0]]))
     t = curve.seconds(at)
@@ -57,21 +54,19 @@ def test_a_curve_is_positive_monotone_and_continuous(method, data):
     np.testing.assert_allclose(curve.bandwidth(at) * t, at, rtol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["p_norm", "alpha_beta"])
 @given(data=noisy().filter(lambda data: len(data[0]) >= 3))
 @settings(max_examples=50, deadline=None)
-def test_a_formula_is_positive_and_monotone(method, data):
-    t = fit(*data, method).seconds(np.geomspace(1, 1e13, 300))
+def test_a_formula_is_positive_and_monotone(data):
+    t = alpha_beta(*data).seconds(np.geomspace(1, 1e13, 300))
     assert (t > 0).all() and np.isfinite(t).all() and (np.diff(t) >= -1e-12 * t[1:]).all()
 
 
-@pytest.mark.parametrize("method", OURS)
+@pytest.mark.parametrize("method", [fit, alpha_beta])
 def test_every_method_returns_an_alpha_beta_link(method):
     t = 1e-5 + x / 2e11
-    curve = fit(x, t, method)
+    curve = method(x, t)
     np.testing.assert_allclose(curve.seconds(x), t, rtol=1e-9)
-    if method != "pchip":
-        np.testing.assert_allclose(curve.seconds(x * 1.4), 1e-5 + x * 1.4 / 2e11, rtol=1e-9)
+    np.testing.assert_allclose(curve.seconds(x * 1.4), 1e-5 + x * 1.4 / 2e11, rtol=1e-9)
     assert curve.seconds(2.0**40) == pytest.approx(1e-5 + 2.0**40 / 2e11, rel=1e-9)
 
 
@@ -107,7 +102,6 @@ test_what_is_no_measurement_is_refused = refusals(
     (lambda: fit([1e3, 1e4], [1e-5, -1e-5]), "row 2 has a time of -1e-05"),
     (lambda: fit([0.0, 1e4], [1e-5, 1e-5]), "row 1 has a size of 0"),
     (lambda: fit([1e3, float("inf")], [1e-5, 1e-5]), "row 2 has a size of inf"),
-    (lambda: fit(x, x, "spline"), "known are piecewise"),
     (lambda: family_of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)}).at(16, nodes=2), "measured on one node only; asked is 2 nodes"),
     (lambda: family_of("all_reduce", {(2, 3): (x, x)}), "3 devices on 2 nodes can't be"),
 )
@@ -136,7 +130,7 @@ def test_measured_curves_are_predicted_within_three_percent(measured):
     inside = together(held_out(np.array(s.sizes), np.array(s.seconds), fit) for s in measured)
     beyond = together(extrapolated(np.array(s.sizes), np.array(s.seconds), fit) for s in measured)
     assert inside.gmae < 0.024 and beyond.gmae < 0.06
-    formula = together(held_out(np.array(s.sizes), np.array(s.seconds), lambda a, b: fit(a, b, "alpha_beta")) for s in measured)
+    formula = together(held_out(np.array(s.sizes), np.array(s.seconds), alpha_beta) for s in measured)
     assert inside.gmae < formula.gmae / 2
 
 

@@ -17,9 +17,9 @@ from statistics import median
 import numpy as np
 
 from autoshard.calibrate.errors import Errors, held_out, pooled, summary
-from autoshard.calibrate.fit import fit
+from autoshard.calibrate.fit import alpha_beta, fit
 from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
-from autoshard.cost import CLUSTER_FORMAT, COLLECTIVES, EFFICIENCY, PiecewiseCurve, PNorm
+from autoshard.cost import CLUSTER_FORMAT, COLLECTIVES, EFFICIENCY, PiecewiseCurve
 from autoshard.devices import LAUNCHES, Device, plain_forms, relative
 from autoshard.mesh import Axis, LinkCurve, Mesh, default_axis_names
 
@@ -57,8 +57,7 @@ def mesh_of(
         if not measured:
             raise ValueError(f"no collective was measured yet on {name}; measure longer")
         reference = next((c for c in ("all_reduce", "all_gather") if c in measured), next(iter(measured)))
-        link = fit(np.array(list(measured[reference])), np.array(list(measured[reference].values())), "alpha_beta")
-        assert isinstance(link, PNorm)
+        link = alpha_beta(list(measured[reference]), list(measured[reference].values()))
         rounds, volume = COLLECTIVES[reference]
         shared = sharing(shape, k, times, alone or {})
         bandwidth, latency = shared * volume * (n - 1) / n * link.B, link.a / (rounds * (n - 1).bit_length())

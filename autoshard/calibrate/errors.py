@@ -5,7 +5,6 @@
 A perfect predictor has a gmae of 0.04 %: the formula is that of ml_perf_model (Lin et al.), so that results can be compared.
 
     held out       all sizes except the first and the last are split into `folds` folds; each is predicted from the others  (`held_out`)
-    extrapolated   sizes above last / `span` are predicted from the others                                             (`extrapolated`)
 """
 
 from collections.abc import Callable, Iterable
@@ -64,14 +63,3 @@ def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: i
             rest = np.setdiff1d(np.arange(len(x)), out)
             predicted[out] = fitter(x[rest], t[rest]).seconds(x[out])
     return predicted[inside], t[inside]
-
-
-def extrapolated(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, span: float = 16) -> Pairs:
-    """(predicted, measured) seconds of the sizes above the last one / `span`, by a curve fitted to the others; empty where those
-    are fewer than 2. sizes: bytes. ValueError where they can't be fitted.
-    """
-    x, t = check(sizes, seconds)
-    seen = x <= x[-1] / span
-    if seen.sum() < 2:
-        return np.empty(0), np.empty(0)
-    return fitter(x[seen], t[seen]).seconds(x[~seen]), t[~seen]

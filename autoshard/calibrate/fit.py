@@ -1,16 +1,13 @@
-"""Curves fitted to measured sizes and times: the methods, and what each assumes between and beyond the sizes.
+"""Curves fitted to measured sizes and times, and what they assume between and beyond the sizes.
 
-    piecewise    z = argmin sum_i |log t_i - z_i|,  z_1 <= z_2 <= ...     (`increasing`: isotonic regression by medians)
-                 t(x) = affine between the (x_i, exp z_i)                    a latency and a bandwidth of its own between two sizes
-                 t(x) = t_m + tail * (x - x_m)  for x > x_m                   (`records.tail_slope`);  t(x) = t_1  for x < x_1
-    pchip        the same z by least squares; log t a monotone cubic (PCHIP) of log x; the same tail
-    p_norm       t = (a^p + (x/B)^p)^(1/p)                                 least squares of log t
-    alpha_beta   t = a + x/B                                                      least squares of log t
+    z = argmin sum_i |log t_i - z_i|,  z_1 <= z_2 <= ...            (`increasing`: isotonic regression by medians)
+    t(x) = affine between the (x_i, exp z_i)                        a latency and a bandwidth of its own between two sizes
+    t(x) = t_m + tail * (x - x_m)  for x > x_m                      (`records.tail_slope`);  t(x) = t_1  for x < x_1
 
 Medians, because an outlier (a retry, a clock) should not raise its neighbours. Affine in size and not in log size, because an
-alpha-beta link is affine: held out on 130 measured curves, GMAE / mean are 2.2 / 5.0 % against 2.4 / 5.4 % of pchip
-(benchmarks/calibration.py). How a curve departs from affine between two sizes cannot be predicted from the curve itself (nearest
-neighbours in its slopes, other systems held out, gain nothing), but it can be predicted from other curves (`pooled`):
+alpha-beta link is affine: held out on 130 measured curves, GMAE / mean are 2.2 / 5.0 % (benchmarks/calibration.py), against 2.4 / 5.4 %
+of a monotone cubic (PCHIP) of log x. How a curve departs from affine between two sizes cannot be predicted from the curve itself
+(nearest neighbours in its slopes, other systems held out, gain nothing), but it can be predicted from other curves (`pooled`):
 
     l < x < r       a size and its neighbours among those measured;  A[t](x) = affine between (l, t(l)) and (r, t(r))
     d_j(x)  =       log t_j(x) - log A[t_j](x)                       how curve j departs from affine there      (`_departures`)
@@ -24,12 +21,14 @@ collective, another collective, or another version of a library is weighted by h
 Of 130 measured curves, 3 folds: GMAE / mean 2.2 / 5.0 % alone, 1.5 / 4.0 % with the other curves (benchmarks/calibration.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import isotonic_regression, least_squares
+from scipy.optimize import least_squares
 
-from autoshard.cost import Curve, PchipCurve, PiecewiseCurve, PNorm, check, tail_slope
+from autoshard.cost import Curve, PiecewiseCurve, PNorm, check, tail_slope
+
+Numbers = Sequence[float] | np.ndarray
 
 
 def increasing(z: np.ndarray) -> np.ndarray:
@@ -44,25 +43,10 @@ def increasing(z: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(len(members), median) for median, members in pools])
 
 
-def through(kind: type[PiecewiseCurve] | type[PchipCurve], x: np.ndarray, log_times: np.ndarray) -> Curve:
-    times = np.exp(log_times)
-    return kind(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
+def alpha_beta(sizes: Numbers, seconds: Numbers) -> PNorm:
+    """The link t = a + x/B with the least squares of log t."""
+    x, t = check(sizes, seconds)
 
-
-def fit_p_norm(x: np.ndarray, t: np.ndarray) -> Curve:
-    """The best of several starts, because the sum of squares has several minima."""
-
-    def error(q: np.ndarray) -> np.ndarray:
-        return np.log(PNorm(np.exp(q[0]), np.exp(q[1]), np.exp(q[2])).seconds(x)) - np.log(t)
-
-    log_a, log_B = np.log(t.min()), np.log(x[-1] / t[-1])
-    lower, upper = [log_a - 12, log_B - 12, np.log(0.2)], [log_a + 6, log_B + 12, np.log(20.0)]
-    fits = [least_squares(error, [log_a, log_B, np.log(p)], bounds=(lower, upper)) for p in (0.7, 1.0, 3.0)]
-    a, B, p = np.exp(min(fits, key=lambda one: one.cost).x)
-    return PNorm(float(a), float(B), float(p))
-
-
-def fit_alpha_beta(x: np.ndarray, t: np.ndarray) -> Curve:
     def error(q: np.ndarray) -> np.ndarray:
         return np.log(np.exp(q[0]) + x / np.exp(q[1])) - np.log(t)
 
@@ -70,33 +54,16 @@ def fit_alpha_beta(x: np.ndarray, t: np.ndarray) -> Curve:
     return PNorm(float(a), float(B))
 
 
-METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  # fit, and the least number of sizes
-    "piecewise": (lambda x, t: through(PiecewiseCurve, x, increasing(np.log(t))), 2),
-    "pchip": (lambda x, t: through(PchipCurve, x, isotonic_regression(np.log(t)).x), 2),
-    "p_norm": (fit_p_norm, 3),
-    "alpha_beta": (fit_alpha_beta, 2),
-}
-
-
-def fit(
-    sizes: Sequence[float] | np.ndarray,
-    seconds: Sequence[float] | np.ndarray,
-    method: str = "piecewise",
-    *,
-    others: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-) -> Curve:
+def fit(sizes: Numbers, seconds: Numbers, *, others: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Curve:
     """The curve through measured seconds; the rows may have any order, rows of one size count as their median.
 
     others: sizes and seconds of other measured curves, to predict the seconds between the sizes of this one; each is weighted by how
-    well it agrees at the sizes that were measured here (`pooled`).
-
-    The ValueError names the row that is no measurement, or the method that can't be fitted.
+    well it agrees at the sizes that were measured here (`pooled`). The ValueError names the row that is no measurement.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
-    how, at_least = METHODS[method]
-    x, t = check(sizes, seconds, at_least=at_least)
-    return pooled(how(x, t), x, others) if others else how(x, t)
+    x, t = check(sizes, seconds)
+    times = np.exp(increasing(np.log(t)))
+    curve = PiecewiseCurve(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
+    return pooled(curve, x, others) if others else curve
 
 
 # -- the shapes of other curves -----------------------------------------------------------------------------------------------------

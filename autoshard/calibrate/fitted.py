@@ -18,7 +18,6 @@ class Fitted:
     """A curve, the series that it was fitted to, and its errors, in sample (`errors`) and held out (`unseen`)."""
 
     series: Series
-    method: str
     curve: Curve
     errors: Errors
     unseen: Errors
@@ -27,7 +26,7 @@ class Fitted:
         of = {key: getattr(self.series, key) for key in ("collective", "system", "devices", "nodes", "dtype", "source")}
         errors = {key: getattr(self.errors, key) for key in ("gmae", "mean", "std")}
         held = {"gmae": self.unseen.gmae, "mean": self.unseen.mean, "std": self.unseen.std}
-        return {**of, "method": self.method, **errors, "held_out": held, "parameters": asdict(self.curve)}  # type: ignore[call-overload]
+        return {**of, "method": "piecewise", **errors, "held_out": held, "parameters": asdict(self.curve)}  # type: ignore[call-overload]
 
 
 def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -40,16 +39,16 @@ def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, 
     return [(np.array(one.sizes), np.array(one.seconds)) for one in kept[:MANY]]
 
 
-def fitted(series: Series, method: str = "piecewise", others: Sequence[Series] = ()) -> Fitted:
+def fitted(series: Series, others: Sequence[Series] = ()) -> Fitted:
     """The fit of one series and its errors; `others` may be used for the fit. The ValueError names the series."""
     try:
         near = nearest(series, others)
-        curve = fit(series.sizes, series.seconds, method, others=near)
+        curve = fit(series.sizes, series.seconds, others=near)
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
     x, t = np.array(series.sizes), np.array(series.seconds)
     try:
-        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, others=near)))
+        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, others=near)))
     except ValueError:  # the series can be fitted, its folds can't: the error on unseen sizes is unknown
         unseen = Errors(math.nan, math.nan, math.nan, 0)
-    return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)
+    return Fitted(series, curve, summary(curve.seconds(x), t), unseen)

@@ -39,7 +39,7 @@ def fit(asked: Asked, output: Output) -> int:
     curves = []
     for k, one in enumerate(series):
         output.progress(f"fitting: {one.name}", k / len(series))
-        curves.append(fitted(one, asked.method, () if asked.alone or asked.method != "piecewise" else series))
+        curves.append(fitted(one, () if asked.alone else series))
     output.write(asked.out, lambda path: save(path, [one.to_dict() for one in curves]))
     output.write(asked.plot, lambda path: report.calibration.draw(path, [_drawn(one) for one in curves]))
     rows = [one.to_dict() for one in curves]

@@ -21,7 +21,7 @@ from autoshard.cli.verbs import Asked
 
 NEEDED = ("torch", "numpy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
 OPTIONAL = {  # what each is for
-    "numba": "compiled loops: without them large plans take longer", "scipy": "calibrate, curves of pchip",
+    "numba": "compiled loops: without them large plans take longer", "scipy": "calibrate",
     "matplotlib": "--plot and report", "jinja2": "report", "transformers": "models given as hf:DIR",
     "accelerate": "tp_plan in transformers", "torchrec": "its planner with our proposer",
 }  # fmt: skip

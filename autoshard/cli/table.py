@@ -48,7 +48,6 @@ PLAN_OR_CONFIGURATION = "a plan's file, as `autoshard plan --out` writes it, or 
 RECOMPUTED = ("none", "selective_op", "selective_layer", "attn", "mla_up_proj", "full")  # by launchers
 LAUNCH_SCHEDULES = ("none", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
-METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta")
 
 
 @dataclass(frozen=True)
@@ -397,7 +396,6 @@ OWN: dict[str, dict[str, Typed]] = {
     "calibrate fit": {
         "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),
         "out": opt("Write the curves here, as JSON.", kinds.OUT),
-        "method": opt("piecewise, pchip, p_norm or alpha_beta.", one_of(METHODS), default="piecewise"),
         "plot": opt("Draw curves and errors here: .png, .svg or .pdf.", kinds.PICTURE),
         "table": opt("Show every curve, also where there are many.", SWITCH),
         "collective": opt("Of files that don't say it."),

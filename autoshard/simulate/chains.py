@@ -40,8 +40,6 @@ import numpy as np
 from autoshard.formulate import EARLY, Formulation, StreamSeconds
 from autoshard.graph import ACCUMULATED, KEPT
 
-START = -1  # of a chain
-
 
 @dataclass(frozen=True, eq=False)
 class Chain:

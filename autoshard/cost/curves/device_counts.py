@@ -18,10 +18,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.curves.kinds import bus_factor
 from autoshard.cost.curves.records import Curve, PiecewiseCurve, tail_slope
 
 Count = tuple[int, int]  # nodes, devices in all
+
+# bus bandwidth = algorithm bandwidth * this, n devices; 1 for reduce, memory copies and all others
+FACTORS = {
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_to_allv": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+}
+
+
+def bus_factor(collective: str, devices: int) -> float:
+    """Bus bandwidth over algorithm bandwidth; 1 for a collective without a factor, and on one device."""
+    return float(FACTORS[collective](devices)) if collective in FACTORS and devices > 1 else 1.0
+
 
 SCALES = (
     lambda collective, n: 1.0,

@@ -8,8 +8,7 @@ dtype, source), its method and parameters in SI units, and its errors (gmae, mea
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.cost.curves.kinds import curve_of
-from autoshard.cost.curves.records import Curve
+from autoshard.cost.curves.records import Curve, PiecewiseCurve, PNorm
 from autoshard.devices import Device, Kernels
 from autoshard.mesh import Mesh
 from autoshard.reading import data_of
@@ -17,6 +16,7 @@ from autoshard.writing import write_json
 
 FORMAT = "autoshard.curves/1"
 CLUSTER_FORMAT = "autoshard.cluster/1"
+KINDS = {"piecewise": PiecewiseCurve, "p_norm": PNorm, "alpha_beta": PNorm}  # by the method of a file
 
 
 def save(path: str, curves: Sequence[dict]) -> None:
@@ -26,7 +26,11 @@ def save(path: str, curves: Sequence[dict]) -> None:
 
 def load(path: str) -> list[tuple[dict, Curve]]:
     """What `save` wrote: (what it is, its curve). ValueError where it is something else."""
-    return [(one, curve_of(one["method"], one["parameters"])) for one in data_of(path, "curves")["curves"]]
+    curves = []
+    for one in data_of(path, "curves")["curves"]:
+        parameters = {key: tuple(value) if isinstance(value, list) else value for key, value in one["parameters"].items()}
+        curves.append((one, KINDS[one["method"]](**parameters)))
+    return curves
 
 
 def save_cluster(path: str, record: dict) -> None:

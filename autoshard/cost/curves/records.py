@@ -75,7 +75,7 @@ class PNorm(Curve):
 Numbers = Sequence[float] | np.ndarray
 
 
-def check(sizes: Numbers, seconds: Numbers, *, at_least: int = 2) -> tuple[np.ndarray, np.ndarray]:
+def check(sizes: Numbers, seconds: Numbers) -> tuple[np.ndarray, np.ndarray]:
     """Different sizes, ascending, with the median of the seconds measured at each. ValueError for rows that are no measurement."""
     x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if x.ndim != 1 or x.shape != t.shape:
@@ -88,9 +88,9 @@ def check(sizes: Numbers, seconds: Numbers, *, at_least: int = 2) -> tuple[np.nd
                 f"row {k + 1} has a {what} of {values[k]:g} {unit}; expected a positive number: leave out rows that were not measured"
             )
     different, place = np.unique(x, return_inverse=True)
-    if different.size < at_least:
+    if different.size < 2:
         plural = "s" * (different.size != 1)
-        raise ValueError(f"{different.size} different size{plural} measured; expected at least {at_least}: measure more sizes")
+        raise ValueError(f"{different.size} different size{plural} measured; expected at least 2: measure more sizes")
     if different.size == x.size:
         return different, t[np.argsort(x)]
     return different, np.array([np.median(t[place == k]) for k in range(different.size)])
