@@ -23,6 +23,7 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from models import gpt2, mlp
 from tests.helpers import TINY, fast_mesh, tiny_graph
+from tests.helpers_kept import assert_stays
 from tests.helpers_models import refusal
 from tests.helpers_refusals import assert_refused
 
@@ -106,6 +107,18 @@ def test_the_certificate_and_the_counts_are_there():
     assert set(solution.fingerprint) == {"graph", "structure", "mesh", "prices", "options", "layouts"}
     assert solution.fingerprint["graph"] == tiny_graph("gpt2", True).fingerprint()
     assert {"capture", "candidates", "formulate", "solve", "total"} <= set(solution.seconds["cpu"])
+
+
+def test_plans_stay_what_they_are():
+    told = {}
+    for case in (("mlp", True, (2, 2)), ("gpt2", False, (2, 2))):
+        one = planned(*case).to_dict()
+        told[" ".join(map(str, case))] = {
+            **{key: one[key] for key in ("cost", "bound", "peak_bytes", "peak", "breakdown", "counts", "status")},
+            "baselines": {name: [row["cost_seconds"], row["peak_bytes"]] for name, row in one["baselines"].items()},
+            "parameters": {name: row["layout"] for name, row in one["parameters"].items()},
+        }
+    assert_stays("rooms/plans.json", told)
 
 
 def test_fingerprints_tell_what_differs():

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from autoshard.calibrate import device_rates, fit, fitted, rates, summary
+from autoshard.calibrate import device_rates, fit, fitted, parse, rates, summary
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.measure import measure
@@ -27,6 +27,7 @@ from autoshard.cost import collective_seconds, op_seconds, presets
 from autoshard.cost.curves import Series, load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
 from tests.helpers_command import record_of, refusal, run
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import assert_refused, refusals
 
 DATA = Path(__file__).parent / "data" / "collectives"
@@ -202,6 +203,11 @@ def test_fit_draws_and_says_errors_in_percent(tmp_path):
     assert code == 0 and picture.read_bytes()[:4] == b"\x89PNG"
     assert "held out" in said and "reduce_scatter" in said and "By collective" in said and "│ all            │ 4 " in said
     assert "│ all  " not in run("calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"))[1]  # of one collective
+
+
+def test_fits_stay_what_they_are():
+    series = parse((DATA / "measured.csv").read_text(), "measured.csv", collective=None, devices=None, system=None)[::8]
+    assert_stays("rooms/fits.json", {f"{k} {one.name}": fitted(one, series).to_dict() for k, one in enumerate(series)})
 
 
 @pytest.mark.parametrize("points", [2, 6])

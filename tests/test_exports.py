@@ -1,3 +1,4 @@
+import itertools
 import json
 import pickle
 
@@ -8,6 +9,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autoshard.exports import FORMATS, portable, sharding_map
 from autoshard.mesh import Mesh
+from autoshard.solution import load
+from tests.helpers_kept import DATA, assert_stays
 from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import export_anyway as export
 from tests.helpers_solutions import linear_solution
@@ -87,6 +90,18 @@ def test_files_hold_what_was_returned(tmp_path):
 def test_every_kind_writes_json(tmp_path, kind):
     export(SOLUTION, kind, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["plan", "megatron", "fsdp"])
+def test_exports_of_plans_stay_what_they_are(tmp_path, name):
+    said = []
+    for kind, ending in itertools.product(FORMATS, ("json", "py")):
+        try:
+            export(load(DATA / "reports" / f"{name}.json"), kind, tmp_path / f"a.{ending}")
+            said += [f"{kind}.{ending}", (tmp_path / f"a.{ending}").read_text()]
+        except ValueError as error:
+            said += [f"{kind}.{ending}", str(error).replace(str(tmp_path), "")]
+    assert_stays(f"exports/{name}.txt", "\n".join(said))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers import tiny_graph
+from tests.helpers_kept import assert_stays
 from tests.helpers_local_tensor import run_local_tensor
 from tests.helpers_lower import bytes_sent, laid, mesh_of, one_op, random_layouts, run_simulated, values_of, with_placed
 from tests.helpers_refusals import assert_refused
@@ -107,6 +108,24 @@ LAYOUTS = {
     "relu": Placed(("S(1)",), ("S(1)",), ("S(0)",)),
     "mm_1": Placed(("S(0)", "R"), ("S(0)",)),
 }
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("mlp", (2, 3)), ("gpt2", (2, 2))])
+def test_programs_of_random_layouts_stay_what_they_are(name, sizes):
+    graph, mesh, possible, routes, _ = setting(name, True, sizes)
+    program, said = lower(graph, *random_layouts(graph, mesh, 0, possible), mesh), []
+    for record in program.records:
+        match record:
+            case RunOp():
+                slots = [(slot.shape, slot.shapes) for slot in record.outputs if slot]
+                kernel = getattr(record.kernel, "func", record.kernel)
+                said.append((record.name, record.target, record.arguments, record.by_rank, getattr(kernel, "__name__", ""), slots))
+            case Redistribute():
+                steps = [(step.collective, step.axis, str(step.before), str(step.after), round(step.bytes)) for step in record.steps]
+                said.append((record.name, record.source.shape, record.target.shape, steps))
+            case FreeTensors():
+                said.append(record.slots)
+    assert_stays(f"programs/{name}.txt", "".join(f"{line}\n" for line in said))
 
 
 def test_the_program_is_as_planned():

@@ -25,6 +25,7 @@ from autoshard.report.pipeline import pipeline_report, plot_speed_up
 from autoshard.solution import Pipeline
 from autoshard.units import seconds
 from models import mlp
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import assert_refused
 
 SLOW = Device("slow", 1e9, 1e9, 1e9, 1e9, launch=1e-7)  # links are fast beside it, so that tiny models are cut
@@ -41,6 +42,8 @@ def found() -> Pipeline:
 
 def test_the_best_is_never_slower_than_any_configuration():
     best = found()
+    told = best.to_dict(layouts=False)
+    assert_stays("rooms/pipeline.json", {key: value for key, value in told.items() if key not in ("seconds_spent", "assumptions")})
     rows = [row for row in best.configurations if row["fits"]]
     assert best.seconds == rows[0]["seconds"] == min(row["seconds"] for row in rows)
     assert {row["way"] for row in rows} == {"planned", "equal", "grid"}

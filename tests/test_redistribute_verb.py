@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers_command import record_of, refusal, run
+from tests.helpers_kept import assert_stays
 
 DATA = Path(__file__).parent / "data" / "redistribution" / "problems.json"
 SMALL = {"id": "s", "shape": [8, 4], "mesh": [2, 2], "src": [[0], [1]], "src_bs": [4, 2], "dst": [[0, 1], []], "dst_bs": [2, -1]}
@@ -22,6 +23,7 @@ def small(tmp_path):
 def test_json_holds_what_scripts_rely_on():
     found = record_of("redistribute", str(DATA), "--count", "resident")["routes"]
     assert len(found) == 32
+    assert_stays("rooms/routes.json", {route["id"]: {**route, "cpu_seconds": 0.0} for route in found})
     keys = "id status cost_seconds bound_seconds peak_elements peak_bytes steps executable_by explored cpu_seconds"
     first = next(route for route in found if route["id"] == "seed_p1")
     assert set(keys.split()) <= first.keys() and first["status"] == "optimal"
