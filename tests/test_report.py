@@ -1,15 +1,13 @@
 import math
-from dataclasses import replace
 
 import pytest
 
 from autoshard import report
 from autoshard.report.blocks import sections
-from autoshard.report.planned import planned_report, summary, verify_report
+from autoshard.report.planned import planned_report
 from autoshard.report.serving import _reasons, _styles
 from autoshard.report.terminal import as_text, exported
 from autoshard.report.values import by_kind
-from autoshard.solution import Placed
 from autoshard.units import percent, seconds, size
 from tests.helpers_solutions import linear_solution
 
@@ -105,53 +103,6 @@ def report_of(**changes) -> str:
     return as_text(planned_report(linear_solution(**changes)))
 
 
-def test_the_report_says_what_one_asks_first():
-    said = report_of()
-    for words in (
-        "optimal, gap 0: no plan is faster under these prices", "2 ms per forward pass; no plan takes less than 2 ms",
-        "1 GB per device at the peak",
-        "2x4 of h100; axis0 x2 400 GB/s shared by 4, 15 us; axis1 x4 338 GB/s, 5 us", "optimizer adamw, memory_limit 80 GB",
-        "by ilp (3 nodes, 20 choices, 2 edges) in 1 s of CPU",
-    ):  # fmt: skip
-        assert words in said
-
-
-def test_baselines_stand_beside_ours_with_their_ratio():
-    lines = {line.split()[1]: line for line in report_of().splitlines() if line.startswith("│ ") and "ms" in line}
-    assert "1.00x" in lines["ours"] and "1.50x" in lines["fsdp"] and "1 of 1" in lines["fsdp"]
-
-
-def test_a_baseline_that_does_not_fit_has_no_ratio():
-    said = report_of(baselines={"megatron": {"cost_seconds": None, "peak_bytes": None, "status": "infeasible"}})
-    (line,) = [line for line in said.splitlines() if "megatron" in line]
-    assert "infeasible" in line and "x" not in line.replace("infeasible", "")
-
-
-def test_a_baseline_over_the_memory_limit_says_so():
-    row = {"cost_seconds": 1e-3, "peak_bytes": 9e10, "status": "optimal", "fits": False}
-    (line,) = [line for line in report_of(baselines={"data_parallel": row}).splitlines() if "data_parallel" in line]
-    assert "0.50x" in line and "over the memory limit" in line
-
-
-def test_a_tied_parameter_says_with_what():
-    row = {**parameters(0)["wte.weight"], "tied_to": "wte.weight"}
-    assert "50304x768 float32, is wte.weight" in " ".join(report_of(parameters={"lm_head.weight": row}).split())
-
-
-def test_the_time_adds_up():
-    lines = [line.split() for line in report_of().splitlines() if "%" in line]
-    assert [(row[1], *row[-5:-1]) for row in lines] == [
-        ("compute", "1.5", "ms", "│", "75%"), ("│", "1.5", "ms", "│", "75%"), ("communication", "500", "us", "│", "25%"),
-        ("│", "500", "us", "│", "25%"),
-    ]  # fmt: skip
-
-
-def test_replicated_ops_are_listed():
-    said = report_of(replicated_ops=({"target": "aten.foo.default", "count": 3, "seconds": 1e-5, "bytes": 1e6},))
-    assert "Replicated for want of rules" in said and "aten.foo.default │     3 │ 10 us │  1 MB" in said
-    assert "Replicated" not in report_of()
-
-
 @pytest.mark.parametrize("width", [100, 80])
 def test_a_long_report_fits_the_width_and_loses_no_layout(width):
     deep = {
@@ -182,47 +133,8 @@ def test_at_100_columns_no_name_of_a_llama_is_folded():
     assert all(f"  {name} " in said for name in names) and "layers.0 .. layers.31: same, each " in said and "12.2 ms" in said
 
 
-def test_a_gap_of_rounding_is_none():
-    assert "optimal, gap 0:" in report_of(cost=1.0, bound=1.0 - 1e-15) and "gap 0.1:" in report_of(cost=1.0, bound=0.9)
-
-
-def test_an_unjudged_plan_has_a_report_too():
-    bare = {"parameters": {}, "baselines": {}, "breakdown": {}, "counts": {}, "assumptions": {}, "seconds": {}}
-    said = report_of(
-        layouts={"w": Placed((), ("R,R",))}, cost=math.inf, bound=0.0, peak_bytes=math.inf, status="unjudged", solver="", **bare
-    )
-    assert "unjudged, no bound: layouts only" in said and "inf" not in said
-
-
-def test_the_summary_has_the_keys_that_scripts_rely_on():
-    record = summary(linear_solution())
-    assert set(record) >= {
-        "status", "cost_seconds", "bound_seconds", "gap", "solver", "peak_bytes", "mesh", "nodes", "choices", "edges",
-        "distinct_signatures", "baselines", "replicated_ops", "parameters", "fingerprint", "cpu_seconds", "wall_seconds",
-    }  # fmt: skip
-    assert record["parameters"] == {"w": "R,S(1)"} and record["mesh"]["shape"] == [2, 4] and record["gap"] == 0.0
-
-
-def test_an_unknown_cost_is_none_in_the_summary():
-    record = summary(linear_solution(cost=math.inf, bound=0.0))
-    assert (record["cost_seconds"], record["gap"]) == (None, None)
-
-
-def test_a_check_is_reported_plan_by_plan():
-    row = {"max_relative_error_outputs": 1e-7, "max_relative_error_gradients": None, "placement_mismatches": [], "redistributes": 12}
-    wrong = {**row, "placement_mismatches": [{"op": "mm", "output": 0, "planned": "R,R", "found": "P,R"}]}
-    said = as_text(verify_report({"ok": False, "ranks": 8, "plans": [{"seed": None, **row}, {"seed": 3, **wrong}]}))
-    assert "mm, output 0: planned R,R, found P,R" in said
-    assert "NOT OK, on 8 simulated ranks" in said and "│ plan " in said and "│ random, seed 3 " in said and "1.0e-07" in said
-
-
 def test_what_is_plain_is_exported_as_it_is():
     assert exported({"a": [1, "x", None]}) == {"a": [1, "x", None]}
-
-
-def test_an_optimal_plan_within_a_gap_is_not_called_the_fastest():
-    words = as_text(planned_report(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
-    assert "no plan is faster by more than 0.05 %" in words and "no plan is faster under" not in words
 
 
 def test_styles_of_serving_are_those_that_shard():

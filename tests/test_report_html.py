@@ -23,7 +23,7 @@ from autoshard.report import page as frame
 from autoshard.report.proof import plan_card
 from autoshard.solution import Placed, Solution, load
 from autoshard.solution.record import parsed
-from autoshard.units import seconds, size
+from autoshard.units import seconds
 from models import mlp
 from tests.helpers_refusals import assert_refused
 from tests.helpers_report import HOSTILE, Elements, frontier, hostile_solution
@@ -70,29 +70,11 @@ def test_the_same_plan_gives_the_same_page():
     assert html.html_report(load(GPT2)) == once
 
 
-def test_the_page_holds_the_plan_s_figures():
-    solution = load(GPT2)
-    said, (low, high) = Elements(html.html_report(solution)).text, solution.interval
-    for words in (
-        seconds(solution.objective_seconds), f"{100 * solution.objective_gap:.2g}% from the best", size(solution.peak_bytes), "1.01x",
-        "megatron", "recognised 49 of 49 parameter matmuls",
-        "reduce_scatter axis1", "148 parameters", "124,475,904 numbers", "layouts as in h.0",
-        f"between {seconds(low)} and {seconds(high)}", "data sheet", "every op of the model has a rule",
-    ):  # fmt: skip
-        assert words in said, words
-
-
 def test_sections_that_need_the_model_or_a_frontier_say_so_in_one_sentence():
     page = html.html_report(load(GPT2), no_model="there is no file <gpt2>.")
     said = Elements(page).text
     assert said.count("needs the model, and there is no file <gpt2>.") == 2 and "there is no file <gpt2>.." not in said
     assert "What less memory would cost was not given" in said
-
-
-def test_what_was_not_understood_is_listed():
-    row = {"target": "aten.foo.default", "count": 3, "seconds": 1e-5, "bytes": 1e6}
-    said = Elements(html.html_report(linear_solution(replicated_ops=(row,)))).text
-    assert "aten.foo.default 3 10 us 1 MB" in said and "has a rule" not in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every report of kept records, word by word. tests/data/reports/ has the records and what was said of them."""
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from autoshard.report.terminal import as_text
 from autoshard.solution import load
 from autoshard.version import VERSION
 from tests.helpers_kept import DATA, assert_stays
+from tests.helpers_solutions import linear_solution
 
 KEPT = DATA / "reports"
 RECORDS = json.loads((KEPT / "records.json").read_text())
@@ -31,6 +33,22 @@ def rare():
     replicated = ({"target": "mine.op.default", "count": 2, "seconds": 1e-4, "bytes": 1e6},)
     one = of("plan").noting(padding=rows, memory_limit=1e6)
     return replace(one, overlapped=lines, status="feasible", replicated_ops=replicated, bound=5e-4, solver="")
+
+
+def by_hand() -> dict:
+    """Small plans: as it is, within a gap, with what is rare, and with nothing."""
+    row = {"layout": "R,S(1)", "shape": [8, 8], "dtype": "float32", "local_bytes": 64}
+    usual = {"cost_seconds": 1e-3, "peak_bytes": 9e10, "status": "optimal", "fits": False}
+    none = {"cost_seconds": None, "peak_bytes": None, "status": "infeasible"}
+    bare: dict = {"parameters": {}, "baselines": {}, "breakdown": {}, "counts": {}, "assumptions": {}, "seconds": {}}
+    return {
+        "plain": linear_solution(), "rounded": linear_solution(cost=1.0, bound=1.0 - 1e-15), "within a gap": linear_solution(bound=1.9e-3),
+        "rare": linear_solution(
+            baselines={"data_parallel": usual, "megatron": none}, parameters={"w": row, "head": {**row, "tied_to": "w"}},
+            replicated_ops=({"target": "aten.foo.default", "count": 3, "seconds": 1e-5, "bytes": 1e6},),
+        ),
+        "unjudged": linear_solution(cost=math.inf, bound=0.0, peak_bytes=math.inf, status="unjudged", solver="", **bare),
+    }  # fmt: skip
 
 
 def page(text: str) -> str:
@@ -80,6 +98,8 @@ SAID = {
     "plan_in_notebook": lambda: page(report.html.notebook(of("plan"))),
     "rare": lambda: report.planned.planned_report(rare()),
     "rare_as_page": lambda: page(report.html.html_report(rare())),
+    **{f"{name}, by hand": lambda one=one: report.planned.planned_report(one) for name, one in by_hand().items()},
+    "summaries": lambda: json.dumps([report.planned.summary(one) for one in by_hand().values()], indent=1),
     "sections": lambda: json.dumps([report.html.shown_sections(of(name)) for name in ("plan", "programs", "pipeline")], indent=1),
     "prices_of_plan": lambda: report.explained.prices_report(of("plan")),
     "saved": lambda: report.planned.planned_report(of("saved")),
