@@ -18,6 +18,7 @@ from autoshard.graph import Graph, Op, Value
 from autoshard.lower import run_global
 from tests import helpers_models
 from tests.helpers import TINY, difference, given_graphs, one_op, overload, random_inputs, tiny_graph
+from tests.helpers_kept import assert_stays
 from tests.helpers_models import refusal
 from tests.helpers_refusals import assert_refused
 
@@ -181,6 +182,18 @@ def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_an_empty_one():
     graph = capture(Frozen(), (X,), training=True)
     gradients = {r.name: r.value is not None for r in graph.results if r.kind == "gradient"}
     assert gradients == {"linear.bias": True, "unused.weight": False, "unused.bias": False}
+
+
+def test_captured_graphs_stay_what_they_are():
+    told = {}
+    for case in (("llama", True), ("bert", False)):
+        graph = tiny_graph(*case)
+        rows = {
+            op.name: [op.target, op.inputs, [y and str(y.shape) + y.dtype for y in op.outputs], op.kind, op.module, op.alias, op.backward]
+            for op in graph.ops
+        }
+        told[case[0]] = {**rows, "results": [(one.kind, one.name, one.value) for one in graph.results], "tied": graph.tied}
+    assert_stays("rooms/graphs.json", told)
 
 
 def test_modules_and_direction_are_noted():

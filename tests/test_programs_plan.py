@@ -20,6 +20,7 @@ from autoshard.report.programs import programs_record, programs_report
 from autoshard.report.terminal import as_text
 from autoshard.routes import DeviceSet, Transfers
 from models import mlp
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import assert_refused
 
 MESH = Mesh.from_bandwidths((4,))
@@ -34,6 +35,14 @@ def planned(weight=1.0, switches=1.0, devices=None):
     module, batch = mlp.tiny()
     programs = {"train": Program(module, batch, training=True), "use": Program(module, batch, weight=weight, devices=devices)}
     return autoshard.plan(programs, MESH, switches=switches)
+
+
+def test_plans_of_programs_stay_what_they_are():
+    told = {}
+    for name, options in {"all": {}, "some": {"devices": (0, 1)}}.items():
+        one = planned(**options)
+        told[name] = {**programs_record(one), "cpu_seconds": None, "wall_seconds": None}
+    assert_stays("rooms/programs.json", told)
 
 
 # -- files and reports -----------------------------------------------------------------------------------------------------------------
