@@ -164,6 +164,26 @@ def test_memory_by_kind_adds_up_and_ends_with_what_stays(plans):
         assert memory["parameters"].max() == pytest.approx(parameters)
 
 
+def test_what_is_reduced_counts_once():
+    """The gradient of a large embedding, which comes last, was held by its op, by its reduction until the step's end, and as the result."""
+    graph = capture_deep(*llama.tiny(vocab=1024), training=True)[0]
+    solution = scheme_plan(graph, Mesh.from_bandwidths((4,), **SLOW), "data_parallel", training=True, baselines=False)
+    assert timeline_of_solution(graph, solution).peak_bytes <= solution.peak_bytes
+
+
+def test_gradients_are_held_until_they_are_reduced(graphs):
+    """Views of what matmuls compute, which the reductions read: a slow link leaves most of them waiting behind the last kernel."""
+    mesh = Mesh.from_bandwidths((4,), intra_node_bandwidth=1e5)
+    solution = scheme_plan(graphs["gpt2"], mesh, "data_parallel", training=True, baselines=False)
+    line = timeline_of_solution(graphs["gpt2"], solution)
+    last = max(end for task, end in zip(line.tasks, line.times.end) if task.kind == "compute")
+    links = zip(line.program.formulation.tensor_edges, line.program.of_link)
+    waiting = [link.tensor.bytes for link, (first, stop) in links if first < stop and line.times.begin[first] > last]
+    activations = line.memory["activations"][line.memory["seconds"].searchsorted(last, side="right") - 1]
+    assert len(waiting) > 5
+    assert activations >= sum(waiting)
+
+
 def test_prefetching_needs_memory(plans):
     graph, solution = plans("gpt2", "2x2", "fsdp")
     peaks = [timeline_of_solution(graph, solution, prefetch=n).memory["resharded_copies"].max() for n in (1, 1000)]
@@ -177,7 +197,7 @@ def test_what_begins_early_stays_below_the_plans_limit(plans, scheme, mesh):
     graph, solution = plans("mlp", mesh, scheme)
     tight = dataclasses.replace(solution, assumptions={**solution.assumptions, "memory_limit": solution.peak_bytes})
     free, limited = (timeline_of_solution(graph, plan, prefetch=1000) for plan in (solution, tight))
-    assert limited.peak_bytes <= solution.peak_bytes * (1 + 1e-4)
+    assert limited.peak_bytes <= solution.peak_bytes * 1.02  # what waits to be reduced beside kernels comes on top
     assert scheme == "megatron" or solution.peak_bytes < free.peak_bytes
     assert free.peak_bytes <= solution.peak_bytes + spare_bytes(solution.peak_bytes)
     assert solution.cost > limited.seconds >= free.seconds

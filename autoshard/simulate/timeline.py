@@ -2,8 +2,7 @@
 
     seconds     the end of the last task
     exposed     communication that no kernel hides: the time in which no kernel runs and some collective does
-    memory      bytes over time, by kind (formulate.usages.KINDS): a usage is held from the begin of the op, or of the move, that
-                produces it to the end of the last op, or move, that reads it
+    memory      bytes over time, by kind (simulate/memory.py)
     critical    from the last task backwards: each task and the one whose end it waited for last
 
 Without overlap the tasks run one after the other: seconds is the plan's cost, and the peak of memory is the plan's peak.
@@ -26,12 +25,12 @@ import numpy as np
 from autoshard.cost import bucket_limit, bytes_sent, collective_seconds, shared_links
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
-from autoshard.graph import ACCUMULATED, KEPT, Graph
+from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
-from autoshard.problem import Usage
 from autoshard.simulate.engine import Times, run_in_turn, run_tasks
 from autoshard.simulate.from_solution import formulation_of_solution
-from autoshard.simulate.tasks import COMPUTE, PREFETCH, Task, TaskProgram, program_of
+from autoshard.simulate.memory import memory_over_time
+from autoshard.simulate.tasks import PREFETCH, Task, TaskProgram, program_of
 from autoshard.solution import Solution
 
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
@@ -81,7 +80,7 @@ class Timeline:
     def memory(self) -> dict[str, np.ndarray]:
         """`seconds` at which memory changes, and from there on the bytes held of each kind (formulate.usages.KINDS) and in `total`."""
         with no_search_for_cycles():
-            return _memory(self.program, self.times, self.seconds)
+            return memory_over_time(self.program, self.times, self.seconds)
 
     @property
     def peak_bytes(self) -> float:
@@ -159,93 +158,6 @@ def _covered(times: Times, tasks: Sequence[int]) -> float:
             total.append(b - max(a, until))
             until = b
     return math.fsum(total)
-
-
-def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.ndarray]:
-    problem, choice = program.formulation.problem, program.choice
-    held, n = program.formulation.held, len(program.graph.ops)
-    spans = [*program.earlier, (program.of_op, program.of_link)]
-    op_begin, op_end = _op_times(program, times, seconds)
-    into, out_of = _moves_by_node(program)
-    rows = []
-    producers: Sequence[int]
-    readers: Sequence[int]
-    for usage, kind in zip(problem.usages, held, strict=True):
-        if not (amount := usage.held(choice)):
-            continue
-        node = usage.ends[0]
-        once = usage.edge is not None and 0 < usage.start < n and program.graph.ops[usage.start].kind == KEPT  # while a copy is fetched
-        producers, readers = (into.get(node, ()), out_of.get(node, ())) if usage.edge is None else ((usage.edge,), (usage.edge,) * once)
-        for first, last, start, end in _held_in(usage, n, 1 if once else len(spans)):
-            moves = [spans[first][1][k] for k in producers]
-            starts = [times.begin[a] for a, b in moves if a < b] if usage.start or usage.end < n else []
-            ends = [times.end[b - 1] for a, b in (spans[last][1][k] for k in readers) if a < b]
-            since = min(starts) if starts and usage.edge is None else min([op_begin[start], *starts])  # a cast's copy since its fetch
-            rows.append((since, start, max([op_end[end - 1], *ends]), end, amount, kind))
-    return _profile(rows, by_order=not program.overlap)
-
-
-def _held_in(usage: Usage, n: int, m: int) -> list[tuple[int, int, int, int]]:
-    """When bytes are held in a step of m microbatches of n ops: (first microbatch, last, start, end), times counted through the step."""
-    if usage.start == 0 and usage.end >= n:  # throughout
-        return [(0, m - 1, 0, usage.end + (m - 1) * n)]
-    if usage.start >= n:  # after the last microbatch
-        return [(m - 1, m - 1, usage.start + (m - 1) * n, usage.end + (m - 1) * n)]
-    last = [min(usage.end, n)] * (m - 1) + [usage.end]
-    return [(k, k, usage.start + k * n, end + k * n) for k, end in enumerate(last)]
-
-
-def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[float], list[float]]:
-    """The begin and end of each op in each microbatch; of a view, when its base is there and the compute stream gets to it. Then of the
-    reductions of the sums of gradients, and one more entry for the end of the step."""
-    begin, end = list[float](), list[float]()
-    reached, seen = 0.0, 0
-    for of_op, _ in (*program.earlier, (program.of_op, program.of_link)):
-        before = len(end)
-        for i, (first, stop) in enumerate(of_op):
-            if program.graph.ops[i].is_placeholder:
-                first = stop = seen
-            while seen < first and program.graph.ops[i].kind != ACCUMULATED:  # a sum may come long after the op before it
-                if program.tasks[seen].stream == COMPUTE or not program.overlap:
-                    reached = max(reached, times.end[seen])
-                seen += 1
-            there = max([reached, *(end[before + j] for j, _ in program.graph.ops[i].inputs)])
-            begin.append(times.begin[first] if first < stop else there)
-            end.append(times.end[stop - 1] if first < stop else there)
-    for k, link in enumerate(program.formulation.tensor_edges):  # in the order of formulate.usages
-        if link.a < len(program.graph.ops) and program.graph.ops[link.a].kind == ACCUMULATED:
-            first, stop = program.of_link[k]
-            begin.append(times.begin[first] if first < stop else max(end))
-            end.append(times.end[stop - 1] if first < stop else max(end))
-    return [*begin, seconds], [*end, seconds]
-
-
-def _moves_by_node(program: TaskProgram) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """By node the links into it that have tasks, and those out of it."""
-    into: dict[int, list[int]] = {}
-    out_of: dict[int, list[int]] = {}
-    hubs = set(program.formulation.hubs.values())
-    for k, link in enumerate(program.formulation.tensor_edges):
-        first, stop = program.of_link[k]
-        if first < stop:
-            out_of.setdefault(link.a, []).append(k)
-            if link.b in hubs or link.b < len(program.graph.ops) and program.graph.ops[link.b].is_placeholder:
-                into.setdefault(link.b, []).append(k)
-    return into, out_of
-
-
-def _profile(rows: list[tuple[float, int, float, int, float, str]], by_order: bool) -> dict[str, np.ndarray]:
-    """Bytes by kind over time. At equal seconds (or by_order alone) the order of the ops decides, and memory is freed first."""
-    events = [(begin, order, 1, amount, kind) for begin, order, _, _, amount, kind in rows]
-    events += [(end, order, 0, -amount, kind) for _, _, end, order, amount, kind in rows]
-    events.sort(key=(lambda event: event[1:3]) if by_order else (lambda event: event[:3]))
-    kinds = sorted({kind for *_, kind in rows})
-    number = {kind: n for n, kind in enumerate(kinds)}
-    deltas = np.zeros((len(kinds), len(events)))
-    deltas[[number[event[4]] for event in events], np.arange(len(events))] = [event[3] for event in events]
-    curves = np.cumsum(deltas, axis=1)
-    seconds = np.maximum.accumulate(np.array([event[0] for event in events], dtype=float))
-    return {"seconds": seconds, "total": curves.sum(axis=0), **dict(zip(kinds, curves))}
 
 
 def with_joined_gradients(program: TaskProgram) -> TaskProgram:
