@@ -84,7 +84,7 @@ def test_every_block_of_the_page_runs(page, beside_the_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if is_slow(page)], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and is_slow(page)], ids=name)
 def test_every_block_of_a_slow_page_runs(page, beside_the_models):
     assert run_page(page) > 0
 
