@@ -410,6 +410,23 @@ def test_what_cannot_be_captured_is_one_sentence_with_the_models_line(make, inpu
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_writes_into_what_a_program_computes_need_no_results(written):
+    class Writes(nn.Module):
+        def forward(self, x):
+            y = (x + 1).view(-1)[1:]
+            y += 2
+            if written:
+                x[0].mul_(3)
+            return y.sum() + x
+
+    x = torch.randn(2, 3)
+    program = torch.export.export(Writes().eval(), (x.clone(),))
+    graph = capture_fx(program).graph
+    expected = {"output:0": Writes().eval()(mine := x.clone())} | ({"buffer:input_0": mine} if written else {})
+    assert_equal(run_global(graph, {"input_0": x}), expected)
+
+
 def test_a_graph_that_writes_in_place_becomes_functional():
     graph = make_fx(lambda x: x.clone().add_(1))(X)
     assert [op.target for op in capture_fx(graph).graph.ops] == ["input", "aten.clone.default", "aten.add.Tensor"]

@@ -5,6 +5,7 @@ While it runs, it records which traced value each of the nodes became (`Captured
 the graph that the caller passed.
 """
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from autoshard.capture.read import module_path, read
 from autoshard.capture.replaced import replaced_operators, usual_modes
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph
-from autoshard.torch_private import disable_current_modes, pytree, reparametrize_module
+from autoshard.torch_private import DispatchKey, OpOverload, disable_current_modes, pytree, reparametrize_module
 
 
 @in_turn
@@ -43,7 +44,7 @@ def retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = N
     mode = mode_of(fx_graph)
     result_names: list[tuple[str, str]] | None = None
     if isinstance(fx_graph, ExportedProgram):
-        if any(is_mutable(node) for node in fx_graph.graph.nodes):
+        if any(is_mutable(node) and not _is_written_alone(node) for node in fx_graph.graph.nodes):
             fx_graph = fx_graph.run_decompositions({})
             mode = mode_of(fx_graph)
         names, fakes, result_names = export_signature(fx_graph, mode, example_inputs)
@@ -104,6 +105,21 @@ def _called(graph: Graph, values: Mapping[fx.Node, Any], origins: Mapping[str, f
         if held is not None and node.op != "output":
             called[node.name] = ((graph.ops[held[0]].name, held[1]),)
     return {**{line: tuple(of.values()) for line, of in lines.items()}, **called}
+
+
+def _is_written_alone(node: fx.Node) -> bool:
+    """Whether what the node writes into is neither an input of the graph nor a view of one: such writes need no place among the results."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**dict(zip([argument.name for argument in arguments], node.args)), **node.kwargs}
+    written = [given.get(argument.name) for argument in arguments if argument.is_write]
+    return all(isinstance(x, fx.Node) and _is_new(x) for x in written)
+
+
+def _is_new(x: fx.Node) -> bool:
+    while x.target is operator.getitem or (isinstance(x.target, OpOverload) and any(one.alias_info for one in x.target._schema.returns)):
+        x = x.args[0]  # type: ignore[assignment]
+    # operators with a composite kernel may return their argument (dropout does)
+    return isinstance(x.target, OpOverload) and not x.target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 class _Recorder(fx.Interpreter):
