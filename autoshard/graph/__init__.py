@@ -15,6 +15,6 @@ from .records import (
 )
 from .rewriting import Rewriting
 from .selective import OFFLOADED, RELOADED, SELECTED, Alternatives, Chosen, Offload, alternatives, constants, selective
-from .sized import Range, Ranges, SizedGraph, Sizes, corners, grid, middle, size_at, sizes_of, written
+from .sized import LARGE, Range, Ranges, SizedGraph, Sizes, corners, grid, middle, resized, size_at, sizes_of, written
 from .tile import check, tile
 from .upsampling import UPSAMPLED

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from autoshard.graph.records import Graph, Op, Tensor
 
+LARGE = 10_000_019  # a prime above the sizes that models have, and low enough for numbers of elements below 2 ** 63
+FAR = 1 << 62  # beyond all sizes: ends of slices that have none
 WIDEST = 4  # times: the next size of a dim that is planned
 
 
@@ -129,6 +131,19 @@ class SizedGraph:
         return size
 
 
+def resized(graph: Graph, to: int) -> Graph:
+    """The graph of a program that was captured with the size LARGE in one dim, such as the batch, at another size of it. ValueError where a
+    size or a whole number above LARGE is no multiple of it."""
+
+    @cache
+    def size(n: int) -> int:
+        if n % LARGE and LARGE < abs(n) < FAR:
+            raise ValueError(f"a size of the program is {n}; expected a multiple of {LARGE}, or less")
+        return to * (n // LARGE) if n % LARGE == 0 else n
+
+    return replace(graph, ops=tuple(_mapped_op([op], size) for op in graph.ops))
+
+
 INSTEAD = "make the ranges smaller (to torch a size of 1 is often special), or plan one shape, without dynamic_shapes"
 
 
@@ -136,6 +151,11 @@ def _op(ops: Sequence[Op], size: Callable[..., int]) -> Op:
     first = ops[0]
     if all(op.literals == first.literals and op.outputs == first.outputs for op in ops):
         return first
+    return _mapped_op(ops, size)
+
+
+def _mapped_op(ops: Sequence[Op], size: Callable[..., int]) -> Op:
+    first = ops[0]
     outputs = [
         first.outputs[k] and Tensor(tuple(map(size, *(op.outputs[k].shape for op in ops))), first.outputs[k].dtype)  # type: ignore[union-attr]
         for k in range(len(first.outputs))

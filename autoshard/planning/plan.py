@@ -69,11 +69,13 @@ def plan_graph(question: Question) -> Solution:
     return described(search(question, (hidden_values,)), ADVICE)
 
 
-def baseline_only(question: Question, name: str) -> Solution:
-    """The plan of one baseline, its pins completed by the solver; the bound is that of the pinned problem."""
+def baseline_only(question: Question, name: str, modules: bool = True) -> Solution:
+    """The plan of one baseline, its pins completed by the solver; the bound is that of the pinned problem. modules: with what launchers
+    that know modules only can be told."""
     alone = replace(question, model=ModelGraphs(question.graph))
     best = search(alone, (hidden_values,), partial(_pinned, name=name))
-    return replace(with_modules(best, described(best)), seconds=question.clock.seconds())
+    solution = described(best)
+    return replace(with_modules(best, solution) if modules else solution, seconds=question.clock.seconds())
 
 
 def _pinned(question: Question, name: str) -> Answered:

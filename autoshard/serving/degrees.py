@@ -20,14 +20,16 @@ graphs, so launching them takes no time, unless `eager`. More tensor parallel de
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from torch import nn
 
 from autoshard.cost import axis_transfer_seconds, presets
+from autoshard.graph import LARGE, Graph, resized
 from autoshard.mesh import DEVICES_PER_NODE, Mesh
 from autoshard.planning import Progress
 from autoshard.serving.kv_cache import text_config
+from autoshard.serving.projections import divided
 from autoshard.serving.step_prices import StepPrice, price_of
 from autoshard.serving.steps import Steps, expert_fields, steps_of
 from autoshard.solution import Solution
@@ -133,7 +135,7 @@ def serve_plan(
         rows.append(_row(pricer, ServeRow(t, p, devices // (t * p)), batch, prompt, max_tokens, limit))
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_second, row.memory_bytes, row.tensor, row.pipeline))
     sharded = next((row.tensor for row in rows if row.tensor > 1 and row.fits and row.copies == 1), None)
-    solution = None if sharded is None else pricer.prefill(sharded, 1, prompt).solution
+    solution = None if sharded is None else pricer.price("prefill", sharded, 1, 1, prompt, modules=True).solution
     return ServePlan(tuple(rows), devices, make((devices, 1, 1)).device.name, batch, max_tokens, prompt, limit, solution)
 
 
@@ -150,10 +152,8 @@ class _Pricer:
         if expert_parallel and self.fields is None:
             raise ValueError(f"expert_parallel is for mixtures of experts, but {type(model).__name__} has no experts; leave it out")
         self.steps = cache(lambda heads, parts: steps_of(model, heads, parts))
-        self.prefill_graph = cache(lambda of, batch, tokens: self.steps(*of).prefill(tokens, batch))
-        self.decode_graph = cache(lambda of, batch, tokens: self.steps(*of).decode(batch, tokens))
-        self.prefill = cache(lambda t, r, tokens: self._price(t, r, self.prefill_graph(self.built(t), r, tokens)))
-        self.decode = cache(lambda t, r, batch, tokens: self._price(t, r, self.decode_graph(self.built(t), r * batch, tokens)))
+        self.captured = cache(lambda kind, of, batch, tokens: getattr(self.steps(*of), kind)(batch, tokens))
+        self.price = cache(self._price)
 
     def built(self, tensor: int) -> tuple[int | None, int]:
         """The number of key-value heads with copies, where there are fewer than devices; and in how many parts an expert is."""
@@ -161,13 +161,22 @@ class _Pricer:
         parts = 1 if self.fields is None or self.expert_parallel else tensor // math.gcd(tensor, getattr(self.config, self.fields.number))
         return heads, parts
 
-    def _price(self, tensor: int, replicas: int, graph) -> StepPrice:
+    def graph(self, kind: str, tensor: int, batch: int, tokens: int) -> Graph:
+        """The step "prefill" or "decode", captured once for all batches above 1, where that is possible."""
+        captured = partial(self.captured, kind, self.built(tensor))
+        try:
+            return captured(1, tokens) if batch == 1 else resized(captured(LARGE, tokens), batch)
+        except ValueError:  # a size above LARGE, or an error of the capture, which comes again
+            return captured(batch, tokens)
+
+    def _price(self, kind: str, tensor: int, replicas: int, batch: int, tokens: int, modules: bool = False) -> StepPrice:
         mesh = self.make((replicas, 1, tensor))
         device, kernels = mesh.device, mesh.device.kernels
         if not self.eager:  # a graph of kernels, which the host launches at once
             device = replace(device, launch=0.0, kernels=kernels and replace(kernels, host=0.0))
         axes = (mesh.axes[0], mesh.axes[2]) if replicas > 1 else mesh.axes[2:]
-        return price_of(self.steps(*self.built(tensor)), graph, Mesh(axes, device))
+        graph = self.graph(kind, tensor, replicas * batch, tokens)
+        return price_of(self.steps(*self.built(tensor)), graph if modules else divided(graph), Mesh(axes, device), modules)
 
     def why_not(self, tensor: int, pipeline: int, replicas: int) -> str:
         """Why the model can't be shared out like this; "" where it can."""
@@ -196,7 +205,8 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
     steps: Steps = pricer.steps(None, 1)
     axis = pricer.make((r, p, t)).axes[1] if p > 1 else None
     together = r if pricer.expert_parallel else 1  # replicas that take a step together
-    prefill, decode = pricer.prefill(t, together, prompt), pricer.decode(t, together, size, (prompt + max_tokens) // 2)
+    mean = (prompt + max_tokens) // 2
+    prefill, decode = pricer.price("prefill", t, together, 1, prompt), pricer.price("decode", t, together, size, mean)
     # from the last stage the new tokens go back to the first
     sent = [0.0 if axis is None else axis_transfer_seconds(tokens * steps.hidden * steps.itemsize, axis) for tokens in (prompt, size)]
     of_prompt, of_token = ([seconds + x for seconds, _, _ in price.stages(p)] for price, x in zip((prefill, decode), sent))

@@ -13,6 +13,7 @@ from autoshard.baselines import MEGATRON_EXPERT_PARALLEL, MEGATRON_EXPERTS
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning import ModelGraphs, Options, Question, Stopwatch, baseline_only
+from autoshard.serving.projections import in_one_kernel
 from autoshard.serving.steps import Steps, block_of_layer
 from autoshard.solution import Solution
 from autoshard.strategies import is_experts
@@ -53,13 +54,16 @@ class StepPrice:
         return stages
 
 
-def price_of(steps: Steps, graph: Graph, mesh: Mesh) -> StepPrice:
-    """The price of a step. mesh: one axis, of the tensor parallel devices; or two, of replicas that share experts and these."""
+def price_of(steps: Steps, graph: Graph, mesh: Mesh, modules: bool = True) -> StepPrice:
+    """The price of a step. mesh: one axis, of the tensor parallel devices; or two, of replicas that share experts and these. modules:
+    whether the solution is for exports."""
     scheme = MEGATRON_EXPERTS if len(mesh.axes) == 1 else MEGATRON_EXPERT_PARALLEL
-    solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(baselines=False), Stopwatch(None)), scheme)
+    solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(baselines=False, compiled=True), Stopwatch(None)), scheme, modules)
     few: dict[int | None, float] = dict.fromkeys([None, *range(len(steps.blocks))], 0.0)
     for name, row in solution.breakdown["blocks"].items():
         few[block_of_layer(name, steps.blocks)] += row["compute"] + row["communication"]
+    for module, seconds in in_one_kernel(graph, mesh, solution):
+        few[block_of_layer(module, steps.blocks)] += seconds
     weights, first, last, shared = _weights(steps, solution)
     parts = solution.peak["parts"]
     return StepPrice(

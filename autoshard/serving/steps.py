@@ -52,9 +52,14 @@ def paged_attention(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **unused: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention of transformers' interface: causal over new tokens, and all stored ones. Of equal cost, not of equal value: the two
-    parts are added without their weights."""
+    parts are added without their weights. A single new token is attended to beside stored ones without a kernel of attention of its own: an
+    engine has one for both."""
     new = (key.new, value.new) if isinstance(key, Stored) else (key, value)
-    y = F.scaled_dot_product_attention(query, *new, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True)
+    if isinstance(key, Stored) and new[0].shape[2] == 1:
+        own, shown = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in new)
+        y = shown * (query * own).sum(3, keepdim=True).softmax(3)
+    else:
+        y = F.scaled_dot_product_attention(query, *new, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True)
     if isinstance(key, Stored):
         y = y + F.scaled_dot_product_attention(query, key.old, value.old, scale=scaling, enable_gqa=True)
     # a clone: `contiguous` leaves the strides of a dim of size 1, with which torch expands the next weight to the batch (aten.bmm)
@@ -72,7 +77,7 @@ class Steps:
     hidden: int  # elements that a layer hands to the next one, per token
     itemsize: int
 
-    def prefill(self, tokens: int, prompts: int = 1) -> Graph:
+    def prefill(self, prompts: int, tokens: int) -> Graph:
         """Prompts of so many tokens; one for each replica."""
         return self._captured({"input_ids": torch.empty(prompts, tokens, dtype=torch.int64, device="meta")})
 
