@@ -22,7 +22,7 @@ from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.measure import measure
 from autoshard.calibrate.rates import OpSample, fit_roofline
-from autoshard.cli.calibrate_verb import _drawn
+from autoshard.cli.calibrate_verb import _drawn, _record
 from autoshard.cost import collective_seconds, op_seconds, presets
 from autoshard.cost.curves import Series, load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
@@ -203,6 +203,23 @@ def test_fit_draws_and_says_errors_in_percent(tmp_path):
     assert code == 0 and picture.read_bytes()[:4] == b"\x89PNG"
     assert "held out" in said and "reduce_scatter" in said and "By collective" in said and "│ all            │ 4 " in said
     assert "│ all  " not in run("calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"))[1]  # of one collective
+
+
+def test_a_cluster_is_known_once_memory_and_two_sizes_of_a_collective_of_every_axis_are():
+    about = {"backend": "gloo", "device": "x", "memory": 1e9, "more": 1}
+    one, two = {1024.0: 1e-5}, {1024.0: 1e-5, 2048.0: 2e-5}
+
+    def known(shape, collectives, device=SAMPLES, alone=()):
+        measured = SimpleNamespace(device=device, collectives=collectives, alone={k: two for k in alone}, complete=False)
+        return _record(shape, about, measured, 3.0)
+
+    of_both = {(0, "all_gather"): two, (1, "all_gather"): one, (1, "all_reduce"): two}
+    assert known((2, 2), of_both, [s for s in SAMPLES if s.op != "memory"]) == {}
+    assert known((2, 2), {**of_both, (1, "all_reduce"): one}) == known((2, 2), {(0, "all_gather"): two}) == {}
+    assert known((2, 1), {(0, "all_gather"): two})["assumptions"] == {**about, "seconds": 3.0}
+    axes = known((2, 2), of_both, alone=(0,))["mesh"]["axes"]
+    assert [[curve["collective"] for curve in axis["curves"]] for axis in axes] == [["all_gather"], ["all_reduce"]]
+    assert known((2, 2), of_both, alone=(0, 1)).keys() == known((2, 2), of_both).keys()
 
 
 def test_fits_stay_what_they_are():
