@@ -14,7 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoshard import cost
 from autoshard.cost import bytes_sent, collective_seconds, op_flops, op_seconds
 from autoshard.cost.compute import EFFICIENCY
-from autoshard.mesh import DEVICES, Axis, Device
+from autoshard.cost.links import offload_seconds
+from autoshard.cost.several_kernels import expert_kernels, loss_kernels
+from autoshard.graph import ROWS
+from autoshard.layout import R, S
+from autoshard.mesh import DEVICES, Axis, Device, LinkCurve, Mesh
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import assert_refused
 
 aten = torch.ops.aten
@@ -23,6 +28,43 @@ PRICED = list(itertools.product(cost.COLLECTIVES, (1, 2, 3, 4, 7, 8, 64)))
 
 def axis(n, *, bandwidth=100e9, latency=1e-6, shared_by=1, backend="nccl"):
     return Axis("a", n, bandwidth, latency, shared_by, backend)
+
+
+def test_prices_of_links_devices_and_states_stay_what_they_are():
+    plain, preset = Mesh.from_bandwidths((2, 4)), Mesh.from_bandwidths((2, 8), device="h100")
+    curves = tuple(
+        LinkCurve(name, (1e4, 1e6, 1e8), tuple((1 + k) * t for t in (2e-5, 4e-5, 3e-3)), 3e-11) for k, name in enumerate(cost.COLLECTIVES)
+    )
+    axes = [*plain.axes, *preset.axes, axis(3), replace(axis(4, shared_by=4), curves=curves), axis(1)]
+    sizes = np.array([1.0, 1e3, 65e3, 3e5, 2e7, 1e9])
+    told: dict = {}
+    for k, one in enumerate(axes):
+        for name in cost.COLLECTIVES:
+            of_size = [[float(f(name, one, size)) for size in sizes] for f in (collective_seconds, bytes_sent, cost.ring_seconds)]
+            told[f"{k} {name}"] = [*of_size, cost.least_joined_seconds(name, one, sizes).tolist()]
+        moved = [cost.axis_transfer_seconds(size, one) for size in (0.0, *sizes)]
+        told[f"{k}"] = [cost.bucket_limit(one), cost.transfer_latency(one), [cost.groups_on_link(one, n) for n in (1, 2, 8)], moved]
+    for mesh in (plain, preset):
+        layouts = [tuple(layout) for layout in itertools.product((S(0), R), repeat=2)]
+        gathered = [cost.gather_seconds((64, 32), 4, layout, mesh) for layout in layouts]
+        told[f"{mesh.shape}"] = [gathered, cost.slowest_seconds_per_byte(mesh), cost.shared_links(mesh), cost.axes_by_link(mesh.axes)]
+    for name, device in DEVICES.items():
+        bandwidth = cost.host_bandwidth(device)
+        told[name] = [bandwidth, bandwidth and [float(cost.host_seconds(1e9, device)), float(offload_seconds(1e9, 0.3, device))]]
+    bytes_of = {name: [cost.optimizer_step_bytes(10, size, name, master_weights=m) for size in (2, 4) for m in (False, True)]
+                for name in cost.OPTIMIZERS}  # fmt: skip
+    spare = [cost.spare_bytes(peak, limit) for peak in (1e6, 1e9, math.inf) for limit in (None, 9e5, 1.01e9, 2e9)]
+    told["states"] = [bytes_of, spare, cost.accumulation_bytes(10, 2, 4), cost.master_bytes(10, 2), cost.master_bytes(10, 4)]
+    shapes = [((6, 4), "bfloat16"), ((8, 1), "int64"), ((8, 1), "float32"), ((3, 4, 10), "bfloat16"), ((3, 5, 4), "bfloat16")]
+    hidden = ((6, 10), "bfloat16")
+    told["experts"] = [expert_kernels(shapes, backward=False), expert_kernels(shapes[:1] + shapes, backward=True),
+                       expert_kernels([*shapes[:1], *shapes, hidden], backward=True, keeps=True)]  # fmt: skip
+    losses = [[((tokens, 4), "bfloat16"), ((4, 10), "bfloat16")] for tokens in (8, ROWS, ROWS + 1)]
+    told["losses"] = [loss_kernels(one[:1] * backward + one, backward=backward) for one in losses for backward in (False, True)]
+    stages = [("", -1, 0.5, ()), ("all_gather", 0, 1e6, ()), ("", -1, 0.25, (1,)), ("all_to_all", 1, 2e6, (0,)), ("", -1, 0.25, (2, 3))]
+    run = cost.timed(stages, lambda share: 1e-5 * share, plain)
+    told["stages"] = [cost.makespan(run, plain), [tuple(one) for one in cost.in_the_open(run, plain)], cost.makespan((), plain)]
+    assert_stays("rooms/prices.json", told)
 
 
 # ---- collectives
