@@ -229,6 +229,8 @@ def test_memory_decides_and_the_most_sequences_are_those_that_fit():
         assert row.memory_bytes == row.weight_bytes + row.cache_bytes + row.activation_bytes
         assert row.fits or "the cache is too large" in row.why or "leave no room" in row.why
     assert serve_plan(model, 2, **QUICK, memory_limit=1.0).best is None
+    many = serve_plan(model, 2, max_tokens=32, batch=10**9).rows  # whose activations alone are too many
+    assert all(0 < row.most_sequences < 10**9 and "the cache is too large" in row.why for row in many)
 
 
 def of_hf(name):
@@ -360,6 +362,14 @@ def test_the_verb_answers_no_where_nothing_fits_and_shows_why():
     words = ("--devices", "2", "--max-tokens", "32", "--batch", "8", "--memory", "50kB", "--quiet")
     code, shown, _ = run("serve-plan", f"hf:{HF}/llama", *words)
     assert code == 1 and "leave no room for a sequence" in " ".join(shown.split()) and max(map(len, shown.splitlines())) <= 80
+
+
+def test_quantized_weights_are_said_to_be_counted_whole(tmp_path):
+    config = {**json.loads((HF / "llama" / "config.json").read_text()), "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--devices", "1", "--max-tokens", "32", "--batch", "8", "--set", "layers=1")
+    code, _, said = run("serve-plan", f"hf:{tmp_path}", *words)
+    assert code == 0 and "quantized (fp8), which isn't priced: they are counted as torch.bfloat16" in " ".join(said.split())
 
 
 def test_options_of_the_model_are_settings_of_the_model():

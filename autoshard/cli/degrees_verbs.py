@@ -136,6 +136,9 @@ def serve_plan(asked: Asked, output: Output) -> int:
     usual = {"dtype": SERVED} if asked.model.startswith("hf:") else {}
     output.progress("building the model", 0.0)
     module, _ = load_model(asked.model, usual | asked.settings)
+    if (quantized := getattr(getattr(module, "config", None), "quantization_config", None)) is not None:
+        method = dict(quantized).get("quant_method", "some method")
+        output.note(f"the weights are quantized ({method}), which isn't priced: they are counted as {next(module.parameters()).dtype}")
     from autoshard.serving import serve_plan as planned  # here: transformers takes seconds to import
 
     names = ("max_tokens", "batch", "prompt", "device", "devices_per_node", "expert_parallel", "eager")

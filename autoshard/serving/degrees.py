@@ -217,7 +217,8 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
     activations = max(prefill.activations, decode.activations)
     weights, stored = max(stages, key=lambda stage: stage[0] + sequences * stage[1])
     memory = weights + sequences * stored + activations
-    most = min(int((limit - w - activations) // s) for w, s in stages)
+    # the activations of a decode step grow with the sequences
+    most = min(int(min((limit - w - prefill.activations) // s, (limit - w) // (s + decode.activations / sequences))) for w, s in stages)
     why = "" if memory <= limit else _why_too_large(weights, activations, limit, most * r)
     return replace(
         row, why=why, seconds_to_first_token=first, seconds_per_token=token,
