@@ -134,8 +134,6 @@ SAID = {
     "frontier_as_table": lambda: written(report.frontier.write_csv, of("frontier")),
     "frontier_drawn": lambda: drawn(report.frontier.draw, of("frontier"), "path"),
     "routes": lambda: report.redistribution.route_table(of("routes")),
-    "routes_as_latex": lambda: report.redistribution.latex(of("routes")),
-    "routes_drawn": lambda: drawn(report.redistribution.draw, "path", "some", ["a", "b"], [[[[1, 0], [0, 1]], [[1, 1], [0, 1]]]] * 2),
     "prices": lambda: report.calibration.prices_table(of("prices")),
     "errors": lambda: report.calibration.errors_table(of("curves"), of("by_collective")),
     "cluster": lambda: report.calibration.cluster_table(of("cluster")),
