@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ def assert_stays(name: str, told: str | Mapping[str, Any]) -> None:
     """Compares text or plain data with what is kept in tests/data/NAME, floats to 1e-6. After a change that is meant: remove that file, run
     the test twice, the first time writes it, and read the difference."""
     path = DATA / name
+    if name.startswith("rooms/") and not version("torch").startswith("2.13."):
+        pytest.skip("kept with torch 2.13, whose names and decompositions of operators it holds")
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         path.write_text(told if isinstance(told, str) else _by_line(_rounded(told)))
