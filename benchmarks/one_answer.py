@@ -24,7 +24,7 @@ from autoshard.launch.block_time import RunConstants
 from autoshard.launch.peak_memory import memory_of
 
 WITHIN = 0.01
-BLOCKS = (4, 6)  # of the models that are planned; of fewer, parameters are gathered for more than one block ahead
+BLOCKS = (6, 8)  # of the models that are planned; with fewer, what is fetched ahead is not yet what it is in deep ones
 KINDS = ("seconds", "bytes")
 MODEL = {
     "src": "torchtitan", "L": 32, "h": 4096, "ffn": 14336, "heads": 32, "kv": 8, "vocab": 128256, "head_dim": 128, "tied": 0, "gated": 1,

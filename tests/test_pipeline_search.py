@@ -42,8 +42,6 @@ def found() -> Pipeline:
 
 def test_the_best_is_never_slower_than_any_configuration():
     best = found()
-    told = best.to_dict(layouts=False)
-    assert_stays("rooms/pipeline.json", {key: value for key, value in told.items() if key not in ("seconds_spent", "assumptions")})
     rows = [row for row in best.configurations if row["fits"]]
     assert best.seconds == rows[0]["seconds"] == min(row["seconds"] for row in rows)
     assert {row["way"] for row in rows} == {"planned", "equal", "grid"}
@@ -51,6 +49,8 @@ def test_the_best_is_never_slower_than_any_configuration():
     grid = {(row["data"], row["tensor"], row["pipeline"]) for row in rows if row["way"] == "grid"}
     points = {(d, h, 4 // (d * h)) for d in (1, 2, 4) for h in (1, 2, 4) if 4 % (d * h) == 0}
     assert {(4, 1, 1), (2, 2, 1), (1, 4, 1)} <= grid <= points  # one stage is never left out
+    told = best.to_dict(layouts=False)
+    assert_stays("rooms/pipeline.json", {key: value for key, value in told.items() if key not in ("seconds_spent", "assumptions")})
 
 
 def test_with_further_limits_nothing_is_left_out_and_the_best_is_the_same():
