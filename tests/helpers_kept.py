@@ -3,28 +3,23 @@
 import json
 from collections.abc import Mapping
 from difflib import unified_diff
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-KEPT_WITH = "2.13."  # of torch
 DATA = Path(__file__).parent / "data"
 
 
 def assert_stays(name: str, told: str | Mapping[str, Any]) -> None:
     """Compares text or plain data with what is kept in tests/data/NAME, floats to 1e-6. After a change that is meant: remove that file, run
-    the test twice, the first time writes it, and read the difference. Under another torch, whose graphs may differ, a difference skips the
-    test: call this last."""
+    the test twice, the first time writes it, and read the difference."""
     path = DATA / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         path.write_text(told if isinstance(told, str) else _by_line(_rounded(told)))
         pytest.fail(f"{path} was written; read the difference")
     differ = _difference(told, path.read_text())
-    if differ and not version("torch").startswith(KEPT_WITH):
-        pytest.skip(f"differs from what torch {KEPT_WITH}x gave: {str(differ)[:300]}")
     assert not differ, f"{assert_stays.__doc__}\n{differ}"
 
 
