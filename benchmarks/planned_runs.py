@@ -43,6 +43,7 @@ from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.ordering import order_for
 from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.recomputing import with_recomputed_blocks
+from autoshard.problem import usage_profile
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solvers import solve
 from autoshard.strategies import Keeping
@@ -58,7 +59,7 @@ KINDS = ("serial", "overlapped")  # the seconds of a plan, in which nothing over
 
 @dataclass(frozen=True)
 class Priced:
-    """Seconds of one pass over a microbatch with the update, one number for each of KINDS, and of the update; and its most bytes."""
+    """Seconds of one pass over a microbatch with the update, one number for each of KINDS, and of the update; and the plan's peak."""
 
     step: np.ndarray
     update: float
@@ -133,7 +134,8 @@ def priced(row: Row, mesh: Mesh, blocks: int, keeping: Keeping = "matmuls") -> P
         raise ValueError(f"the layouts of {scheme_of(row)} forbid each other")
     line = timeline_of(instance.formulated, answer.choice, join=True)
     update = sum(task.seconds for task in line.tasks if task.kind == "optimizer")
-    return Priced(np.array([answer.cost, line.seconds]), update, line.peak_bytes)
+    _, held = usage_profile(instance.formulated.problem, answer.choice)
+    return Priced(np.array([answer.cost, line.seconds]), update, float(held.max()))
 
 
 def step_seconds(row: Row, mesh: Mesh) -> np.ndarray:
