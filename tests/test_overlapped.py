@@ -240,6 +240,16 @@ def test_equal_layers_are_alike_where_no_other_choice_gains_more_than_the_gap():
         assert len({solution.layouts[f"layers.{i}.{name}"].outputs for i in range(3)}) == 1
 
 
+def test_a_layer_hides_the_traffic_of_the_next_one_where_every_second_layer_is_as_in_another_plan(monkeypatch):
+    graph, mesh = capture(*mlp.mlp(batch=16384, layers=4), training=True), Mesh.from_bandwidths((4,), intra_node_bandwidth=1e10)
+    options = {"objective": "overlapped", "gap": 0.01}
+    alternating = plan_graph(asked(graph, mesh, **options))
+    monkeypatch.setattr(import_module("autoshard.planning.overlapped")._Search, "_every_second_layer", lambda self, x, y: [])
+    alike = plan_graph(asked(graph, mesh, **options))
+    assert alternating.objective_seconds < 0.995 * alike.objective_seconds
+    assert alternating.objective_bound <= alternating.objective_seconds
+
+
 def test_a_plan_is_told_before_the_search_for_the_shortest_time_line():
     told: list[Solution] = []
     question = replace(asked(tiny_graph("mlp", True), mesh_of((2, 2)), objective="overlapped", baselines=False), on_plan=told.append)

@@ -3,7 +3,7 @@
     candidates   the plan of the serial objective, the usual plans, and the answers to the problems that the bound is made of
     judge        the time line of each (simulate); the shortest is kept
     polishing    the parts in which another candidate differs are exchanged, those of equal layers together, and equal ops get another
-                 layout, while the time line gets shorter
+                 layout, while the time line gets shorter; or every second layer is exchanged, so that one hides the next one's traffic
     bound        prices on streams and on chains of tasks (solvers.streams, simulate.chains): at any prices the proven bound of an
                  ordinary problem is a bound here. The longest chain of the best mixture of known plans is the next part.
     plainest     equal layers are made alike where that is as good as was asked for
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.formulate import StreamSeconds, stream_seconds
-from autoshard.graph import OFFLOADED, grouped
+from autoshard.formulate import Formulation, StreamSeconds, stream_seconds
+from autoshard.graph import OFFLOADED, grouped, repeated_blocks
 from autoshard.planning.batches import align_batches, with_choice
 from autoshard.planning.instance import Instance
 from autoshard.planning.question import Question
@@ -57,6 +57,7 @@ MOST_KNOWN = 0.02  # relative: a gap at which that is enough
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EXACT = 2.0**-43  # seconds: sums of multiples up to 1,000 s are exact
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
+Move = tuple[float, dict[int, int]]  # the extra cost of an exchange, and the choices that change
 CROSSED = 1e-7  # relative: a bound this far above a time line is an error
 
 
@@ -112,6 +113,7 @@ class _Search:
         self.tables = self.streams.nodes, self.streams.edges
         self.parts = [Part(one.nodes, one.edges) for one in full_streams(instance.formulated, self.streams)]
         self.groups = tied_groups(instance.formulated)
+        self.layers = _layers(instance.formulated)
         self.seconds: dict[tuple[int, ...], float] = {}  # choice -> seconds of its time line
         self.loads = Loads(instance.problem)
         self.known: list[tuple[int, ...]] = []  # the choices that the prices are made of, within the limit or not
@@ -274,19 +276,21 @@ class _Search:
         They are tried in the order of their cost at the prices of the bound. At these, hidden traffic is free, so many cost nothing; a part
         of all seconds is added for what that traffic slows.
         """
-        left, idle, before = self.simulations, 0, math.inf
+        self.priced = priced_by_stream(self.problem, *self.tables, *(weights + HIDDEN for weights in self.weights))
+        left, idle, before = [self.simulations, MOST_IDLE_MOVES[1]], [0, 0], math.inf
         while self.shortest < before and not self.is_proven:
-            before, moves = self.shortest, self._moves()
-            for _, changes in moves:
-                if not left or idle >= MOST_IDLE_MOVES[self.gap > WIDE] or self.question.is_over:
-                    return
-                mixed, shortest = list(self.best), self.shortest
-                for v, i in changes.items():
-                    mixed[v] = i
-                if tuple(mixed) not in self.seconds:
-                    self.offer(mixed)
-                    left -= 1
-                    idle = 0 if self.shortest < (1 - LITTLE) * shortest else idle + 1
+            before = self.shortest
+            for k, moves in enumerate(self._moves()):
+                for _, changes in moves:
+                    if not left[k] or idle[k] >= MOST_IDLE_MOVES[self.gap > WIDE] or self.question.is_over:
+                        break
+                    mixed, shortest = list(self.best), self.shortest
+                    for v, i in changes.items():
+                        mixed[v] = i
+                    if tuple(mixed) not in self.seconds:
+                        self.offer(mixed)
+                        left[k] -= 1
+                        idle[k] = 0 if self.shortest < (1 - LITTLE) * shortest else idle[k] + 1
 
     def plainest(self) -> tuple[int, ...]:
         """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""
@@ -301,21 +305,29 @@ class _Search:
         seconds, plain = min(alike)
         return plain if seconds <= (1 + self.question.options.gap) * self.seconds[best] else self.best
 
-    def _moves(self) -> list[tuple[float, dict[int, int]]]:
-        """The exchanges that may help, and other choices of equal nodes: the extra cost of each, and the choices that change."""
-        x, moves = self.best, self._flips(self.best)
+    def _moves(self) -> tuple[list[Move], list[Move]]:
+        """Exchanges of every second layer, where the gap is wide: their traffic costs nothing only once it is hidden, so at no prices do
+        they look good. And the other exchanges that may help, and other choices of equal nodes, least extra cost first."""
+        x, moves, first = self.best, self._flips(self.best), []
         mixed = list(x)
-        for other in sorted(self.seconds, key=lambda choice: self.seconds[choice])[1:EXCHANGED]:
-            for nodes in self._exchanges(x, other):
-                for v in nodes:
-                    mixed[v] = other[v]
-                moves.append((self._priced(mixed, nodes) - self._priced(x, nodes), {v: other[v] for v in nodes}))
-                for v in nodes:
-                    mixed[v] = x[v]
-        slack = self.shortest - self.bound
-        return sorted((move for move in moves if move[0] < slack), key=lambda move: move[0])
 
-    def _flips(self, x: Sequence[int]) -> list[tuple[float, dict[int, int]]]:
+        def exchanged(other: tuple[int, ...], nodes: list[int]) -> Move:
+            for v in nodes:
+                mixed[v] = other[v]
+            extra = self._priced(mixed, nodes) - self._priced(x, nodes)
+            for v in nodes:
+                mixed[v] = x[v]
+            return extra, {v: other[v] for v in nodes}
+
+        for other in sorted(self.seconds, key=lambda choice: self.seconds[choice])[1:EXCHANGED]:
+            moves += [exchanged(other, nodes) for nodes in self._exchanges(x, other)]
+            if self.gap > WIDE:
+                first += [exchanged(other, nodes) for nodes in self._every_second_layer(x, other)]
+        slack = self.shortest - self.bound
+        every_second, others = (sorted((m for m in some if m[0] < slack), key=lambda m: m[0]) for some in (first, moves))
+        return others, every_second
+
+    def _flips(self, x: Sequence[int]) -> list[Move]:
         """Every other choice of a group of equal nodes, all else as in x, with about its extra cost."""
         extra: dict[int, np.ndarray] = {}
         for v, (group, costs) in enumerate(zip(self.groups, self.priced.node_costs)):
@@ -339,6 +351,18 @@ class _Search:
         together = [[v for part in parts for v in part] for parts in by_kind.values()]
         single = [part for parts in by_kind.values() if len(parts) > 1 for part in (parts[0], parts[-1])]
         return together + single
+
+    def _every_second_layer(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:
+        differ = (np.array(x) != np.array(y)) & (self.layers >= 0)
+        return [nodes for k in (0, 1) if (nodes := np.flatnonzero(differ & (self.layers % 2 == k)).tolist())]
+
+
+def _layers(formulated: Formulation) -> np.ndarray:
+    """Of each node the layer that it is in, from the bottom of the model; -1 where it is in none."""
+    places, values = repeated_blocks(formulated.graph).places, {node: value for value, node in formulated.hubs.items()}
+    ops = [v if v < len(places) else values[v][0] if v in values else -1 for v in range(len(formulated.problem.node_costs))]
+    of_ops = [-1 if place is None else place.instance for place in (*places, None)]
+    return np.array(of_ops)[ops]
 
 
 def _towards(centre: np.ndarray, best: np.ndarray, step: float) -> np.ndarray:
