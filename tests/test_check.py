@@ -136,6 +136,10 @@ def test_a_plan_of_the_shortest_time_line_is_judged_by_time_lines(solution):
     unpinned = replace(slow, assumptions={**slow.assumptions, "pins": {}})
     assert slow.objective_seconds > 1.05 * plan.objective_seconds and check(*model(), slow).ok
     assert "more than a plan that there is now" in check(*model(), unpinned).reasons[0]
+    in_no_time = replace(plan, overlapped={**plan.overlapped, "bound_seconds": 0.0})  # the time limit ended the search before its bound
+    without = check(*model(), in_no_time, solve=False)
+    assert without.ok and 0 < without.bound
+    assert "no better plan was found now" in replace(without, bound=0.0, best=without.cost).sentence()
 
 
 def test_another_mesh_is_stale(solution):

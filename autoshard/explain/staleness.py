@@ -69,10 +69,11 @@ class Checked:
 
     def sentence(self, name: str = "the plan") -> str:
         """The whole answer in one sentence."""
-        if self.ok and not self.bound:
+        if self.ok and not self.bound and math.isinf(self.best):
             return f"{name} fits the model; it was planned to take {seconds(self.cost)}, which was not priced again"
         if self.ok:
             near = "and no plan now costs less" if self.excess <= ROUNDING else f"at most {_percent(self.excess)} above the best plan now"
+            near = "and no better plan was found now" if math.isinf(self.excess) else near
             return f"{name} is good: it costs {seconds(self.cost)}, {near}"
         return f"{name} is not good any more: {'; '.join(self.reasons)}; plan again"
 
@@ -127,7 +128,8 @@ class Inspection:
         cost = judged.cost if price is None else price()
         checked = self.answer(changes, cost=cost, best=best, bound=bound, peak=judged.peak)
         left_open = self.plan.objective_gap if isinstance(self.plan, Solution) and self.plan.overlapped else 0.0
-        if cost <= (1 + self.within) * min(best, bound / (1 - left_open)) * (1 + ROUNDING):
+        most = (1 + self.within) * (1 + ROUNDING)
+        if cost <= most * best and (1 - left_open) * cost <= most * bound:
             return checked
         return replace(checked, reasons=(*checked.reasons, self._too_expensive(checked)))
 
