@@ -98,6 +98,14 @@ def test_the_refusal_of_a_last_resort_names_it_where_nothing_fits(outcomes, erro
     assert caught.value.smallest_limit == error.smallest_limit
 
 
+@pytest.mark.parametrize(("enough", "said"), [(1.5e6, "too small, b; a 1.500 MB is enough"), (3e6, "too small, b")])
+def test_the_refusal_of_a_last_resort_says_what_is_enough_for_another_variant(outcomes, enough, said):
+    outcomes |= {"a": Infeasible("other", (1e6, enough)), "b": Infeasible("too small", (2e6, 2e6))}
+    with pytest.raises(Infeasible, match=f"^{said}$") as caught:
+        tried_by(two)
+    assert caught.value.smallest_limit == ((1e6, enough) if enough < 2e6 else (2e6, 2e6))
+
+
 def test_a_variant_has_its_share_of_the_time_that_is_left(outcomes):
     limits = []
 

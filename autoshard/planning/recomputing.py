@@ -45,7 +45,7 @@ def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Varia
     if options.recompute == "auto" and options.tie_blocks:
         noted = {"recompute_by": BLOCKWISE}
     elif options.recompute == "auto":
-        yield Variant("per tensor", lambda part: part.with_options(gap=max(part.options.gap, GAP)))
+        yield Variant("with single tensors recomputed or offloaded", lambda part: part.with_options(gap=max(part.options.gap, GAP)))
         if tried[-1].answered is not None:
             return
     yield from _numbers_of_blocks(question, tried, noted)

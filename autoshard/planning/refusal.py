@@ -1,7 +1,7 @@
 """The sentence that says why there is no plan: conflicting demands, the smallest memory limit that works, or too short a time limit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -27,15 +27,30 @@ def infeasible(question: Question, instance: Instance, answer: Answer) -> Infeas
         is_proven = answer.status is Status.INFEASIBLE and not question.is_over
         if question.explains and is_proven and isinstance(instance.formulated, Formulation):
             conflict = find_conflict(question, instance, seconds=min(question.seconds_left(), CONFLICT_SECONDS), now=question.clock.now)
-    why = answer.infeasibility
-    smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
     kind = Infeasible if answer.status is Status.INFEASIBLE else NoAnswer
-    return kind(_why_nothing_fits(question, instance.problem, answer, conflict), smallest, conflict.demands, conflict.minimal)
+    said = _why_nothing_fits(question, instance.problem, answer, conflict)
+    return kind(said, smallest_limit(answer), conflict.demands, conflict.minimal)
 
 
-def reworded(error: Infeasible, message: str) -> Infeasible:
-    """The same refusal in other words."""
-    return type(error)(message, error.smallest_limit, error.conflict, error.minimal)
+def smallest_limit(answer: Answer) -> tuple[float, float] | None:
+    """The smallest memory limit that works, as `Infeasible` has it; None where it isn't known, or none works."""
+    why = answer.infeasibility
+    return None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
+
+
+def reworded(error: Infeasible, message: str, smallest: tuple[float, float] | None = None) -> Infeasible:
+    """The same refusal in other words, and with another smallest limit that works where it is given."""
+    return type(error)(message, smallest or error.smallest_limit, error.conflict, error.minimal)
+
+
+def of_last_resort(error: Infeasible, note: str, others: Mapping[str, Infeasible]) -> Infeasible:
+    """The refusal of the last variant with its note, and with what another works in that was tried before: the note of it, its refusal."""
+    said, smallest = f"{error}, {note}", error.smallest_limit
+    for other, refusal in others.items():
+        less = refusal.smallest_limit
+        if less is not None and (smallest is None or less[1] < smallest[1]):
+            said, smallest = f"{said}; {other} {bytes_text(less[1], up=True)} is enough", less
+    return reworded(error, said, smallest)
 
 
 def searched_seconds(options: Options) -> float:

@@ -17,7 +17,7 @@ from autoshard.planning.ordering import orders
 from autoshard.planning.overlapped import WIDE, overlapped
 from autoshard.planning.question import Question
 from autoshard.planning.recomputing import chunks, hidden_values, recomputations
-from autoshard.planning.refusal import reworded
+from autoshard.planning.refusal import of_last_resort
 from autoshard.planning.selecting import answered_per_tensor
 from autoshard.planning.solving import solve_or_refuse
 from autoshard.planning.variants import Answered, Kind, Tried
@@ -56,7 +56,8 @@ def trials(
             tried.append(Tried(variant, part, search(part, kinds[1:], solve)))
         except Infeasible as error:
             named = variant.is_last_resort and not isinstance(error, NoAnswer)
-            tried.append(Tried(variant, part, refusal=reworded(error, f"{error}, {variant.note}") if named else error))
+            others = {one.variant.note: one.refusal for one in tried if one.refusal is not None}
+            tried.append(Tried(variant, part, refusal=of_last_resort(error, variant.note, others) if named else error))
         except KeyboardInterrupt:
             tried.append(Tried(variant, part))
         yield tried[-1]

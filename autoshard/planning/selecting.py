@@ -25,6 +25,7 @@ from autoshard.planning.few_layers import FewLayers, completed, corresponding_op
 from autoshard.planning.instance import Instance, extended_from, formulate_for, instance_of
 from autoshard.planning.options import Infeasible
 from autoshard.planning.question import ModelGraphs, Question, stepped
+from autoshard.planning.refusal import smallest_limit
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.variants import Answered
 from autoshard.problem import Evaluation, evaluate, without_limit
@@ -44,9 +45,10 @@ def answered_per_tensor(question: Question, room: float = 1.0) -> Answered:
     within = question if room == 1.0 or limit is None else question.with_options(memory_limit=room * limit)
     ways = _AllWays(within)
     with clock.phase("solve", "choosing what to keep, recompute and offload", 0.4):
-        selected = _Search(within, ways).best()
+        search = _Search(within, ways)
+        selected = search.best()
     if selected is None:
-        raise Infeasible("no way to keep, recompute and offload single tensors was found that fits in memory")
+        raise Infeasible("no way to keep, recompute and offload single tensors was found that fits in memory", search.smallest_limit)
     best, answer = selected
     if within is not question:
         formulated = replace(best.formulated, problem=replace(best.formulated.problem, usage_limit=limit))
@@ -105,6 +107,7 @@ class _Search:
         self.lines: set[tuple[float, float]] = set()
         self.bounds: dict[float | None, float] = {}
         self.answer: Answer | None = None
+        self.smallest_limit: tuple[float, float] | None = None  # in which nothing need be offloaded; less may do, if not what was asked for
         self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
         self.starts: list[tuple[SavedValues, Sequence[int]]] = []  # answers, within the limit or not
 
@@ -131,6 +134,8 @@ class _Search:
         answer = solve_instance(self.question, instance, starts, self.prices).in_passing()
         self.bounds[exposed] = answer.bound - 2 * saved.exposed * hidden_seconds(saved)
         if answer.choice is None:
+            if exposed is None and (known := smallest_limit(answer)) is not None:
+                self.smallest_limit = self.question.options.memory_limit or 0.0, known[1]
             return False
         self.answer, self.prices = answer, answer.prices
         self.starts.append((saved, answer.choice))
