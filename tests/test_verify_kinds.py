@@ -22,6 +22,7 @@ from autoshard.lower.generator import draws
 from autoshard.lower.sharding import gap, largest
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
+from autoshard.precision import Precision
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers_lower import laid, mesh_of, one_op, random_layouts
@@ -88,9 +89,9 @@ def linear(forward, **parts):
     return Model(forward, linear=nn.Linear(16, 16), **parts)
 
 
-def with_attribute():
-    model = linear(lambda m, x: (m.linear(x) * m.steps).square().mean())
-    model.steps = torch.arange(16.0)
+def with_attribute(forward=lambda m, x: (m.linear(x) * m.steps).square().mean(), device="cpu"):
+    model = linear(forward)
+    model.steps = torch.arange(16.0, device=device)
     return model
 
 
@@ -145,6 +146,7 @@ KINDS = {
     "constants": Kind(lambda: linear(constants)),
     # a tensor that is neither parameter nor buffer; dynamo refuses it
     "attribute": Kind(with_attribute, FORWARD),
+    "attribute without values that nothing reads": Kind(lambda: with_attribute(lambda m, x: m.linear(x).square(), "meta"), FORWARD),
     # its kernel returns no workspace where the capture has an empty one
     "recurrent": Kind(lambda: linear(lambda m, x: m.linear(m.lstm(x)[0]), lstm=nn.LSTM(16, 16, batch_first=True)), FORWARD),
 }  # fmt: skip
@@ -259,6 +261,15 @@ def test_what_is_written_is_compared_with_the_model():
     assert torch.equal(reference["buffer:decay"], model.decay.detach() * 0.5)
     wrong = {**reference, "buffer:decay": model.decay.detach()}
     assert not verify_program(graph, solution.layouts, solution.results, solution.mesh, values, wrong).ok
+
+
+def test_a_model_that_runs_on_no_device_is_refused_in_a_sentence():
+    """A mixture of dtypes that the capture takes: a float32 buffer before a norm whose own tensors have 16 bits."""
+    model = linear(lambda m, x: m.norm(m.linear(x) * m.scale), norm=nn.LayerNorm(16), scale=torch.ones(16))
+    inputs = KINDS["attribute"].inputs()
+    given = {"training": False, "precision": Precision.of("bf16")}
+    graph, told = capture(model, inputs, **given), "the unsharded model fails on cpu with real tensors: RuntimeError: mixed dtype"
+    assert_refused(told, run_unsharded, model, inputs, graph, seed=0, **given)
 
 
 # -- nothing to hold ---------------------------------------------------------------------------------------------------------------

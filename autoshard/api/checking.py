@@ -21,14 +21,14 @@ from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.explain import Changes, Checked, Inspection, check_programs
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
-from autoshard.lower import CannotRun, RankProgram, Verification, lower, out_of_step, run_unsharded, verify_program
+from autoshard.lower import CannotRun, RankProgram, Verification, constants_of, lower, out_of_step, run_unsharded, verify_program
 from autoshard.lower import dry_run as lower_dry_run
 from autoshard.lower import plant_fault as put_fault
 from autoshard.mesh import Mesh
 from autoshard.pipeline import microbatch, to_run
 from autoshard.planning import Progress, Stopwatch, layouts_of, random_choice, results_of
 from autoshard.routes import Routes
-from autoshard.runtime import CapturedPipeline, constants_of, verify_stages
+from autoshard.runtime import CapturedPipeline, verify_stages
 from autoshard.solution import AnyPlan, Pipeline, Placed, ProgramsSolution, Solution, replay, save_over
 from autoshard.strategies import candidates
 from autoshard.torch_private import pytree

@@ -11,6 +11,6 @@ from .issue_order import Issued, out_of_step
 from .program import LoadPlaceholder, RankProgram, Redistribute, Slot, lower, redistribution, slot_of, slots_of
 from .run import SimulatedRanks, check, run_route
 from .sharding import assemble, gap, part_of, reduce_tensors, shard_of_rank
-from .unsharded import attribute_of, index_bounds, run_unsharded, seeded, state_of_module, verify_graph
+from .unsharded import constants_of, index_bounds, run_unsharded, seeded, state_of_module, verify_graph
 from .verify import TOLERANCES, Mismatch, Verification, failure, least_precise
 from .verify import out_of_order, perturbed, relative_error, run_global, verify_program

@@ -44,15 +44,15 @@ def run_unsharded(
     values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into its inputs
     state = state_of_module(module)
     values |= {name: tensor.detach().clone() for name, tensor in state.items()}
-    values |= {name: _on(value, device) for name, value in (held or {}).items()}
-    for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
-        attribute = attribute_of(module, name)  # a tensor that the module holds without registering it
-        values |= {name: _on(attribute.clone(), device)} if attribute is not None else {}
+    values |= {name: _on(value.clone(), device) for name, value in constants_of(module, graph, held or {}).items()}
     if precision is not None:
         module, args, kwargs = computing_in(precision, module, args, kwargs)
         leaves, state = pytree.tree_leaves((args, kwargs)), state_of_module(module)
     with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), _as_captured():
-        outputs = module(*args, **kwargs)
+        try:
+            outputs = module(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(f"the unsharded model fails on {device} with real tensors: {type(error).__name__}: {error}") from error
         flat = {k: returned(y, precision) for k, y in enumerate(pytree.tree_leaves(outputs)) if isinstance(y, torch.Tensor)}
         if training:
             differentiable = [leaf for leaf in flat.values() if leaf.requires_grad]
@@ -170,6 +170,23 @@ def attribute_of(module: nn.Module, path: str) -> torch.Tensor | None:
     for name in path.split("."):
         attribute = getattr(attribute, name, None)
     return attribute.detach().cpu() if isinstance(attribute, torch.Tensor) and not attribute.is_meta else None
+
+
+def constants_of(model: nn.Module, graph: Graph, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules.
+
+    held: the constants of the captured fx graph. ValueError where a tensor has no values.
+    """
+    state = state_of_module(model)
+    values = {}
+    for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
+        value, tensor = held.get(name, attribute_of(model, name)), graph.tensor((graph.index[name], 0))
+        if value is None and (graph.index[name], 0) not in graph.users:
+            value = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))  # no op reads it
+        if value is None:
+            raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
+        values[name] = value.detach().cpu()
+    return values
 
 
 def state_of_module(module: nn.Module) -> dict[str, torch.Tensor]:

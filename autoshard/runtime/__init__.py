@@ -2,6 +2,6 @@
 
 from .agreement import RankLost
 from .checkpoints import load_checkpoint, save_checkpoint
-from .parallelize import constants_of, device_mesh, parallelize
+from .parallelize import device_mesh, parallelize
 from .pipeline_verify import verify_stages
 from .pipelines import CapturedPipeline, parallel_pipeline

@@ -35,7 +35,7 @@ from autoshard.capture import (
 from autoshard.cost import spare_bytes
 from autoshard.graph import Graph, SizedGraph, Sizes, corners, is_without_dropout, middle, sizes_of
 from autoshard.layout import Layout, parse, replicated, sharding_sizes, text
-from autoshard.lower import Pace, RankGraphs, are_alike, attribute_of, lower, state_of_module, trace, without_idle
+from autoshard.lower import Pace, RankGraphs, are_alike, constants_of, lower, trace, without_idle
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import (
     absent,
@@ -353,23 +353,6 @@ class _Builder:
 
 def _alike(step: TracedCall, reference: Sequence[fx.GraphModule]) -> bool:
     return all(are_alike(one.graph, other.graph) for one, other in zip(reference, step.present.values(), strict=True))
-
-
-def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules.
-
-    held: the constants of the captured fx graph. ValueError where a tensor has no values.
-    """
-    state = state_of_module(model)
-    values = {}
-    for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
-        value, tensor = held.get(name, attribute_of(model, name)), graph.tensor((graph.index[name], 0))
-        if value is None and (graph.index[name], 0) not in graph.users:
-            value = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))  # no op reads it
-        if value is None:
-            raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
-        values[name] = value.detach().cpu()
-    return values
 
 
 def _returned_at_corners(sized: SizedGraph, programs: Sequence[Captured]) -> list[tuple]:
