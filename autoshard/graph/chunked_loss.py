@@ -5,7 +5,7 @@
 
 Each line becomes one op, `autoshard.chunked_loss` and `autoshard.chunked_loss_backward`, which work through the tokens of a rank in chunks
 of `rows`. The forward keeps the logsumexp of every token, from which the backward gets the probabilities of logits that it computes again:
-one more matmul of the vocabulary, and in exchange no tensor of T x V elements.
+one more matmul of the vocabulary, and in exchange no tensor of T x V elements. In mixed precision the backward casts w again (casts.py).
 
 Only a loss whose logits nobody else reads is replaced: not one of a model that returns them, nor one with class weights.
 """
@@ -35,6 +35,7 @@ class Loss:
     backward: int
     grad_x: int
     grad_w: int
+    again: tuple[int, ...]  # the ops that compute w again in the backward pass
     replaced: frozenset[int]
     literals: tuple[int, int]  # the index of targets that are ignored, torch's number of the reduction
 
@@ -65,11 +66,11 @@ def _loss(graph: Graph, softmax: int) -> Loss | None:
     is_plain = len(op.inputs) == 2 and len(args) == 5 and args[2] is None and args[3] in (1, 2)  # no class weights; the mean or the sum
     if gradients is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not is_plain:
         return None
-    grad_x, grad_w, transposes = gradients
+    grad_x, grad_w, again, transposes = gradients
     replaced = frozenset((*before, softmax, *between, nll, nll_backward, *after, grad_x, grad_w, *transposes))
     reduction, ignored = args[3:5]
     tangent = graph.ops[nll_backward].inputs[0]
-    return Loss(x, w, op.inputs[1], tangent, softmax, nll, nll_backward, grad_x, grad_w, replaced, (ignored, reduction))
+    return Loss(x, w, op.inputs[1], tangent, softmax, nll, nll_backward, grad_x, grad_w, again, replaced, (ignored, reduction))
 
 
 def _back_to_matmul(graph: Graph, value: Value) -> list[int]:
@@ -120,8 +121,8 @@ def _views_and_casts(graph: Graph, i: int) -> list[int]:
     return ops
 
 
-def _gradients(graph: Graph, g: Value, x: Value, w: Value) -> tuple[int, int, list[int]] | None:
-    """The matmuls of the gradients of x and of w', and the transposes that only they read."""
+def _gradients(graph: Graph, g: Value, x: Value, w: Value) -> tuple[int, int, tuple[int, ...], list[int]] | None:
+    """The matmuls of the gradients of x and of w', the ops that compute w again, and the transposes that only the matmuls read."""
     users = [i for i, _ in graph.users.get(g, ())]
     transposes = [i for i in users if graph.ops[i].target == TRANSPOSE]
     products = [i for i in users if graph.ops[i].target == MATMUL and graph.ops[i].inputs[0] == g]
@@ -131,9 +132,21 @@ def _gradients(graph: Graph, g: Value, x: Value, w: Value) -> tuple[int, int, li
     turned = graph.ops[products[0]].inputs[1]
     if of_w is None or graph.ops[of_w].inputs != ((transposes[0], 0), x) or graph.ops[of_w].target != MATMUL:
         return None
-    if graph.ops[turned[0]].target != TRANSPOSE or graph.ops[turned[0]].inputs != (w,):
+    if graph.ops[turned[0]].target != TRANSPOSE or (again := _computed_again(graph, w, graph.ops[turned[0]].inputs[0])) is None:
         return None
-    return products[0], of_w, [*transposes, *([turned[0]] if graph.only_user(turned) is not None else [])]
+    return products[0], of_w, again, [*transposes, *([turned[0]] if graph.only_user(turned) is not None else [])]
+
+
+def _computed_again(graph: Graph, w: Value, other: Value) -> tuple[int, ...] | None:
+    """The ops that compute the other value by the casts and views that compute w; none where it is w itself, None where it is no w."""
+    ops: list[int] = []
+    while w != other:
+        one, again = graph.ops[w[0]], graph.ops[other[0]]
+        if one.target not in (TRANSPOSE, CAST, *VIEWS) or (one.target, one.literals) != (again.target, again.literals):
+            return None
+        ops.insert(0, other[0])
+        w, other = one.inputs[0], again.inputs[0]
+    return tuple(ops)
 
 
 def _rewritten(graph: Graph, losses: list[Loss], rows: int) -> Graph:
@@ -142,10 +155,13 @@ def _rewritten(graph: Graph, losses: list[Loss], rows: int) -> Graph:
     new = Rewriting(graph)
     for i in range(len(graph.ops)):
         if i in starts:
+            for j in starts[i].again if i == starts[i].backward else ():
+                if (j, 0) not in new.values:
+                    new.keep(j)  # earlier than it was
             op, values = _new_op(graph, starts[i], rows, backward=i == starts[i].backward)
             at, _ = new.add(replace(op, inputs=tuple(map(new.read, op.inputs))))
             new.values |= {value: (at, k) for k, value in enumerate(values)}
-        elif i not in left_out:
+        elif i not in left_out and (i, 0) not in new.values:
             new.keep(i)
     return new.graph()
 
@@ -155,7 +171,8 @@ def _new_op(graph: Graph, loss: Loss, rows: int, *, backward: bool) -> tuple[Op,
     total, logsumexp = (loss.forward, 1), (loss.forward, 2)
     inputs: tuple[Value, ...] = (loss.x, loss.w, loss.targets)
     if backward:
-        inputs = (loss.tangent, *inputs, total, logsumexp)
+        w = (loss.again[-1], 0) if loss.again else loss.w
+        inputs = (loss.tangent, loss.x, w, loss.targets, total, logsumexp)
     literals = ((*map(Ref, range(len(inputs))), *loss.literals, rows), ())
     old, target = (graph.ops[loss.backward], BACKWARD) if backward else (graph.ops[loss.forward], FORWARD)
     if backward:
