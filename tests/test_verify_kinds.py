@@ -20,7 +20,7 @@ from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.lower import plant_fault, run_global, verify_program
 from autoshard.lower.generator import draws
 from autoshard.lower.sharding import gap, largest
-from autoshard.lower.unsharded import run_unsharded
+from autoshard.lower.unsharded import index_bounds, run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.precision import Precision
 from autoshard.solution import Placed
@@ -270,6 +270,13 @@ def test_a_model_that_runs_on_no_device_is_refused_in_a_sentence():
     given = {"training": False, "precision": Precision.of("bf16")}
     graph, told = capture(model, inputs, **given), "the unsharded model fails on cpu with real tensors: RuntimeError: mixed dtype"
     assert_refused(told, run_unsharded, model, inputs, graph, seed=0, **given)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_ids_of_a_bag_are_rows_of_its_table(training):
+    bag = nn.EmbeddingBag(1, 8, device="meta")
+    bounds = index_bounds(capture(bag, (torch.zeros(4, 3, dtype=torch.int64, device="meta"),), training=training))
+    assert list(bounds.values()) == [1]
 
 
 # -- nothing to hold ---------------------------------------------------------------------------------------------------------------

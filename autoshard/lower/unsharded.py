@@ -222,6 +222,7 @@ def _input(example: torch.Tensor, bound: int | None, seed: int, *, again: bool =
 
 INDEXES = {  # target: (input that holds indexes, input that they index, its dim)
     "aten.embedding.default": (1, 0, 0),
+    **dict.fromkeys(("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default"), (1, 0, 0)),
     "aten.nll_loss_forward.default": (1, 0, 1),
     "aten.gather.default": (1, 0, None),
     "aten.index_select.default": (1, 0, None),
