@@ -33,6 +33,7 @@ from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
 from autoshard.planning.few_layers import corresponding_ops
 from autoshard.planning.selecting import _in_few_layers
+from autoshard.precision import Precision
 from autoshard.problem import evaluate
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution, noted_choice, replay
@@ -256,6 +257,18 @@ def test_values_of_a_64th_of_the_largest_can_be_offloaded_and_smaller_ones_not(w
     for i, size in sizes.items():
         assert ("offloaded" in found.choices[i].modes) == (size * 64 >= max(sizes.values()))
         assert "offloaded" not in without.choices[i].modes and "kept" in without.choices[i].modes
+
+
+@pytest.mark.parametrize("precision", [None, Precision.of("bf16")], ids=str)
+def test_a_value_is_copied_back_before_it_is_read(precision):
+    """Also where casts of parameters stand earlier in the graph of all alternatives than in that of a choice."""
+    graph = capture(*gpt2.tiny(layers=1), training=True, precision=precision)
+    saved = joint(graph, None, 0.0)
+    for i, before in saved.before.items():
+        name = saved.alternatives.selected[saved.graph.ops[i].name]
+        choice = replace(chosen_with(graph, offloaded=[name]), offloaded={name: Offload(before)})
+        run = selective(graph, choice)
+        assert (run.index[f"{name}.{RELOADED}"], 0) in run.users, (name, before)
 
 
 def test_a_plan_without_choices_has_no_policy():

@@ -36,7 +36,7 @@ import numpy as np
 from autoshard.cost import host_bandwidth, host_seconds
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, preferred_layouts
 from autoshard.formulate.tables import bytes_of, differing
-from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, repeated_blocks
+from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, constants, repeated_blocks
 from autoshard.layout import local_numel
 from autoshard.problem import Edge, Problem, Usage
 
@@ -158,7 +158,8 @@ class _Extending:
 
     def _places_of_reloads(self) -> dict[int, str]:
         """Before which op a value is copied back: early enough by the least seconds of the backward's kernels, at most a layer ahead."""
-        ops, names = self.graph.ops, self.original.index
+        ops, moved = self.graph.ops, constants(self.original)  # casts in the backward pass, which copies that aren't made may have moved
+        names = {op.name for i, op in enumerate(self.original.ops) if i not in moved}
         least = [float(self.problem.node_costs[i].min()) if op.backward and i not in self.copies else 0.0 for i, op in enumerate(ops)]
         until = np.concatenate([[0.0], np.cumsum(least)])
         usable = [i for i, op in enumerate(ops) if op.backward and not op.is_placeholder and op.name in names]
