@@ -58,20 +58,13 @@ def run_unsharded(
             differentiable = [leaf for leaf in flat.values() if leaf.requires_grad]
             torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
     reference = {f"output:{k}": leaf.detach() for k, leaf in flat.items()}
-    tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
-    for name in tangents:
-        tensor = graph.ops[graph.index[name]].output
-        values[name] = torch.ones(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+    for op in (op for op in graph.ops if op.kind == "tangent"):
+        values[op.name] = torch.ones(op.output.shape, dtype=getattr(torch, op.output.dtype), device=device)
     if training:
         gradients = {name: p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
         reference |= {f"gradient:{name}": reduced(grad, values[name].dtype, precision) for name, grad in gradients.items()}
     written = state_of_module(module) | {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     reference |= {f"buffer:{r.name}": written[r.name].detach() for r in graph.results if r.kind == "buffer" and r.name in written}
-    missing = [op.name for op in graph.ops if op.is_placeholder and op.name not in values]
-    if missing:
-        raise ValueError(
-            f"the captured program reads {missing[0]!r}, which is no parameter, buffer or input of the model; register it as a buffer"
-        )
     return values, reference
 
 
