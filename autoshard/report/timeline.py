@@ -88,7 +88,7 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
         parts.append(f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were")
         parts.append(f"prices: {record['prices']}; {tested_on(record['tested'])}")
     if record.get("cost_seconds") is not None:
-        parts.append(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}")
+        parts.append(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}, peak {size(record['plan_peak_bytes'])}")
     parts += ["", _configurations(record["configurations"])] if len(record["configurations"]) > 1 else []
     parts += ["", _stages(record["stages"])] if len(record["stages"]) > 1 else []
     parts += ["", critical_table(critical)] if critical else []

@@ -176,7 +176,7 @@ class Exhaustive(Solver):
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         shape = tuple(len(c) for c in problem.node_costs)
         if math.prod(shape) > MOST_ANSWERS:
-            raise ValueError(f"the problem has {math.prod(shape)} answers; exhaustive tries at most {MOST_ANSWERS}, use auto")
+            raise ValueError(f"the problem has more answers than the {MOST_ANSWERS} that exhaustive tries at most; use auto")
         cost, nodes = np.zeros(shape), range(len(shape))
         for v, c in enumerate(problem.node_costs):
             cost += spread(Factor((v,), c), nodes)
