@@ -121,7 +121,7 @@ BAD_JSON = [
     (with_option(speed=1.0), "an option of table 't' has an unknown key 'speed'"),
 ]
 BAD_WORDS = [
-    (("--hbm", "0"), "memory is '0'"),
+    (("--hbm", "0"), "--hbm is '0'"),
     (("--reserve", "1.5"), "reserve is 1.5"),
     (("--devices", "0"), "mesh shape is (0,)"),
     (("--batch", "0"), "--batch is 0; expected a whole number of 1 or more"),

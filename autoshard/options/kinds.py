@@ -140,7 +140,7 @@ def _check_bytes(name: str, value: Any) -> None:
 
 
 def _read_bytes(name: str, typed: str) -> float:
-    return parse_bytes(typed, name if "bandwidth" in name else "memory")
+    return parse_bytes(typed, name)
 
 
 SIZE = ValueKind(_check_bytes, _read_bytes, str, {"type": "number", "minimum": 0})
