@@ -92,30 +92,6 @@ FORMS = {  # by the name here: one form for each range of versions
     "set_pg_timeout": [Form("torch.distributed.distributed_c10d:_set_pg_timeout")],
 }
 
-# Private attributes of torch's objects that other rooms read, with the class whose objects have them.
-ATTRIBUTES = {
-    "_backward_hooks": "torch.nn.Module",
-    "_backward_pre_hooks": "torch.nn.Module",
-    "_buffers": "torch.nn.Module",
-    "_codegen": "torch.fx.Graph",
-    "_destroy": "torch.library.Library",
-    "_dispatch_cache": "torch._ops.OpOverload",
-    "_flatten": "torch.distributed.DeviceMesh",
-    "_forward_hooks": "torch.nn.Module",
-    "_forward_pre_hooks": "torch.nn.Module",
-    "_load_csv": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
-    "_load_from_state_dict": "torch.nn.Module",
-    "_local_tensor": "torch.distributed.tensor.DTensor",
-    "_modules": "torch.nn.Module",
-    "_parameters": "torch.nn.Module",
-    "_post_accumulate_grad_hooks": "torch.Tensor",
-    "_prepare_schedule_with_comms": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
-    "_root": "torch.fx.Graph",
-    "_schema": "torch._ops.OpOverload",
-    "_spec": "torch.distributed.tensor.DTensor",
-    "_timeout": "torch.distributed.ProcessGroupGloo._Options",
-    "_version": "torch.Tensor",
-}
 # Where pickled placements say that their classes are, today and in torch 2.4.
 PLACEMENT_MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
 # What DCP's index calls when it is unpickled.

@@ -14,11 +14,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard import torch_private
-from autoshard.torch_private import ATTRIBUTES, FORMS, Form, check_all, private, source_of, untested
+from autoshard.torch_private import FORMS, Form, check_all, private, source_of, untested
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for folder in ("autoshard", "models", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 ROOM = ROOT / "autoshard" / "torch_private.py"
+# Private attributes of torch's objects that the package reads, with the class whose objects have them.
+ATTRIBUTES = {
+    "_backward_hooks": "torch.nn.Module",
+    "_backward_pre_hooks": "torch.nn.Module",
+    "_buffers": "torch.nn.Module",
+    "_codegen": "torch.fx.Graph",
+    "_destroy": "torch.library.Library",
+    "_dispatch_cache": "torch._ops.OpOverload",
+    "_flatten": "torch.distributed.DeviceMesh",
+    "_forward_hooks": "torch.nn.Module",
+    "_forward_pre_hooks": "torch.nn.Module",
+    "_load_csv": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+    "_load_from_state_dict": "torch.nn.Module",
+    "_local_tensor": "torch.distributed.tensor.DTensor",
+    "_modules": "torch.nn.Module",
+    "_parameters": "torch.nn.Module",
+    "_post_accumulate_grad_hooks": "torch.Tensor",
+    "_prepare_schedule_with_comms": "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+    "_root": "torch.fx.Graph",
+    "_schema": "torch._ops.OpOverload",
+    "_spec": "torch.distributed.tensor.DTensor",
+    "_timeout": "torch.distributed.ProcessGroupGloo._Options",
+    "_version": "torch.Tensor",
+}
 NOT_TORCHS = {"_asdict", "_replace", "_exit", "_attn_implementation", "_from_config"}  # of namedtuples, os and transformers
 
 

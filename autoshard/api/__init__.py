@@ -5,10 +5,11 @@ Names are loaded when first used, so that a command loads the rooms that it need
 type checkers and one for the interpreter, are equal (tested).
 """
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoshard.api.methods import provide_methods
+from autoshard.solution import provide
 
 if TYPE_CHECKING:
     from autoshard.api.checking import check, dry_run, verify
@@ -75,7 +76,16 @@ _CHECKED = (  # their arguments are compared with kinds.KINDS
 
 __all__ = sorted(_HOMES)
 
-provide_methods()
+
+
+def _called(module: str, name: str, *args: Any, **options: Any) -> Any:
+    return getattr(import_module(f"autoshard.{module}"), name)(*args, **options)
+
+
+# methods of Solution and Frontier whose code is in packages that these classes can't import
+provide("extrapolate", partial(_called, "planning.extrapolate", "extrapolate"))
+provide("notebook", partial(_called, "report.html", "notebook"))
+provide("frontier_svg", partial(_called, "report.frontier", "svg"))
 
 
 def __getattr__(name: str) -> Any:
