@@ -18,7 +18,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
-import autoshard  # noqa: E402
+import autoshard.api  # noqa: E402
 from autoshard.options import Options, having  # noqa: E402
 from autoshard.writing import write_atomically  # noqa: E402
 
@@ -123,8 +123,9 @@ def public() -> Iterator[tuple[str, str, Definition]]:
 def definition(name: str) -> Definition:
     """Of a qualified name, through the modules that hand it on. ValueError where there is no class or function of that name."""
     home, _, short = name.rpartition(".")
-    if home == "autoshard" and short in autoshard._HOMES:
-        return definition(f"autoshard.{autoshard._HOMES[short]}.{short}")
+    for door in (autoshard, autoshard.api):  # which load names when they are used
+        if home == door.__name__ and short in door._HOMES:
+            return definition(f"autoshard.{door._HOMES[short]}.{short}")
     path, tree = module_of(home)
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == short and not _is_overload(node):
@@ -133,8 +134,7 @@ def definition(name: str) -> Definition:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == short and isinstance(node.value, ast.Attribute):
             return definition(".".join([*package, ast.unparse(node.value)]))  # apply_recipe = fully_shard.apply
-    listed = [s for node in tree.body if isinstance(node, ast.If) for s in node.body]  # under TYPE_CHECKING: loaded when used
-    for node in [*tree.body, *listed]:
+    for node in tree.body:
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             if (alias.asname or alias.name) == short:
                 base = package[: len(package) - node.level + 1] if node.level else []

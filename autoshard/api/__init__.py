@@ -1,44 +1,14 @@
 """The public functions: plan, verify, load, export, the fx pass and the others. Each calls one package after another and holds no
 algorithm.
 
-Names are loaded when first used, so that a command loads the rooms that it needs and no others. The two lists, one for readers and
-type checkers and one for the interpreter, are equal (tested).
+Names are loaded when first used, so that a command loads the rooms that it needs and no others.
 """
 
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.solution import provide
-
-if TYPE_CHECKING:
-    from autoshard.api.checking import check, dry_run, verify
-    from autoshard.api.compiling import backend
-    from autoshard.api.observing import observed, read_evidence
-    from autoshard.api.passes import PassOptions, autosharding_pass
-    from autoshard.api.planning import plan
-    from autoshard.api.reporting import html_report
-    from autoshard.api.running import parallelize
-    from autoshard.api.simulating import Parallel, Simulation, simulate, simulate_grid
-    from autoshard.api.with_tables import plan_with_tables
-    from autoshard.calibrate.measure import measure_this_cluster
-    from autoshard.explain.reopened import certificate_of, problem_of, write_problem
-    from autoshard.explain.robustness import robustness
-    from autoshard.explain.why import explain
-    from autoshard.exports import NotHeld, as_plain, export
-    from autoshard.launch.best_degrees import Degrees, degrees
-    from autoshard.launch.checked_launch import CheckedLaunch, check_launch
-    from autoshard.launch.fitting import Fitting, will_fit
-    from autoshard.planning.extrapolate import extrapolate
-    from autoshard.planning.frontier import Frontier, FrontierPoint, frontier
-    from autoshard.planning.keeping import edited_layouts, kept_layouts
-    from autoshard.planning.mesh_shapes import mesh_shapes, plan_meshes
-    from autoshard.planning.options import Infeasible, NoAnswer, Options
-    from autoshard.planning.programs import Program
-    from autoshard.runtime.agreement import RankLost
-    from autoshard.runtime.checkpoints import load_checkpoint, save_checkpoint
-    from autoshard.runtime.parallelize import device_mesh
-    from autoshard.solution import Plan, ProgramsSolution, Solution, from_text, load, load_one, open_cache
 
 _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "check dry_run verify",
