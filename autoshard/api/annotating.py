@@ -19,8 +19,9 @@ from torch import fx
 from torch.distributed.tensor import DeviceMesh
 
 from autoshard.capture import Captured
-from autoshard.explain import CandidateCost, OpCosts, Place, Redistribution
+from autoshard.explain import CandidateCost, OpCosts, Redistribution
 from autoshard.exports import spec_of
+from autoshard.formulate import Place
 from autoshard.graph import KEPT, Graph, Op, Ref, Tensor, Value
 from autoshard.layout import parse, replicated, why_illegal
 from autoshard.planning import is_value

@@ -67,14 +67,9 @@ def edge_term(formulated: Formulation, e: int, choice: Choice) -> CostTerm:
     module = ops[link.b].module if link.b < len(ops) else ops[link.value[0]].module
     names = formulated.problem.names
     inputs, outputs = (layout_text(link.source_layouts[choice[link.a]]),), (layout_text(link.target_layouts[choice[link.b]]),)
-    return CostTerm(_kind_of_edge(formulated, e), f"{names[link.a]} -> {names[link.b]}", module, inputs, outputs, seconds, steps)
-
-
-def _kind_of_edge(formulated: Formulation, e: int) -> str:
-    """Edges are in this order (formulate.build): to hubs, to inputs, to results."""
-    results = [formulated.graph.results[k].kind for k in formulated.results]
-    first = len(formulated.tensor_edges) - len(results)
-    return "copy" if e < len(formulated.hubs) else "input" if e < first else results[e - first]
+    place, k, _ = formulated.places[e]
+    kind = {"shared": "copy", "input": "input"}.get(place) or formulated.graph.results[k].kind
+    return CostTerm(kind, f"{names[link.a]} -> {names[link.b]}", module, inputs, outputs, seconds, steps)
 
 
 def layout_text(layout: Layout | None) -> str:

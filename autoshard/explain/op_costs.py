@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autoshard.explain.reopened import Reopened, reopened
+from autoshard.formulate import Place
 from autoshard.graph import Graph
 from autoshard.layout import text
 from autoshard.routes import Step
 from autoshard.solution import Solution
-
-Place = tuple[str, int, int]  # ("shared", op, output), ("input", op, input) or ("result", k, 0)
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,10 @@ class OpCosts:
 
     @cached_property
     def redistributions(self) -> dict[Place, Redistribution]:
-        """By edge, in the order of the problem's edges (formulate.build)."""
+        """By what an edge leads to, in the order of the problem's edges."""
         formulated, choice = self.plan.formulated, self.plan.choice
-        places: list[Place] = [("shared", i, k) for i, k in formulated.hubs]
-        places += [("input", i, a) for i, op in enumerate(self.graph.ops) for a in range(len(op.inputs))]
-        places += [("result", k, 0) for k in formulated.results]
         moved = {}
-        for place, edge, link in zip(places, formulated.problem.edges, formulated.tensor_edges, strict=True):
+        for place, edge, link in zip(formulated.places, formulated.problem.edges, formulated.tensor_edges, strict=True):
             source, target = link.source_layouts[choice[link.a]], link.target_layouts[choice[link.b]]
             route = formulated.route(link, choice)
             steps, seconds = () if route is None else route.steps, float(edge.table[choice[edge.a], choice[edge.b]])

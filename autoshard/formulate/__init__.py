@@ -14,7 +14,7 @@ it exists only where the layouts differ.
 
 from .build import formulate, op_candidate_seconds, op_collectives, op_stages
 from .joined import Joined, ParameterCopy, Piece, join
-from .records import Formulation, TensorEdge, Training, with_pins
+from .records import Formulation, Place, TensorEdge, Training, with_pins
 from .saved_values import SavedValues, chosen_of, hidden_seconds, transfer_seconds_of, with_saved_values
 from .streams import EARLY, StreamSeconds, stream_seconds
 from .tables import Tables

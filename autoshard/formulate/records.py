@@ -16,6 +16,7 @@ from autoshard.routes import Route, Routes
 from autoshard.strategies import Candidate, Candidates
 
 Layouts = tuple[Layout, ...]
+Place = tuple[str, int, int]  # ("shared", op, output), ("input", op, input) or ("result", k, 0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class Formulation:
     held: tuple[str, ...]  # what each usage of the problem holds: one of usages.KINDS
     routes: Routes
     microbatches: int = 1  # times that the graph runs in a step
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """What each edge of the problem leads to, in their order (formulate.build)."""
+        inputs = (("input", i, a) for i, op in enumerate(self.graph.ops) for a in range(len(op.inputs)))
+        return (*(("shared", i, k) for i, k in self.hubs), *inputs, *(("result", k, 0) for k in self.results))
 
     @property
     def trains(self) -> bool:

@@ -206,7 +206,7 @@ def _instances(places: Sequence) -> dict[int, int]:
 def correspondence(deep: Formulation, few_layers: Formulation) -> Correspondence:
     """Which nodes and edges correspond in two problems of the same model at different depth. ValueError where one has none."""
     ops, equal = corresponding_ops_of(deep, few_layers)
-    few_edges = _edges(few_layers)
+    few_edges = {place: e for e, place in enumerate(few_layers.places)}
     nodes = list(ops)
     for value, layouts in deep.hub_layouts.items():
         corresponding = (ops[value[0]], value[1])
@@ -223,10 +223,7 @@ def correspondence(deep: Formulation, few_layers: Formulation) -> Correspondence
             raise ValueError(f"result {deep.graph.results[k].name} of the deep graph has no corresponding result in the shallow one")
         if node == len(nodes):
             nodes.append(few_layers.results[results[k]])
-    edges = []
-    for kind, where in _edges(deep):
-        key = (kind, results[where]) if kind == "result" else (kind, (ops[where[0]], where[1]))
-        edges.append(few_edges[key])
+    edges = [few_edges[(kind, results[i], 0) if kind == "result" else (kind, ops[i], a)] for kind, i, a in deep.places]
     for e, few_edge in enumerate(edges):
         if deep.problem.edges[e].table.shape != few_layers.problem.edges[few_edge].table.shape:
             raise ValueError(f"an edge to {deep.problem.names[deep.problem.edges[e].b]} has no corresponding edge in the shallow graph")
@@ -262,15 +259,6 @@ def completed(formulated: Formulation, known: Mapping[int, int]) -> tuple[int, .
     nodes = range(len(formulated.problem.node_costs))
     costs = costs_beside(formulated.problem, [v for v in nodes if v not in known], known)
     return tuple(known[v] if v in known else int(np.argmin(costs[v])) for v in nodes)
-
-
-def _edges(formulated: Formulation) -> dict[tuple, int]:
-    """The edges of the problem by what they mean, in order (formulate.build)."""
-    keys: list[tuple] = [("hub", value) for value in formulated.hubs]
-    keys += [("input", (i, a)) for i, op in enumerate(formulated.graph.ops) for a in range(len(op.inputs))]
-    keys += [("result", k) for k in formulated.results]
-    assert len(keys) == len(formulated.problem.edges)
-    return {key: e for e, key in enumerate(keys)}
 
 
 def _result_keys(formulated: Formulation, ops: Sequence[int]) -> dict[int, tuple]:
