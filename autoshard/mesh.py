@@ -12,7 +12,7 @@ an emulated cluster: a ring over the shared link takes 1413 ms, this formula pre
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
@@ -280,6 +280,11 @@ def _by(sizes: tuple[int, ...]) -> str:
     """2x4; of a long shape its beginning."""
     written = "x".join(str(n) if n < 10**12 else f"{float(min(n, 10**300)):.0e}" for n in sizes[:8])
     return written if len(sizes) <= 8 else f"{written}x..."
+
+
+def shape_text(sizes: Iterable[int]) -> str:
+    """(2, 4) -> `2x4`"""
+    return "x".join(map(str, sizes))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -10,12 +10,11 @@ import torch
 from autoshard.explain import reopened
 from autoshard.planning import Question, broken_by, fingerprint
 from autoshard.simulate import timeline_of
-from autoshard.solution import VERSION, CacheEntry, Solution, from_text, json_hash, open_cache, replay, to_text
+from autoshard.solution import ROUNDING, VERSION, CacheEntry, Solution, from_text, json_hash, open_cache, replay, to_text
 from autoshard.strategies import registered_rows
 
 log = logging.getLogger("autoshard")
 
-EQUAL = 1e-9  # relative: costs that differ by rounding
 FEW = 2  # near plans that a search starts from
 
 
@@ -81,12 +80,12 @@ def why_wrong(solution: Solution, question: Question) -> str:
         return f"it does not obey {', '.join(map(str, broken))}"
     plan = reopened(replayed.graph, solution, question.mesh)
     cost, limit = plan.judged.cost, question.options.memory_limit
-    if not math.isclose(cost, solution.cost, rel_tol=EQUAL):
+    if not math.isclose(cost, solution.cost, rel_tol=ROUNDING):
         return f"it costs {cost:.9g} s, and says {solution.cost:.9g} s"
     if limit is not None and plan.judged.peak > limit:
         return f"it takes {plan.judged.peak:.6g} bytes per device, more than memory_limit={limit:.6g}"
     if solution.overlapped:
         seconds = timeline_of(plan.formulated, plan.choice, join=True).seconds
-        if not math.isclose(seconds, solution.objective_seconds, rel_tol=EQUAL):
+        if not math.isclose(seconds, solution.objective_seconds, rel_tol=ROUNDING):
             return f"its time line takes {seconds:.9g} s, and it says {solution.objective_seconds:.9g} s"
     return ""

@@ -11,6 +11,7 @@ from autoshard.cli.app import OK, app
 from autoshard.cli.loading import load_api
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked, Verbs
+from autoshard.mesh import shape_text
 
 cache = Verbs(name="cache", help="List, show, prune and export the plans of a cache.", rich_markup_mode=None)
 app.add_typer(cache)
@@ -84,5 +85,5 @@ def _table(entries: list[dict[str, Any]]) -> Table:
     table = Table("key", "mesh", "ops", "seconds", "status", "autoshard")
     for one in entries:
         ops, status, version = (str(one.get(key, "")) for key in ("ops", "status", "autoshard"))
-        table.add_row(one["key"][:12], "x".join(map(str, one.get("mesh", ()))), ops, f"{one.get('seconds', math.nan):.6g}", status, version)
+        table.add_row(one["key"][:12], shape_text(one.get("mesh", ())), ops, f"{one.get('seconds', math.nan):.6g}", status, version)
     return table

@@ -19,7 +19,7 @@ from typing import Any
 
 from autoshard.cli.model_source import may_be_programs, names_model, settings_of
 from autoshard.cli.table import CONFIGURATIONS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
-from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, shape_text
 from autoshard.options import Options, having
 
 Given = frozenset[str]
@@ -208,8 +208,7 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
         pairs = [(name, layout) for name, several in (values.get("forbid") or {}).items() for layout in several]
         for name, layout in [*(values.get("pins") or {}).items(), *pairs]:
             if (count := layout.count(",") + 1) != (axes := len(shape)):
-                written = "x".join(map(str, shape))
-                raise ValueError(f"on {name!r}: layout {layout} has {count} placements, the mesh {written} has {axes} axes")
+                raise ValueError(f"on {name!r}: layout {layout} has {count} placements, the mesh {shape_text(shape)} has {axes} axes")
 
 
 def named_settings(verb: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_de
 from autoshard.cli.model import load_model, load_model_or_programs
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
-from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh, shape_text
 from autoshard.options import Options, having
 
 
@@ -209,4 +209,4 @@ def edits_note(kept: Mapping[str, str], edited: Mapping[str, list], path: str) -
 
 
 def _by(shape: Any) -> str:
-    return "None" if shape is None else "x".join(map(str, shape))
+    return "None" if shape is None else shape_text(shape)

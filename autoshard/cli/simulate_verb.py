@@ -13,7 +13,7 @@ from autoshard.cli.model import load_model
 from autoshard.cli.model_source import names_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
-from autoshard.mesh import Axis, Mesh
+from autoshard.mesh import Axis, Mesh, shape_text
 
 Grid = list[tuple[int, int, int, int]]  # data, tensor, pipeline, microbatches
 MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (pipeline, data, tensor)
@@ -93,7 +93,7 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
     measured = load_cluster(cluster)
     axes = [axis for axis in measured.axes if axis.size > 1]
     filling = [(d, h, p, k) for d, h, p, k in grid if [n for n in (p, d, h) if n > 1] == [axis.size for axis in axes]]
-    shape = "x".join(map(str, measured.shape))
+    shape = shape_text(measured.shape)
     if not filling:
         raise ValueError(f"{cluster} was measured as {shape}; expected --pipeline, --data and --tensor of these sizes, in this order")
     if len(filling) < len(grid):

@@ -34,12 +34,10 @@ from autoshard.mesh import Mesh
 from autoshard.planning import Infeasible, Instance, ModelGraphs, Question, Stopwatch, fingerprint, overlapped, plan_captured, sub_mesh
 from autoshard.problem import Problem, evaluate
 from autoshard.simulate import timeline_of
-from autoshard.solution import VERSION, AnyPlan, ProgramsSolution, Replay, Solution, differences, plain
+from autoshard.solution import ROUNDING, VERSION, AnyPlan, ProgramsSolution, Replay, Solution, differences, plain
 from autoshard.solvers import certified
 from autoshard.solvers import solve as solved
 from autoshard.units import seconds, size
-
-ROUNDING = 1e-9  # relative: costs this near are equal, as for the solvers
 
 
 @dataclass(frozen=True)

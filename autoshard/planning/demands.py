@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, Value
 from autoshard.layout import Layout, parse, placement_text, why_illegal
+from autoshard.mesh import shape_text
 from autoshard.planning.options import Demand, Options
 from autoshard.solution import Solution
 
@@ -208,8 +209,8 @@ class _Masks:
         tensor = graph.ops[node].outputs[k]
         placements = tuple(p for p in pattern if p is not None)
         if len(pattern) != len(mesh.axes):
-            shape = "x".join(map(str, mesh.shape))
-            return f"layout {pattern_text(pattern)} has {len(pattern)} placements, the mesh {shape} has {len(mesh.axes)} axes"
+            axes = f"the mesh {shape_text(mesh.shape)} has {len(mesh.axes)} axes"
+            return f"layout {pattern_text(pattern)} has {len(pattern)} placements, {axes}"
         if tensor is not None and len(placements) == len(pattern) and (reason := why_illegal(tensor.shape, placements, mesh)):
             return reason
         outputs = (c.outputs[k] for c in self.formulated.candidates.of[node])

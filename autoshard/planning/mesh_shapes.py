@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.capture import in_turn
-from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh, shape_text
 from autoshard.options import refuse_elsewhere
 from autoshard.planning.advice import ADVICE
 from autoshard.planning.describe import described
@@ -60,10 +60,6 @@ def _ordered(n: int, most: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _ordered(n // first, most - 1))
 
 
-def _name(mesh: Mesh) -> str:
-    return "x".join(map(str, mesh.shape))
-
-
 @dataclass(frozen=True)
 class MeshPlan:
     """The plan on one mesh, or why there is none."""
@@ -77,7 +73,7 @@ class MeshPlan:
 
     @property
     def name(self) -> str:
-        return _name(self.mesh)
+        return shape_text(self.mesh.shape)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; None where there is no plan. status: the plan's, infeasible, or skipped (the pins' layouts have other axes)."""
@@ -144,7 +140,7 @@ def plan_meshes(
 
     def on_each_mesh(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
         for k, mesh in enumerate(chosen):
-            note, count = f"mesh {_name(mesh)}, {k + 1} of {len(chosen)}", len(chosen)
+            note, count = f"mesh {shape_text(mesh.shape)}, {k + 1} of {len(chosen)}", len(chosen)
             clock = part_of(question.clock, f"{note}: {{}}", k / count, 1 / count)
             clock.cpu, clock.wall = {}, {}  # of this mesh alone
             yield Variant(note, partial(replace, mesh=mesh, clock=clock), share=1 / (count - k))

@@ -49,6 +49,7 @@ MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound no
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
 MOST_IDLE_MOVES = 6, 24  # of these in turn that gain as little; and where the gap is wide
+HIDDEN = 0.1  # of the seconds of traffic that kernels hide: about what it slows these, and what shares its link
 WIDE = 0.02  # relative: a gap that is worth more steps
 EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
 FEWER = 5, 8  # times, prices and time lines, where the search starts from near plans

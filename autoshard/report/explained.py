@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from autoshard.report.plan_tables import interval_words, prices_table, shape_text
+from autoshard.mesh import shape_text
+from autoshard.report.plan_tables import interval_words, prices_table
 from autoshard.report.terminal import shown, spaced
 from autoshard.report.values import Number, ReportTable, numbers
 from autoshard.solution import Solution

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
+from autoshard.mesh import shape_text
 from autoshard.reading import data_of
 from autoshard.report.figures import blank, save, titled
-from autoshard.report.plan_tables import shape_text
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
 from autoshard.units import seconds, size

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoshard.graph import grouped
+from autoshard.mesh import shape_text
 from autoshard.report.blocks import family_of, sections, split
 from autoshard.solution import Solution
 
@@ -95,7 +96,7 @@ def _said(row: Mapping) -> dict:
     shape = row.get("shape") or ()
     return {
         "layout": row["layout"],
-        "shape": "x".join(map(str, shape)) or "scalar",
+        "shape": shape_text(shape) or "scalar",
         "dtype": row.get("dtype", ""),
         "elements": 0 if "tied_to" in row else math.prod(shape),
         "local_bytes": row.get("local_bytes"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoshard.mesh import shape_text
 from autoshard.report import plan_tables
 from autoshard.report.blocks import seconds_elsewhere
 from autoshard.report.charts import frontier_chart, memory_chart, timeline_chart
@@ -32,7 +33,7 @@ ELSEWHERE = ("axes", "device", "training", "model", "set", "padding", "computed_
 
 def title(solution: Solution) -> str:
     """`models/gpt2.py:small on 2x4 h100`."""
-    return f"{solution.model or 'A plan'} on {plan_tables.shape_text(solution.mesh.shape)} {solution.mesh.device.name}"
+    return f"{solution.model or 'A plan'} on {shape_text(solution.mesh.shape)} {solution.mesh.device.name}"
 
 
 def content(solution: Solution, timeline: Timeline | None, frontier: Mapping | None) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from autoshard.mesh import shape_text
 from autoshard.pipeline import ScheduleRun, backend_of, run, schedule_of_plan
 from autoshard.report.charts import UNITS, lanes
 from autoshard.report.figures import blank, save
-from autoshard.report.plan_tables import shape_text
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
 from autoshard.solution import Pipeline

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.mesh import Axis, Mesh
+from autoshard.mesh import Axis, Mesh, shape_text
 from autoshard.report.blocks import seconds_elsewhere, sections
 from autoshard.report.proof import usual_verdict
 from autoshard.report.values import Code, ReportTable, TableRow, numbers, share
@@ -12,10 +12,6 @@ from autoshard.solution import Solution, flat, parts, price_errors
 from autoshard.units import seconds, size
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def usual(solution: Solution) -> list[dict]:

@@ -6,8 +6,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from autoshard.graph import grouped
+from autoshard.mesh import shape_text
 from autoshard.report.blocks import in_a_block, named
-from autoshard.report.plan_tables import memory_use, shape_text
+from autoshard.report.plan_tables import memory_use
 from autoshard.report.proof import card, sentence
 from autoshard.report.terminal import shown
 from autoshard.report.values import Code, ReportTable, TableRow, numbers

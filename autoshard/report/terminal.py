@@ -59,19 +59,8 @@ def _cells(table: ReportTable, row: TableRow) -> list[str]:
     return [f"{first} ({row.tag})" if row.tag else first, *others, *([row.note] if table.notes else [])]
 
 
-def exported(value: Any) -> Any:
-    """Plain data; a DTensorSpec becomes the text of its layout."""
-    from autoshard.layout import text  # here, as below: torch takes seconds to import, which tables of launches shouldn't
-
-    if isinstance(value, dict):
-        return {key: exported(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [exported(item) for item in value]
-    return text(value.placements) if hasattr(value, "placements") else value
-
-
 def exported_text(value: Any) -> Text:
     """JSON over several lines."""
-    from autoshard.solution import json_text
+    from autoshard.solution import json_text  # here: torch takes seconds to import, which tables of launches shouldn't
 
-    return Text(json_text(exported(value)), no_wrap=True, overflow="ignore")
+    return Text(json_text(value), no_wrap=True, overflow="ignore")

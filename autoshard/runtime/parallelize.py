@@ -36,7 +36,7 @@ from autoshard.cost import spare_bytes
 from autoshard.graph import Graph, SizedGraph, Sizes, corners, is_without_dropout, middle, sizes_of
 from autoshard.layout import Layout, parse, replicated, sharding_sizes, text
 from autoshard.lower import Pace, RankGraphs, are_alike, constants_of, lower, trace, without_idle
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, shape_text
 from autoshard.runtime.agreement import (
     absent,
     agree,
@@ -160,7 +160,7 @@ def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float 
 
 
 def _wrong_number(solution: OnMesh, group: dist.ProcessGroup | None = None) -> str | None:
-    n, mesh = solution.mesh.num_devices, "x".join(map(str, solution.mesh.shape))
+    n, mesh = solution.mesh.num_devices, shape_text(solution.mesh.shape)
     if dist.get_world_size(group) == n:
         return None
     return f"{dist.get_world_size(group)} ranks run, but the plan is for {n} on a mesh of {mesh}; start {n} ranks or plan for another mesh"
@@ -168,11 +168,11 @@ def _wrong_number(solution: OnMesh, group: dist.ProcessGroup | None = None) -> s
 
 def _complaint(model: nn.Module, solution: Solution, where: Where) -> str | None:
     """Why the plan can't run on this model and mesh, as far as that is known before the first call; None where it can."""
-    planned = "x".join(map(str, solution.mesh.shape))
+    planned = shape_text(solution.mesh.shape)
     if (wrong := _wrong_number(solution, where.group)) is not None:
         return wrong
     if tuple(where.device_mesh.shape) != solution.mesh.shape:
-        actual = "x".join(map(str, where.device_mesh.shape))
+        actual = shape_text(where.device_mesh.shape)
         return f"the device mesh is {actual}, but the plan is for a mesh of {planned}; make a mesh of that shape or plan again"
     held = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in solution.parameters if name not in held]

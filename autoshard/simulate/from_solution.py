@@ -5,16 +5,13 @@ of the choice is the cost of the plan (`problem.evaluate` agrees for both).
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Value
-from autoshard.layout import Layout, has_partial, is_legal, parse
+from autoshard.layout import Layout, has_partial, is_legal
 from autoshard.mesh import Mesh
-from autoshard.solution import Placed, Solution, misfits
+from autoshard.solution import Placed, Solution, misfits, parsed
 from autoshard.strategies import Candidate, Candidates, fused
-
-_parsed = lru_cache(maxsize=4096)(parse)
 
 
 def formulation_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None = None) -> tuple[Formulation, tuple[int, ...]]:
@@ -65,7 +62,7 @@ def _candidates(graph: Graph, placed: Sequence[Placed]) -> tuple[Candidates, lis
 
 def _hubs(graph: Graph, placed: Sequence[Placed], mesh: Mesh) -> dict[Value, Layout]:
     """The whole layouts of values with several readers: where memory is short one that none of them reads, with fewer bytes."""
-    hubs = {(i, k): _parsed(text) for i, one in enumerate(placed) for k, text in enumerate(one.hubs) if text is not None}
+    hubs = {(i, k): parsed(text) for i, one in enumerate(placed) for k, text in enumerate(one.hubs) if text is not None}
     for (i, k), layout in hubs.items():
         if not is_legal(graph.tensor((i, k)).shape, layout, mesh):
             name, written = graph.ops[i].name, placed[i].hubs[k]
@@ -96,12 +93,12 @@ def _refuse(graph: Graph, solution: Solution, mesh: Mesh) -> None:
 
 
 def _candidate(inputs: tuple[str, ...], outputs: tuple[str | None, ...]) -> Candidate:
-    return Candidate(tuple(_parsed(x) for x in inputs), tuple(None if x is None else _parsed(x) for x in outputs))
+    return Candidate(tuple(parsed(x) for x in inputs), tuple(None if x is None else parsed(x) for x in outputs))
 
 
 def _index_of(layouts: Sequence[Layout], written: str | None, name: str) -> int:
     if written is None:
         raise ValueError(f"the plan has no layout for the result {name}, although several ops read it; plan again")
-    if _parsed(written) not in layouts:
+    if parsed(written) not in layouts:
         raise ValueError(f"{name}: its layout in the plan, {written}, is that of none of its readers; plan again")
-    return list(layouts).index(_parsed(written))
+    return list(layouts).index(parsed(written))

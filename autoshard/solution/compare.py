@@ -9,11 +9,10 @@ from typing import Any
 
 from autoshard.graph import Graph
 from autoshard.layout import why_illegal
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, shape_text
 from autoshard.solution.interval import parts
-from autoshard.solution.record import Placed, Solution, parsed, plain
+from autoshard.solution.record import ROUNDING, Placed, Solution, parsed, plain
 
-ALMOST = 1e-9  # relative: costs this close are equal
 FEW = 3  # names listed before "and 12 more"
 # assumptions that the comparison of mesh and graph covers better, or that change no layout
 NOT_COMPARED = ("axes", "device", "dynamic_shapes", "inputs", "model", "set", "solver")
@@ -117,7 +116,7 @@ def _count(items: list, noun: str) -> str:
 
 
 def _by(sizes: Iterable[int]) -> str:
-    return "x".join(map(str, sizes)) or "a scalar"
+    return shape_text(sizes) or "a scalar"
 
 
 def _show(value: object) -> str:
@@ -148,7 +147,7 @@ def changes(a: Solution, b: Solution) -> dict[str, Any]:
         "assumptions": _differing(a.assumptions, b.assumptions),
         "seconds": _differing(*({row["what"]: row["seconds"] for row in parts(s.breakdown, {})} for s in (a, b))),
     }
-    equal = a.cost == b.cost or abs(a.cost - b.cost) <= ALMOST * abs(a.cost)
+    equal = a.cost == b.cost or abs(a.cost - b.cost) <= ROUNDING * abs(a.cost)
     same_layouts = not (pairs["parameters"] or pairs["ops"] or pairs["results"]) and a.mesh.shape == b.mesh.shape
     return {"same": same_layouts and equal, **pairs}
 

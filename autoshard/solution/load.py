@@ -5,7 +5,7 @@ import math
 import os
 from dataclasses import replace
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, shape_text
 from autoshard.reading import checked, parsed, refuse_other
 from autoshard.solution.files import read
 from autoshard.solution.pickles import Inert
@@ -33,7 +33,8 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> AnyPlan:
     if mesh is not None and not isinstance(plan, Solution):
         raise ValueError(f"{path} says itself for which devices it was planned; leave out the mesh")
     if mesh is not None and mesh.shape != plan.mesh.shape:
-        raise ValueError(f"{path} was planned for mesh {_shape(plan.mesh)}, not for {_shape(mesh)}; leave out the mesh or plan again")
+        planned, given = shape_text(plan.mesh.shape), shape_text(mesh.shape)
+        raise ValueError(f"{path} was planned for mesh {planned}, not for {given}; leave out the mesh or plan again")
     if program is None:
         return plan
     if not isinstance(plan, ProgramsSolution):
@@ -131,9 +132,8 @@ def _old_layouts(where: str, named: object, mesh: Mesh) -> tuple[str, ...]:
 def _old_layout(where: str, value: object, mesh: Mesh) -> str:
     placements = list(value) if isinstance(value, (list, tuple)) else [value]
     if len(placements) != len(mesh.axes):
-        raise ValueError(
-            f"{where} has {len(placements)} placements and the mesh {_shape(mesh)} {len(mesh.axes)} axes; give the mesh it was made for"
-        )
+        axes = f"the mesh {shape_text(mesh.shape)} {len(mesh.axes)} axes"
+        raise ValueError(f"{where} has {len(placements)} placements and {axes}; give the mesh it was made for")
     return ",".join(_old_placement(where, placement) for placement in placements)
 
 
@@ -152,7 +152,3 @@ def _old_placement(where: str, placement: object) -> str:
 def _word(value: object) -> str:
     """A value as part of a sentence; a list or an object, which may hold anything, as its type."""
     return repr(value)[:40] if isinstance(value, (str, int, float)) or value is None else f"of type {type(value).__name__}"
-
-
-def _shape(mesh: Mesh) -> str:
-    return "x".join(map(str, mesh.shape))

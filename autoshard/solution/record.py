@@ -24,7 +24,7 @@ from autoshard.solution.dynamic import Coverage, DynamicShapes
 from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.plan import Fact, ModelPlan, provided
 
-ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
+ROUNDING = 1e-9  # relative: costs and bounds this near are equal, as for the solvers
 
 
 @dataclass(frozen=True)
