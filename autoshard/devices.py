@@ -74,14 +74,6 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True)
-class LatentAttentionKernel(AttentionKernel):
-    """Multi-head latent attention: its bytes miss the cache where they are more than that holds."""
-
-    cache: Amount = math.inf  # bytes
-    beyond: Amount = math.inf  # bytes/s of those that miss it, beside the scores
-
-
-@dataclass(frozen=True)
 class ExpertsKernel:
     """Fused experts, forward, of one dtype on one kind of device."""
 

@@ -19,7 +19,7 @@ from itertools import product
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, shape_text
 
 Layout = tuple[Placement, ...]
 
@@ -137,7 +137,7 @@ def local_numel(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> int:
 def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | None:
     """None when the layout is legal for the global shape on the mesh, else a sentence that says why not."""
     if len(layout) != len(mesh.axes):
-        return f"layout {text(layout)} has {len(layout)} placements, the mesh {'x'.join(map(str, mesh.shape))} has {len(mesh.axes)} axes"
+        return f"layout {text(layout)} has {len(layout)} placements, the mesh {shape_text(mesh.shape)} has {len(mesh.axes)} axes"
     for placement in layout:
         if isinstance(placement, Shard) and placement.dim >= len(shape):
             return f"layout {text(layout)} shards dim {placement.dim}, the tensor has {len(shape)} dims"

@@ -222,7 +222,7 @@ def _per_node(shape: tuple[int, ...], devices_per_node: int | None) -> int:
     devices = math.prod(shape)
     if devices > per_node and devices % per_node:
         raise ValueError(
-            f"{'x'.join(map(str, shape))} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
+            f"{shape_text(shape)} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
             f"example {math.gcd(devices, per_node)}"
         )
     return per_node

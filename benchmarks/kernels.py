@@ -13,6 +13,7 @@ import argparse
 import csv
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,12 +24,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from autoshard.cost import attention_seconds, experts_seconds, latent_attention_seconds, matmul_seconds
+from autoshard.cost import attention_seconds, experts_seconds, matmul_seconds
 from autoshard.devices import (
     DEVICE_FILES,
+    Amount,
     AttentionKernel,
     ExpertsKernel,
-    LatentAttentionKernel,
     MatmulKernel,
     device_file,
     kernel_form,
@@ -68,6 +69,25 @@ def of_matmul(c: Columns, form: MatmulKernel) -> np.ndarray:
 def of_attention(c: Columns, form: AttentionKernel) -> np.ndarray:
     b, s, h, g, d = (c[name] for name in ("batch", "seq", "heads", "kv_heads", "head_dim"))
     return attention_seconds(b * h * s * s / 2, s, 2 * d, 2 * b * s * d * (2 * h + 2 * g), form)
+
+
+@dataclass(frozen=True)
+class LatentAttentionKernel(AttentionKernel):
+    """Multi-head latent attention: its bytes miss the cache where they are more than that holds."""
+
+    cache: Amount = math.inf  # bytes
+    beyond: Amount = math.inf  # bytes/s of those that miss it, beside the scores
+
+
+def latent_attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: LatentAttentionKernel) -> Amount:
+    """As `attention_seconds`, with c its seconds without launch and M:
+
+    missed    M min(max(2 (M / cache - 1), 0), 1)
+    t         launch + sqrt( c^2 + (missed / beyond)^2 ) + M / bandwidth
+    """
+    computing = attention_seconds(scores, keys, dims, 0.0, replace(of, launch=0.0))
+    missed = moved * np.clip(2 * (moved / of.cache - 1), 0.0, 1.0)
+    return of.launch + np.hypot(computing, missed / of.beyond) + moved / of.bandwidth
 
 
 def of_latent_attention(c: Columns, form: LatentAttentionKernel) -> np.ndarray:

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 import autoshard
 from autoshard.api import check_launch
 from autoshard.capture import capture
-from autoshard.cost import attention_seconds, experts_seconds, kernel_columns, latent_attention_seconds, matmul_seconds
+from autoshard.cost import attention_seconds, experts_seconds, kernel_columns, matmul_seconds
 from autoshard.cost.compute import Columns, busy_seconds
 from autoshard.devices import (
     DTYPES,
     AttentionKernel,
     ExpertsKernel,
-    LatentAttentionKernel,
     MatmulKernel,
     device_file,
     kernel_form,
@@ -30,6 +29,7 @@ from autoshard.devices import (
 )
 from autoshard.graph import Fused
 from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
+from benchmarks.kernels import LatentAttentionKernel, latent_attention_seconds
 from tests.helpers_refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent

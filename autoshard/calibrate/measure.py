@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard.calibrate.device_rates import measure_device, median_seconds
 from autoshard.calibrate.rates import OpSample
 from autoshard.lower import CollectiveCall, Groups
+from autoshard.mesh import shape_text
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SMALLEST = 2**10  # bytes
@@ -151,7 +152,7 @@ def measure_this_cluster(
         ) from None
     try:
         if dist.get_world_size() != math.prod(shape):
-            raise ValueError(f"{dist.get_world_size()} processes run, but the mesh {'x'.join(map(str, shape))} has {math.prod(shape)}")
+            raise ValueError(f"{dist.get_world_size()} processes run, but the mesh {shape_text(shape)} has {math.prod(shape)}")
         if cuda:
             torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
         device_mesh = init_device_mesh("cuda" if cuda else "cpu", shape)

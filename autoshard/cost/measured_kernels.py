@@ -19,8 +19,6 @@ queries of one head, on a multiprocessor of its own, has 128 K beside K keys:
     each      (1 + short / K) sqrt( (2 (d + e) / rate)^2 + (1 / exponentials)^2 ), of heads wider than 128 `wide` times
     c         (S + tail * 128 K multiprocessors) each
     t         launch + c + M / bandwidth                                                                            (`attention_seconds`)
-    missed    M min(max(2 (M / cache - 1), 0), 1)
-    t         launch + sqrt( c^2 + (missed / beyond)^2 ) + M / bandwidth        of latent attention          (`latent_attention_seconds`)
 
 Experts (E with rows, R rows in all, W matrices of [h, i] each, P pairs of a token and an expert before the ranks divided them):
 
@@ -33,7 +31,7 @@ fields are numbers or arrays: of one op of a plan, or of thousands of launches a
 
 import numpy as np
 
-from autoshard.devices import WIDE, Amount, AttentionKernel, ExpertsKernel, LatentAttentionKernel, MatmulKernel
+from autoshard.devices import WIDE, Amount, AttentionKernel, ExpertsKernel, MatmulKernel
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # rows and columns
 SPLITS = (1, 2, 4, 8)
@@ -79,23 +77,14 @@ def _unaligned(stored: Amount, n: Amount, of: MatmulKernel) -> Amount:
 
 def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:
     """scores: that are computed, of all heads; keys: of each query; dims: of a head's query and of its value, added; moved: bytes."""
-    return of.launch + _scores_seconds(scores, keys, dims, of) + moved / of.bandwidth
-
-
-def latent_attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: LatentAttentionKernel) -> Amount:
-    """As `attention_seconds`."""
-    missed = moved * np.clip(2 * (moved / of.cache - 1), 0.0, 1.0)
-    return of.launch + np.hypot(_scores_seconds(scores, keys, dims, of), missed / of.beyond) + moved / of.bandwidth
-
-
-def _scores_seconds(scores: Amount, keys: Amount, dims: Amount, of: AttentionKernel) -> Amount:
     rate = of.rate
     if of.by_dims:
         known, rates = np.array(of.by_dims).T
         rate = rate * np.interp(np.log2(dims), np.log2(2 * known), rates)
     wide = 1 + (of.wide - 1) * (dims > 2 * WIDE)
     each = np.hypot(2 * dims / rate, 1 / of.exponentials) * (1 + of.short / keys) * wide
-    return (scores + of.tail * QUERIES * keys * of.multiprocessors) * each
+    computing = (scores + of.tail * QUERIES * keys * of.multiprocessors) * each
+    return of.launch + computing + moved / of.bandwidth
 
 
 def experts_seconds(
