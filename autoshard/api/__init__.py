@@ -18,7 +18,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "api.planning": "plan",
     "api.reporting": "html_report",
     "api.running": "parallelize",
-    "api.simulating": "Parallel Simulation simulate simulate_grid",
+    "api.simulating": "simulate",
     "api.with_tables": "plan_with_tables",
     "calibrate.measure": "measure_this_cluster",
     "explain.reopened": "certificate_of problem_of write_problem",
@@ -28,6 +28,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "launch.best_degrees": "Degrees degrees",
     "launch.checked_launch": "CheckedLaunch check_launch",
     "launch.fitting": "Fitting will_fit",
+    "pipeline.grid": "Simulation simulate_grid",
     "runtime.agreement": "RankLost",
     "runtime.checkpoints": "load_checkpoint save_checkpoint",
     "runtime.parallelize": "device_mesh",
@@ -37,6 +38,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "planning.mesh_shapes": "mesh_shapes plan_meshes",
     "planning.options": "Infeasible NoAnswer Options",
     "planning.programs": "Program",
+    "simulate.degrees": "Parallel",
     "solution": "Plan ProgramsSolution Solution from_text load load_one open_cache",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -45,7 +47,6 @@ _CHECKED = (  # their arguments are compared with kinds.KINDS
 ).split()
 
 __all__ = sorted(_HOMES)
-
 
 
 def _called(module: str, name: str, *args: Any, **options: Any) -> Any:

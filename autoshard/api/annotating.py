@@ -18,13 +18,12 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DeviceMesh
 
-from autoshard.capture import Captured
+from autoshard.capture import Captured, is_value
 from autoshard.explain import CandidateCost, OpCosts, Redistribution
 from autoshard.exports import spec_of
 from autoshard.formulate import Place
 from autoshard.graph import KEPT, Graph, Op, Ref, Tensor, Value
 from autoshard.layout import parse, replicated, why_illegal
-from autoshard.planning import is_value
 from autoshard.solution import Solution
 from autoshard.strategies import KnownCandidates, candidates
 from autoshard.torch_private import DTensorSpec, pytree

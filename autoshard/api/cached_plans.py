@@ -29,8 +29,7 @@ class CachedPlans:
         asked |= {"rules": rules} if (rules := registered_rows(graph)) else {}
         self.facts = {"structure": hashes["structure"], "mesh": list(question.mesh.shape), "ops": len(graph.ops), "autoshard": VERSION}
         self.key = json_hash({**hashes, **asked, "version": VERSION, "torch": torch.__version__})
-        trains = any(result.kind == "gradient" for result in graph.results)
-        self.family = json_hash([sorted({op.target for op in graph.ops}), list(question.mesh.shape), trains])
+        self.family = json_hash([sorted({op.target for op in graph.ops}), list(question.mesh.shape), graph.trains])
 
     def exact(self) -> Solution | None:
         """The plan of this very question, judged; None where there is none, or it is not what it says."""

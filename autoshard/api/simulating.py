@@ -1,4 +1,4 @@
-"""Simulated steps: of a plan (`simulate`), and of a model on D x H x P devices with K microbatches (`simulate_grid`)."""
+"""Simulated steps of a plan."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,8 @@ import torch
 from autoshard.capture import in_turn
 from autoshard.explain import captured
 from autoshard.mesh import Mesh
-from autoshard.pipeline import SCHEMES as SCHEMES
-from autoshard.pipeline import Simulation as Simulation
-from autoshard.pipeline import simulate_grid as simulate_grid
 from autoshard.planning import Progress, Stopwatch
 from autoshard.simulate import PREFETCH, Timeline, timeline_of_solution
-from autoshard.simulate import Parallel as Parallel
 from autoshard.solution import Solution
 
 

@@ -51,6 +51,7 @@ class Captured:
 
 
 def is_value(item: Any) -> bool:
+    """Whether an item of `Captured.values` is a Value of the graph."""
     return isinstance(item, tuple) and len(item) == 2 and all(isinstance(number, int) for number in item)
 
 

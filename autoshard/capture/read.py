@@ -72,7 +72,7 @@ def read(
 def with_writes(graph: Graph) -> Graph:
     """The graph in which new rows of a buffer or an input, a cache of keys and values say, are written into it where nothing reads the
     old ones afterwards, and it isn't an output, too. Not where there are gradients: their pass may read what was there."""
-    if any(result.kind == "gradient" for result in graph.results):
+    if graph.trains:
         return graph
     ops, returned = list(graph.ops), {graph.storage(r.value) for r in graph.results if r.kind == "output" and r.value is not None}
     for result in graph.results:

@@ -15,6 +15,7 @@ from autoshard.mesh import DEVICES_PER_NODE
 from autoshard.options import (
     COUNTS,
     SCHEDULES,
+    SCHEMES,
     SIZE,
     SIZES,
     SOLVERS,
@@ -36,7 +37,6 @@ from autoshard.options import (
 EXPORTS = (
     "sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module", "checkpoint_policy",
 )  # fmt: skip
-SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 PLANNERS = ("naive", "astar")
 LAUNCHERS = {  # and how its configurations end

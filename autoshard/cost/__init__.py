@@ -16,7 +16,7 @@ from .devices import (
 from .kernels import Ring, beside
 from .links import (
     Gaps, axes_by_link, axis_transfer_seconds, bucket_limit, gather_seconds, groups_on_link, host_bandwidth, host_seconds,
-    least_joined_seconds, ring_seconds, shared_links, slowest_seconds_per_byte, transfer_latency, transfer_seconds,
+    least_joined_seconds, offload_seconds, ring_seconds, shared_links, slowest_seconds_per_byte, transfer_latency, transfer_seconds,
 )
 from .measured_kernels import attention_seconds, experts_seconds, matmul_seconds
 from .memory import (

@@ -128,7 +128,7 @@ class Joined:
 
 def home_of(pieces: Sequence[Piece]) -> Piece:
     """The program whose parameters are the originals."""
-    return next((p for p in pieces if p.formulated.trains), pieces[0])
+    return next((p for p in pieces if p.formulated.graph.trains), pieces[0])
 
 
 def join(pieces: Sequence[Piece], cluster: Mesh, memory_limit: float | None) -> Joined:

@@ -63,10 +63,6 @@ class Formulation:
         inputs = (("input", i, a) for i, op in enumerate(self.graph.ops) for a in range(len(op.inputs)))
         return (*(("shared", i, k) for i, k in self.hubs), *inputs, *(("result", k, 0) for k in self.results))
 
-    @property
-    def trains(self) -> bool:
-        return any(r.kind == "gradient" for r in self.graph.results)
-
     def candidate(self, index: int, choice: Sequence[int]) -> Candidate:
         return self.candidates.of[index][choice[index]]
 

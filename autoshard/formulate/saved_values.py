@@ -33,7 +33,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost import host_bandwidth, host_seconds
+from autoshard.cost import host_bandwidth, host_seconds, offload_seconds
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, preferred_layouts
 from autoshard.formulate.tables import bytes_of, differing
 from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, constants, repeated_blocks
@@ -222,10 +222,8 @@ class _Extending:
 
     def _transfers(self, tensor: Tensor, layouts: Layouts) -> np.ndarray:
         """Seconds of both transfers that count, per layout, in all microbatches."""
-        device = self.mesh.device
         sizes = bytes_of(tensor, layouts, self.mesh)
-        e = self.exposed or 0.0
-        one_way = np.array([e * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
+        one_way = np.array([offload_seconds(n, self.exposed or 0.0, self.mesh.device) for n in sizes])
         return self.f.microbatches * 2 * one_way
 
     def _usage(self, u: Usage) -> np.ndarray:

@@ -178,6 +178,10 @@ class Graph:
         stored |= {second: stored[name] for second, name in self.tied}
         return stored, called, {op.name: ((i, 0),) for i, op in enumerate(self.ops)}, paths
 
+    @property
+    def trains(self) -> bool:
+        return any(result.kind == "gradient" for result in self.results)
+
     @cached_property
     def parameters(self) -> dict[str, int]:
         return {op.name: i for i, op in enumerate(self.ops) if op.kind == "parameter"}

@@ -5,4 +5,4 @@ from .kinds import (
     COUNTS, FORBIDDEN, LAYOUTS, OPTIMIZERS, SIZE, SIZES, SWITCH, TEXT, ValueKind, bytes_per_parameter, check_layout, count, number, one_of,
     parse_bytes, parse_pins, recomputed, some_of,
 )
-from .planning import SCHEDULES, SOLVERS, TIME_LIMIT, Options, PipelineOptions, note_schema
+from .planning import SCHEDULES, SCHEMES, SOLVERS, TIME_LIMIT, Options, PipelineOptions, note_schema

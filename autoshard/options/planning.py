@@ -32,6 +32,7 @@ OBJECTIVES = ("overlapped", "serial")
 SOLVERS = ("auto", "prices", "ilp", "dp", "dual", "exhaustive")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 SWEPT = ("plan", "frontier")  # verbs
+SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")  # of a simulated grid
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
 typed, untyped = partial(declared, verbs=("pipeline",)), partial(declared, verbs=())
 

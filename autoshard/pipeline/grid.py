@@ -19,6 +19,7 @@ from autoshard.capture import capture_deep
 from autoshard.cost import groups_on_link
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
+from autoshard.options import SCHEMES
 from autoshard.pipeline.layers import Layers, clustered, layers_of
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedule_times import ScheduleRun
@@ -29,8 +30,6 @@ from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwat
 from autoshard.precision import Precision
 from autoshard.simulate import PREFETCH, Parallel, Timeline, timeline_of_solution
 from autoshard.solution import Solution, replay
-
-SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,7 +133,7 @@ class StageProblem:
 
     def __init__(self, job: Job, shared: SharedOnMesh):
         self.job, graph = job, job.graph
-        training = Training(job.optimizer) if any(r.kind == "gradient" for r in graph.results) else None
+        training = Training(job.optimizer) if graph.trains else None
         options = candidates(graph, job.mesh, shared.candidates)
         options, keep = _pinned(graph, options, job) if job.pins else (options, {})
         self.formulated = formulate(graph, options, job.mesh, training=training, tables=shared.tables)

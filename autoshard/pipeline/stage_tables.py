@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost import OPTIMIZERS
+from autoshard.cost import bytes_per_parameter
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import Combination, StageOption
 from autoshard.pipeline.layers import Layers
@@ -77,7 +77,7 @@ class StageTable:
 
     @cached_property
     def training(self) -> bool:
-        return any(r.kind == "gradient" for r in self.layers.graph.results)
+        return self.layers.graph.trains
 
     @property
     def ways(self) -> tuple[bool, ...]:
@@ -93,7 +93,7 @@ class StageTable:
         """Parameters, with gradients and optimizer state where they are trained, of the full model."""
         graph = self.layers.graph
         trained = {r.name for r in graph.results if r.kind == "gradient"}
-        state = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
+        state = bytes_per_parameter(self.optimizer)
         each = [(graph.ops[i].output, name in trained) for name, i in graph.parameters.items() if name not in dict(graph.tied)]
         return math.fsum(t.bytes + t.numel * (t.itemsize + state) * learns for t, learns in each)
 

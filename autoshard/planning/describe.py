@@ -72,7 +72,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
         solver=answer.solver,
         peak_bytes=sum(peak["parts"].values()),
         peak=peak,
-        training=any(r.kind == "gradient" for r in graph.results),
+        training=graph.trains,
         baselines=dict(baselines),
         replicated_ops=replicated_ops(formulated, choice),
         parameters=parameters_of(formulated, choice),
@@ -204,7 +204,7 @@ def peak_of(formulated: Formulation, choice: Choice) -> dict:
     return {
         "op": "end" if op is None else op.name,
         "module": "" if op is None else op.module,
-        "backward": formulated.trains if op is None else op.backward,
+        "backward": formulated.graph.trains if op is None else op.backward,
         "parts": {kind: held for kind, held in parts.items() if held},
         "largest": [{"name": name, "bytes": held} for held, name in largest],
     }

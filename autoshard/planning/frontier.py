@@ -144,9 +144,8 @@ def frontier(
         raise Infeasible("no plan was found at any memory: take away a pin, or raise the time limit")
     gap = max(checked.gap, LEAST_GAP)
     name = str(question.assumptions.get("model") or type(model).__name__)
-    trained = any(r.kind == "gradient" for r in question.graph.results)
     rows = tuple(_point(p, gap) for p in swept.points)
-    return Frontier(name, mesh, trained, gap, rows, clock.seconds(), dict(question.assumptions), swept, question, instance)
+    return Frontier(name, mesh, question.graph.trains, gap, rows, clock.seconds(), dict(question.assumptions), swept, question, instance)
 
 
 def _checked(points: object, options: Mapping[str, Any]) -> Options:

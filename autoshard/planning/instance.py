@@ -61,8 +61,7 @@ def extended_from(few_layers: Graph | None, formulated: Formulation, options: Op
 
 def formulate_for(graph: Graph, layouts: Candidates, mesh: Mesh, options: Options) -> Formulation:
     """The graph's problem with the optimizer and the memory limit of the options, before any pins."""
-    trains = any(r.kind == "gradient" for r in graph.results)
-    training = Training(options.optimizer, options.master_weights, options.microbatches) if trains else None
+    training = Training(options.optimizer, options.master_weights, options.microbatches) if graph.trains else None
     return formulate(fused(graph) if options.compiled else graph, layouts, mesh, training=training, memory_limit=options.memory_limit)
 
 

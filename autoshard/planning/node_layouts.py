@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from autoshard.capture import Captured
+from autoshard.capture import Captured, is_value
 from autoshard.layout import parse, replicated, text, why_illegal
 from autoshard.planning.describe import parameter_row
 from autoshard.solution import Placed, Solution
@@ -35,8 +35,3 @@ def with_node_layouts(captured: Captured, old: Solution, path: str) -> Solution:
     stored = {name: parse(layouts[name].outputs[0] or everywhere) for name in graph.parameters}
     parameters = {name: parameter_row(graph.tensor((i, 0)), stored[name], mesh) for name, i in graph.parameters.items()}
     return replace(old, layouts=layouts, parameters=parameters)
-
-
-def is_value(leaf: object) -> bool:
-    """Whether a leaf of `Captured.values` is a Value of the graph, or None where the node has no tensor."""
-    return leaf is None or (isinstance(leaf, tuple) and len(leaf) == 2 and all(isinstance(n, int) for n in leaf))

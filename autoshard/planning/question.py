@@ -98,7 +98,7 @@ class Question:
         """The question about a step: with the copies and sums of its microbatches, where there are several."""
         if self.options.microbatches == 1:
             return self
-        if not any(r.kind == "gradient" for r in self.graph.results):
+        if not self.graph.trains:
             raise ValueError(f"microbatches is {self.options.microbatches}, but nothing is trained; plan with training=True, or without it")
         return self.map(lambda graph: stepped(graph, self.options))
 

@@ -27,8 +27,7 @@ def formulation_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None 
     candidates, picked = _candidates(graph, placed)
     if not all(_is_legal(graph, i, of[k], mesh) for (i, k), of in _distinct(candidates, picked).items()):
         _refuse(graph, solution, mesh)
-    trains = any(r.kind == "gradient" for r in graph.results)
-    training = Training(solution.optimizer, solution.master_weights, solution.microbatches) if trains else None
+    training = Training(solution.optimizer, solution.master_weights, solution.microbatches) if graph.trains else None
     hubs = _hubs(graph, placed, mesh)
     graph, limit = fused(graph) if solution.compiled else graph, solution.memory_limit
     formulated = formulate(graph, candidates, mesh, training=training, memory_limit=limit, hubs=hubs)

@@ -41,8 +41,6 @@ def certificate(problem: Problem, choice: Sequence[int]) -> Certificate:
     problem = anchored(problem)
     record = Record(problem, math.inf, 0.0, lambda: 0.0)
     incumbent = Fixed(problem, record, choice)
-    if record.choice is None:
-        raise ValueError("the choice that is to be certified costs inf or exceeds the memory limit")
     messages = Messages(problem)
     ascend(messages, incumbent, CONVERGED)
     if len(messages.prices) and not incumbent.proven:

@@ -165,11 +165,13 @@ class Solver:
 
 
 class Fixed(Incumbent):
-    """The incumbent for the certificate of one choice: bounds are recorded, other choices are ignored."""
+    """The incumbent for the certificate of one choice: bounds are recorded, other choices are ignored. ValueError where it doesn't fit."""
 
     def __init__(self, problem: Problem, record: Record, choice: Choice) -> None:
         super().__init__(problem, record)
         super().offer(choice)
+        if record.choice is None:
+            raise ValueError("the choice that is to be certified costs inf or exceeds the memory limit")
 
     def offer(self, choice: Choice) -> bool:
         return False

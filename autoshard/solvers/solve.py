@@ -137,8 +137,6 @@ def certified(
     problem = anchored(problem)
     record = Record(problem, clock() + time_limit, gap, clock, progress)
     incumbent = Fixed(problem, record, choice)
-    if record.choice is None:
-        raise ValueError("the choice that is to be certified costs inf or exceeds the memory limit")
     if messages is not None:
         met = look(problem, incumbent, messages)
         if not incumbent.done:
