@@ -26,7 +26,7 @@ examples/mlp.py), units at 83d7fc3963e8.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autoshard.simulate.degrees import Parallel
+from autoshard.pipeline import Parallel
 
 
 @dataclass(frozen=True)

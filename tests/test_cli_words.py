@@ -11,7 +11,7 @@ import pytest
 from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.table import EXPORTS, PLANNERS, SCHEMES, TEXTS, option_of
+from autoshard.cli.table import EXPORTS, PLANNERS, TEXTS, option_of
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
 
@@ -239,7 +239,6 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
     from importlib import import_module
 
     from autoshard import relayout
-    from autoshard.api import simulating
     from autoshard.capture import huggingface
     from autoshard.cost import presets
     from autoshard.exports import FORMATS
@@ -249,7 +248,7 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
 
     solve = import_module("autoshard.solvers.solve")
     assert set(SOLVERS) == set(solve.SOLVERS) and set(EXPORTS) == set(FORMATS)
-    assert set(SCHEDULES) == set(schedules.SCHEDULES) and SCHEMES == simulating.SCHEMES
+    assert set(SCHEDULES) == set(schedules.SCHEDULES)
     assert set(PLANNERS) == set(relayout.PLANNERS)
     assert set(PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
     assert MOST_DIM == len(_SHARDS) - 1

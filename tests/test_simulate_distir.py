@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from autoshard.simulate.degrees import Parallel
+from autoshard.pipeline import Parallel
 from benchmarks.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
 from benchmarks.mlp_runs import Runs, calibrate, fit_rates, held_out, read
 from tests.helpers_refusals import refusals

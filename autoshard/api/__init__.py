@@ -28,7 +28,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "launch.best_degrees": "Degrees degrees",
     "launch.checked_launch": "CheckedLaunch check_launch",
     "launch.fitting": "Fitting will_fit",
-    "pipeline.grid": "Simulation simulate_grid",
+    "pipeline.grid": "Parallel Simulation simulate_grid",
     "runtime.agreement": "RankLost",
     "runtime.checkpoints": "load_checkpoint save_checkpoint",
     "runtime.parallelize": "device_mesh",
@@ -38,7 +38,6 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "planning.mesh_shapes": "mesh_shapes plan_meshes",
     "planning.options": "Infeasible NoAnswer Options",
     "planning.programs": "Program",
-    "simulate.degrees": "Parallel",
     "solution": "Plan ProgramsSolution Solution from_text load load_one open_cache",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

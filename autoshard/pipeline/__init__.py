@@ -1,7 +1,7 @@
 """Pipelines: stages, sub-meshes, schedules and microbatches, searched and simulated."""
 
 from .configurations import backend_of
-from .grid import Simulation, simulate_grid
+from .grid import Parallel, Simulation, simulate_grid
 from .microbatches import microbatch
 from .pipelines import pipeline
 from .schedule_times import ScheduleRun, Span, run

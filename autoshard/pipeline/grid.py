@@ -19,7 +19,7 @@ from autoshard.capture import capture_deep
 from autoshard.cost import groups_on_link
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
-from autoshard.options import SCHEMES
+from autoshard.options import SCHEMES, count
 from autoshard.pipeline.layers import Layers, clustered, layers_of
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedule_times import ScheduleRun
@@ -28,8 +28,26 @@ from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwatch, baseline_only, plan_graph
 from autoshard.precision import Precision
-from autoshard.simulate import PREFETCH, Parallel, Timeline, timeline_of_solution
+from autoshard.simulate import PREFETCH, Timeline, timeline_of_solution
 from autoshard.solution import Solution, replay
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """D x H x P devices (data, tensor, pipeline) and K microbatches per step. ValueError unless all are whole numbers of 1 or more."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            count().check(name, value)
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.report import page_of_plan, pipeline, plan_tables, programs, proof
-from autoshard.report.frontier import load_frontier as load_frontier
 from autoshard.report.page import environment, page
 from autoshard.solution import AnyPlan, Pipeline, ProgramsSolution, Solution
 

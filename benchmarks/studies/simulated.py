@@ -10,10 +10,10 @@ from scipy.stats import spearmanr
 
 from autoshard import Mesh
 from autoshard.capture import capture_deep
+from autoshard.pipeline import Parallel
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
 from autoshard.planning.question import ModelGraphs, Question
-from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.timeline import timeline_of_solution
 from benchmarks import mlp_runs
 from benchmarks.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
