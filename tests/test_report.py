@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -6,7 +7,7 @@ from autoshard import report
 from autoshard.report.blocks import sections
 from autoshard.report.planned import planned_report
 from autoshard.report.serving import _reasons, _styles
-from autoshard.report.terminal import as_text, exported
+from autoshard.report.terminal import as_text, exported_text
 from autoshard.report.values import by_kind
 from autoshard.units import percent, seconds, size
 from tests.helpers_solutions import linear_solution
@@ -134,7 +135,7 @@ def test_at_100_columns_no_name_of_a_llama_is_folded():
 
 
 def test_what_is_plain_is_exported_as_it_is():
-    assert exported({"a": [1, "x", None]}) == {"a": [1, "x", None]}
+    assert json.loads(exported_text({"a": [1, "x", None]}).plain) == {"a": [1, "x", None]}
 
 
 def test_styles_of_serving_are_those_that_shard():

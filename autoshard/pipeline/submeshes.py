@@ -21,6 +21,7 @@ import numpy as np
 from autoshard.cost import axis_transfer_seconds, transfer_seconds
 from autoshard.devices import link_of
 from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Axis, Device, Mesh, default_axis_names
+from autoshard.options import count
 from autoshard.pipeline.stage_division import Nodes, SubMesh, Tiling, submeshes
 
 
@@ -38,9 +39,7 @@ class Kind:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of a kind of nodes is {value!r}; expected a whole number of 1 or more")
+            count().check(f"{name} of a kind of nodes", getattr(self, name))
         if self.measured is not None and self.measured.shape != (self.nodes, self.devices):
             raise ValueError(f"measured is a mesh of {self.measured.shape}; expected one of {(self.nodes, self.devices)}, nodes x devices")
         self.mesh((self.devices,))  # raises ValueError for an invalid device or bandwidth
@@ -98,8 +97,7 @@ class Cluster:
     def of(devices: int, devices_per_node: int = DEVICES_PER_NODE, **prices) -> Cluster:
         """`devices` equal devices in nodes of `devices_per_node`; fewer than that are one node. ValueError if they fill no whole nodes."""
         for name, value in (("devices", devices), ("devices_per_node", devices_per_node)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+            count().check(name, value)
         per_node = min(devices, devices_per_node)
         if devices % per_node:
             fitting = math.gcd(devices, per_node)

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.capture import in_turn
 from autoshard.mesh import Mesh
-from autoshard.options import refuse_elsewhere
+from autoshard.options import count, refuse_elsewhere
 from autoshard.planning.describe import described
 from autoshard.planning.instance import Instance, instance_of
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
@@ -149,8 +149,7 @@ def frontier(
 
 
 def _checked(points: object, options: Mapping[str, Any]) -> Options:
-    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
-        raise ValueError(f"points is {points!r}; expected a whole number of 1 or more")
+    count().check("points", points)
     refuse_elsewhere(Options, "frontier", options)
     checked = checked_options(Options, {"gap": PROVEN_GAP, **options})
     if checked.recompute in ("auto", "blocks"):

@@ -27,6 +27,7 @@ from torch import nn
 from autoshard.cost import axis_transfer_seconds, presets
 from autoshard.graph import LARGE, Graph, resized
 from autoshard.mesh import DEVICES_PER_NODE, Mesh
+from autoshard.options import count
 from autoshard.planning import Progress
 from autoshard.serving.kv_cache import text_config
 from autoshard.serving.projections import divided
@@ -117,8 +118,7 @@ def serve_plan(
     """
     asked = {"devices": devices, "max_tokens": max_tokens, "batch": batch, "devices_per_node": devices_per_node}
     for name, value in asked.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+        count().check(name, value)
     prompt = max(max_tokens // 2, 1) if prompt is None else prompt
     if type(prompt) is not int or not 1 <= prompt < max_tokens:
         raise ValueError(f"prompt is {prompt!r} tokens; expected at least 1 and fewer than max_tokens, {max_tokens}")
