@@ -76,7 +76,7 @@ class Reference:
         self.owned = [(i, b.graph.index[name], a.graph.tensor((i, 0))) for name, i in a.graph.parameters.items()]
         self.layouts = [[[c.outputs[0] for c in f.candidates.of[row[k]]] for row in self.owned] for k, f in enumerate((a, b))]
         self.groups = [judged(p, [row[k] for row in self.owned]) for k, p in enumerate(problems)]
-        self.trains = a.trains
+        self.trains = a.graph.trains
 
     def bytes(self, tensor, layout):
         return local_numel(tensor.shape, layout, self.mesh) * 4.0
