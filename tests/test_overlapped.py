@@ -241,12 +241,12 @@ def test_equal_layers_are_alike_where_no_other_choice_gains_more_than_the_gap():
 
 
 def test_a_layer_hides_the_traffic_of_the_next_one_where_every_second_layer_is_as_in_another_plan(monkeypatch):
-    graph, mesh = capture(*mlp.mlp(batch=16384, layers=4), training=True), Mesh.from_bandwidths((4,), intra_node_bandwidth=1e10)
+    graph, mesh = capture(*mlp.mlp(batch=4096, layers=6), training=True), Mesh.from_bandwidths((4,), intra_node_bandwidth=5e10)
     options = {"objective": "overlapped", "gap": 0.01}
     alternating = plan_graph(asked(graph, mesh, **options))
     monkeypatch.setattr(import_module("autoshard.planning.overlapped")._Search, "_every_second_layer", lambda self, x, y: [])
     alike = plan_graph(asked(graph, mesh, **options))
-    assert alternating.objective_seconds < 0.995 * alike.objective_seconds
+    assert alternating.objective_seconds < 0.99 * alike.objective_seconds
     assert alternating.objective_bound <= alternating.objective_seconds
 
 

@@ -47,8 +47,9 @@ GAP, ROUGH = 1e-3, 20  # relative, of each of these problems, or a quarter of th
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative; and where it is wide
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
-SIMULATIONS, SIMULATED = (60, 120), 300_000  # of polishing: least and most, and nodes of all together
-MOST_IDLE_MOVES = 6, 24  # of these in turn that gain as little; and where the gap is wide
+SIMULATIONS, SIMULATED = (60, 400), 400_000  # of polishing: least and most, and nodes of all together
+IDLE_MOVES, IDLE_SHARE = 6, 0.25  # of these in turn that gain as little; and of all, where the gap is wide
+LAYERS_EXCHANGED = 24  # times that every second layer is
 HIDDEN = 0.1  # of the seconds of traffic that kernels hide: about what it slows these, and what shares its link
 WIDE = 0.02  # relative: a gap that is worth more steps
 EXCHANGED = 17  # the shortest choices, parts of which are exchanged with the best
@@ -277,12 +278,14 @@ class _Search:
         of all seconds is added for what that traffic slows.
         """
         self.priced = priced_by_stream(self.problem, *self.tables, *(weights + HIDDEN for weights in self.weights))
-        left, idle, before = [self.simulations, MOST_IDLE_MOVES[1]], [0, 0], math.inf
+        left, before = [self.simulations, LAYERS_EXCHANGED], math.inf
         while self.shortest < before and not self.is_proven:
             before = self.shortest
             for k, moves in enumerate(self._moves()):
+                idle = 0
                 for _, changes in moves:
-                    if not left[k] or idle[k] >= MOST_IDLE_MOVES[self.gap > WIDE] or self.question.is_over:
+                    most = IDLE_SHARE * self.simulations if self.gap > WIDE else IDLE_MOVES
+                    if not left[k] or idle >= most or self.question.is_over:
                         break
                     mixed, shortest = list(self.best), self.shortest
                     for v, i in changes.items():
@@ -290,7 +293,7 @@ class _Search:
                     if tuple(mixed) not in self.seconds:
                         self.offer(mixed)
                         left[k] -= 1
-                        idle[k] = 0 if self.shortest < (1 - LITTLE) * shortest else idle[k] + 1
+                        idle = 0 if self.shortest < (1 - LITTLE) * shortest else idle + 1
 
     def plainest(self) -> tuple[int, ...]:
         """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""
