@@ -20,6 +20,7 @@ from autoshard.launch.fitting import will_fit
 from autoshard.launch.launch_prices import launch_memory, prices_of
 from autoshard.launch.peak_memory import chance_to_fit, chance_within
 from autoshard.launch.runs import SCHEDULES, TrainingRuns
+from autoshard.launch.torchtitan import FLAVORS
 from benchmarks.fits import TABLE, answered, beside_a_plan
 from tests.helpers_command import record_of, refusal, run
 
@@ -324,3 +325,15 @@ def test_chunks_of_the_loss_and_learned_positions_are_counted():
     alone = Launch(1, 1024, 1)
     more = bytes_of(alone, "megatron", replace(GPT2_LARGE, learned_positions=True)) - bytes_of(alone, "megatron", GPT2_LARGE)
     assert more == pytest.approx(18 * 1024 * 1280, rel=0.3)  # 2 bytes, 4 of the gradient, 12 of the optimizer
+
+
+@pytest.mark.parametrize("grads16", [False, True])
+@pytest.mark.parametrize("stages, microbatch", [(8, 4), (32, 1)])
+def test_sharded_parameters_take_no_more_than_those_that_stay_gathered(stages, microbatch, grads16):
+    """A stage gathers no more blocks than it has, and its whole gradients have the dtype that they are reduced in."""
+    launch = Launch(16 * stages, 8192, 16 * stages * microbatch, microbatch, data=16, shard=16, zero=2, pipeline=stages, recompute="full",
+                    split="ends", grads16=grads16)  # fmt: skip
+    runs = TrainingRuns.of([launch, replace(launch, zero=3)])
+    for sizes in (FLAVORS["llama3", "8B"], FLAVORS["qwen3", "30B-A3B"]):
+        gathered, sharded = launch_memory(runs, sizes, Site(), "torchtitan").device
+        assert sharded <= gathered * (1 + 1e-3)

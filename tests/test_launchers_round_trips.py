@@ -12,6 +12,7 @@ import yaml
 from autoshard.launch import Launch, LaunchConfig, Overrides, edited_text, read_configuration, why_illegal
 from autoshard.launch.configurations import FORMATS, configuration_text
 from autoshard.launch.edits import edited
+from autoshard.launch.megatron import FLAGS
 from autoshard.launch.texts import Nested, arguments_of
 from autoshard.launch.torchtitan import FLAVORS
 from tests.helpers_command import run
@@ -216,6 +217,33 @@ def test_an_edited_script_means_the_changes(changes, said):
 @pytest.mark.parametrize("rest", ["; echo", " ${ARGS[@]}", ' "${ARGS[@]}" \\', " 2>&1 | tee log", " && echo", ")", " --tp", ""])
 def test_what_stands_behind_a_value_stays(value, rest):
     assert edited(f"run --tp {value}{rest}\n", "f.sh", {"tp": 4}) == f"run --tp 4{rest.replace('--tp', '--tp 4')}\n"
+
+
+PLACES = [  # a script, changes, and what it is then
+    ("run --tp 2 --bf16 $MORE\n", {"bf16": None}, "run --tp 2 $MORE\n"), ("run --bf16 $MORE\n", {"bf16": True}, "run --bf16 $MORE\n"),
+    ("run \\\n  --tp 2 \\\n  --bf16\necho\n", {"bf16": None}, "run \\\n  --tp 2\necho\n"),
+    ("A=(\n  --bf16\n  --x 3\n)\n", {"bf16": None}, "A=(\n  --x 3\n)\n"),
+    ("--tp 2  # no --bf16\n", {"bf16": None, "tp": 4}, "--tp 4  # no --bf16\n"),
+    ("--seq-length \\\n  64 \\\n  --x\n", {"seq-length": 128}, "--seq-length 128 \\\n  --x\n"),
+    ("A=(\n  --nnodes 2\n)\nB=(\n  --num-layers 2\n)\n", {"bf16": True}, "A=(\n  --nnodes 2\n)\nB=(\n  --bf16\n  --num-layers 2\n)\n"),
+    ("torchrun --nnodes 2 train.py --num-layers 2\n", {"bf16": True}, "torchrun --nnodes 2 train.py --bf16 --num-layers 2\n"),
+    ("run \\\n  --num-layers 2\n", {"bf16": True}, "run \\\n  --bf16 \\\n  --num-layers 2\n"),
+    ('A=(\n  "--num-layers 2"\n)\n', {"bf16": True}, 'A=(\n  "--bf16 --num-layers 2"\n)\n'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script, changes, then", PLACES)
+def test_an_argument_goes_and_comes_where_a_shell_reads_it(script, changes, then):
+    assert edited(script, "f.sh", changes, FLAGS) == then
+
+
+def test_a_file_keeps_its_line_ends_and_its_byte_order_mark(tmp_path):
+    job, better = tmp_path / "job.sh", tmp_path / "better.sh"
+    old = b"\xef\xbb\xbf" + (DATA / "megatron" / "gpt3_175b.sh").read_bytes().replace(b"\n", b"\r\n")
+    job.write_bytes(old)
+    assert run("check", str(job), "--devices", "1024", "--out", str(better))[0] == 0
+    new = better.read_bytes()
+    assert new.startswith(old[:40]) and new.count(b"\r\n") == new.count(b"\n") >= old.count(b"\n")
 
 
 def test_check_changes_only_what_the_launch_decides(tmp_path):

@@ -10,7 +10,7 @@ from autoshard.certify import FORMAT
 from autoshard.certify import certify as certified
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.combinations import is_launch
-from autoshard.cli.launchers import checked_launch, load_launchers, write_page
+from autoshard.cli.launchers import as_in, checked_launch, load_launchers, write_page
 from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_plan, model_of, models_for
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output
@@ -113,7 +113,7 @@ def _check_launch(output: Output, asked: Asked) -> int:
             if not asked.out.endswith(LAUNCHERS[launcher]):  # as new files do
                 raise
             written, rest = room.configuration_text(launcher, better), f"it holds what a launch decides, so take the rest from {path}"
-        output.write(asked.out, lambda out: write_atomically(written, out), f": {checked.changes[0].what}; {rest}")
+        output.write(asked.out, lambda out: write_atomically(as_in(path, written), out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
     write_page(output, asked.html, record, path)
     output.answer(record, lambda: report.launchers.launch_table(record, path, compared=True))

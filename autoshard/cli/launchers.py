@@ -1,5 +1,6 @@
 """Options of the verbs about launchers as values: the model's sizes, the site, and a builder of the model for a batch."""
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from autoshard.cli.output import Output
 from autoshard.cli.table import CONFIGURATIONS
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import DEVICES
-from autoshard.reading import data_of, text_of
+from autoshard.reading import content_of, data_of, text_of
 from autoshard.writing import write_atomically
 
 
@@ -37,6 +38,13 @@ def checked_launch(output: Output, asked: Asked, path: str, **options: Any) -> t
     described, text, added = read_launch(path, asked, launcher)
     output.progress("pricing launches", 0.2)
     return load_launchers().check_launch(described, launcher, site_of(asked, launcher), **options), text, added
+
+
+def as_in(path: str, text: str) -> str:
+    """The text with the line ends and the byte order mark of a launcher's configuration."""
+    content = content_of(path, "launch")
+    ends = "\r\n" if 2 * content.count(b"\r\n") > content.count(b"\n") else "\n"
+    return "\ufeff" * content.startswith(BOM_UTF8) + text.replace("\n", ends)
 
 
 def write_page(output: Output, path: str | None, record: Mapping[str, Any], title: str, **more: Any) -> None:

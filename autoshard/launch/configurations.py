@@ -108,7 +108,7 @@ def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known
         for group in form.exclusive:
             if group & changes.keys():
                 changes = {**dict.fromkeys(group), **changes}
-        text = edited(text, path, {form.place(text, path, name): changes[name] for name in sorted(changes)})
+        text = edited(text, path, {form.place(text, path, name): changes[name] for name in sorted(changes)}, megatron.FLAGS)
     names = ", ".join(changes)
     raise ValueError(f"{path} can't be changed in {names} alone; expected these keys where the launcher's documentation has them")
 

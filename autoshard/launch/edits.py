@@ -9,7 +9,7 @@ arguments where they stand in the script. The caller reads again what was writte
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -19,11 +19,15 @@ from .texts import PlainLoader, argument_words, toml_key, toml_value
 STATEMENT = 500  # lines of a value in TOML at most
 # a word of a shell, and words that are no values of the option before them: options, comments, operators, arrays, and more of a line's end
 WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|`[^`\n]*`|\$\(\([^()\n]*\)\)|[^\s\\"'`)(;|&<>])++"""
+# the options of a script, with the spaces of a line that begins with one; those that are no options of what starts it (torchrun)
+OPTION = r"(?:^|\s)#[^\n]*|(?:^(?P<indent>[ \t]*)|(?<=[\s\"']))(?P<option>--\w)"
+BESIDE = OPTION[:-3] + r"(?:num|tensor|pipeline|context|hidden|micro|global|seq|bf16|fp16)\b)"
+GONE = "\0"  # in a text's place of what is left out
 NO_VALUE = r"""[-#;|&<>]|\d*[<>]|"?\$\{\w+\[[@*]"""
 
 
-def edited(text: str, path: str, changes: Mapping[str, Any]) -> str:
-    """The text with other values. ValueError where a value can't be found or put there."""
+def edited(text: str, path: str, changes: Mapping[str, Any], flags: Container[str] = ()) -> str:
+    """The text with other values. flags: arguments without one. ValueError where a value can't be found or put there."""
     if path.endswith(".toml"):
         return _toml(text, changes)
     if path.endswith((".yaml", ".yml", ".json")):
@@ -31,7 +35,7 @@ def edited(text: str, path: str, changes: Mapping[str, Any]) -> str:
             text = _yaml(text, name.split("."), value)
         return text
     for name, value in changes.items():
-        text = _argument(text, name, value)
+        text = _argument(text, name, value, name in flags)
     return text
 
 
@@ -149,23 +153,23 @@ def _plain(value: Any) -> str:
 # -- arguments -------------------------------------------------------------------------------------------------------------------------
 
 
-def _argument(text: str, name: str, value: Any) -> str:
+def _argument(text: str, name: str, value: Any, is_flag: bool) -> str:
     """In all places of a script that are no comments; where there is none, in front of the first line that begins with an option."""
     option = rf"(?<![\w-])--{re.sub('[-_]', '[-_]', name)}(?![\w-])"
-    words = rf"(?:[ \t=]+(?!{NO_VALUE}){WORD}(?:[ \t]+(?!{NO_VALUE}|\$){WORD})*)?"
-    lines = text.splitlines(keepends=True)
-    rows = [i for i, line in enumerate(lines) if not line.lstrip().startswith("#") and re.search(option, line)]
+    words = "" if is_flag else rf"(?:(?:[ \t=]|\\\n)+(?!{NO_VALUE}){WORD}(?:[ \t]+(?!{NO_VALUE}|\$){WORD})*)?"
     written = "" if value in (None, False) else f"--{name}{argument_words(value)}"
-    for i in rows:
-        lines[i] = re.sub(option + words, lambda _: written, lines[i])
-        if not written and not lines[i].strip(" \t\\\n\"'"):
-            lines[i] = ""
-    if written and not rows:
-        at = next((i for i, line in enumerate(lines) if line.lstrip(" \t\"'").startswith("--")), None)
-        if at is None:
-            raise ValueError(f"no line begins with an option; --{name} has no place")
-        before, rest = re.match(r"([ \t\"']*)(.*)", lines[at], re.DOTALL).groups()  # type: ignore[union-attr]
-        goes_on = rest.rstrip().endswith("\\") or (at > 0 and lines[at - 1].rstrip().endswith("\\"))
-        quote = before.strip()
-        lines[at] = f"{before}{written}{' ' + chr(92) if goes_on else ''}\n{before.replace(quote, '') if quote else before}{rest}"
-    return "".join(lines)
+    place = re.compile(rf"((?:^|(?<=\s))#[^\n]*)|{option}{words}", re.MULTILINE)  # a comment, or the option
+    is_there = any(one[1] is None for one in place.finditer(text))
+    text = place.sub(lambda one: one[1] or written or GONE, text)
+    alone = rf"[ \t\"']*{GONE}[ \t\"']*"  # a line of nothing else; the last of a command takes the backslash before it along
+    text = re.sub(rf"(?:[ \t]*\\)?\n{alone}(?=\n|\Z)|^{alone}\\?\n|{GONE}(?:[ \t]+(?=\S))?", "", text, flags=re.MULTILINE)
+    if written and not is_there:
+        firsts = [one for pattern in (BESIDE, OPTION) for one in re.finditer(pattern, text, re.MULTILINE) if one["option"]]
+        if not firsts:
+            raise ValueError(f"there is no option beside which --{name} has a place; expected the arguments of the launcher's command")
+        indent, at = firsts[0]["indent"], firsts[0].start("option")
+        line = text[text.rfind("\n", 0, at) + 1 : text.find("\n", at) % (len(text) + 1)]
+        goes_on = line.rstrip().endswith("\\") or text[: at - len(indent or "")].endswith("\\\n")
+        after = " " if indent is None else f"{' ' + chr(92) if goes_on else ''}\n{indent}"
+        text = f"{text[:at]}{written}{after}{text[at:]}"
+    return text

@@ -219,7 +219,8 @@ def experts(
         sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
         kept = blocks * local * largest
         kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
-        kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2 * 2.0 * local, 0.0)  # of a block and of the next, by FSDP
+        at_hand = np.minimum(blocks * largest, 2)  # by FSDP: a block and the next
+        kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2.0 * at_hand * local, 0.0)
         kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
         return {}, kinds, NOTHING
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)

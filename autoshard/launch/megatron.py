@@ -32,7 +32,8 @@ CONFLICTS = (
 )  # fmt: skip
 EXCLUSIVE = (
     frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF}),
-    frozenset({"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy", "use-distributed-optimizer"}),
+    frozenset({"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy", "use-distributed-optimizer",
+               "fsdp-manual-registration", "fsdp-double-buffer"}),  # which need --use-megatron-fsdp
     frozenset({"recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method"}),
 )  # fmt: skip
 OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
@@ -45,6 +46,12 @@ EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed
 EXCHANGE, LEVELS = "cp-comm-type", "hierarchical-context-parallel-sizes"
 UNTIED, PRECISE = "untie-embeddings-and-output-weights", "use-precision-aware-optimizer"
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
+FLAGS = frozenset({  # arguments that have no value: what stands behind them is something else
+    "sequence-parallel", "bf16", "fp16", "fp8-param-gather", "grad-reduce-in-bf16", "use-distributed-optimizer", "use-torch-fsdp2",
+    "use-megatron-fsdp", "use-custom-fsdp", "fsdp-manual-registration", "fsdp-double-buffer", "optimizer-cpu-offload", PRECISE,
+    "recompute-activations", "checkpoint-activations",
+    EXPERT_OVERLAP, *ENDS_OF[2:],
+})  # fmt: skip
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
 FP8_RECIPES = {"blockwise": "fp8_blockwise", "mxfp8": "mxfp8"}  # those with one scale per tensor, delayed or not, cost the same here
 

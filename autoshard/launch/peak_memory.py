@@ -181,12 +181,12 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarra
     Transformer Engine keeps their weights so, too, and transposed; or in place of those in 16 bits, which then are not gathered either."""
     fully, sharing, pure = runs.zero >= 3, runs.sharing, constants.memory.pure > 0
     reduced = (runs.zero >= 2) & (runs.pipeline == 1)
-    unsharded = np.where(fully, 4.0, constants.memory.gradients)
+    each = np.where(fully & reduced, 4.0, constants.memory.gradients)
     on_device = 1 - 1.0 * runs.offload
     narrow = np.where((runs.itemsize < 2) & (runs.gather8 == 0) & ~fully, constants.memory.copies8 * runs.itemsize, 0.0)
     return {
         "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)) + narrow * of_blocks,
-        "gradients": parameters * np.where(pure, 2.0, unsharded) / np.where(reduced, sharing, 1.0),
+        "gradients": parameters * np.where(pure, 2.0, each) / np.where(reduced, sharing, 1.0),
         "optimizer": parameters * on_device * np.where(pure, 4.0, np.where(fully, 8.0, 12.0)) / np.where(runs.zero >= 1, sharing, 1.0),
     }
 
@@ -201,17 +201,17 @@ def _gathered(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray, m
     block = runs.block_parameters / runs.tensor
     of_blocks = np.where(runs.among("recompute", KEEPS), 2 * block * (moment == "backward"), blocks * block)
     alone = np.where(runs.zero >= 3, 2 * (of_blocks + runs.table_parameters * (moment == "loss")), 0.0)
-    at_hand = np.where(runs.zero >= 3, 2 * (2 * block + (tables if moment == "loss" else 0.0)), 0.0)
+    at_hand = np.where(runs.zero >= 3, 2 * (np.minimum(blocks, 2) * block + (tables if moment == "loss" else 0.0)), 0.0)
     on_their_way = 2 * block + constants.stack.gradient_bytes * np.maximum(block, tables) if moment == "backward" else 0.0
     return np.where(runs.devices == 1, alone, at_hand + np.where((runs.zero >= 2) & (runs.pipeline == 1), on_their_way, 0.0))
 
 
 def _pools(runs: TrainingRuns, constants: RunConstants, tables: np.ndarray) -> np.ndarray:
     """FSDP reduces gradients of a block and of the tables in buffers of a stream of its own, and what a stream has freed serves no other
-    one; 16-bit logits are freed where no tensor of the loss fits into their place."""
+    one; 16-bit logits are freed where no tensor of the loss fits into their place, which `fragments` cover where there is a pipeline."""
     reduced = constants.stack.gradient_bytes * (runs.block_parameters + tables) / runs.tensor
     freed = np.where(_compiled_loss(runs, constants), 0.0, 2.0) * runs.tokens * runs.vocab / runs.tensor / runs.loss_chunks
-    return np.where(runs.zero >= 2, reduced, 0.0) + np.where(runs.zero >= 3, freed, 0.0)
+    return np.where(runs.zero >= 2, reduced, 0.0) + np.where((runs.zero >= 3) & (runs.pipeline == 1), freed, 0.0)
 
 
 def activation_bytes(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
