@@ -53,6 +53,8 @@ LINES = {
     "beside --nodes": (["pipeline", MODEL, "--nodes", "2x8"], ["pipeline", MODEL, "--devices", "8"]),
     "on a forward pass; leave": (["pipeline", MODEL, "--devices", "8", "--inference"], ["pipeline", MODEL, "--devices", "8"]),
     "beside --no-bound": (["degrees", MODEL, "--devices", "8", "--no-bound"], ["degrees", MODEL, "--devices", "8"]),
+    **{f"beside --{name};": (["degrees", MODEL, "--devices", "8", f"--{name}", "1"], ["degrees", MODEL, "--devices", "8"])
+       for name in ("tp", "cp", "ep", "pp")},
 }
 
 ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {

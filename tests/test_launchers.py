@@ -27,6 +27,7 @@ from autoshard.launch import (
     read_configuration,
     why_illegal,
 )  # fmt: skip
+from autoshard.launch.best_changes import in_words
 from autoshard.launch.blocks_of_stages import counts_of, spread
 from autoshard.launch.launch_prices import by_kind, launch_seconds, prices_of
 from autoshard.launch.launch_space import launches, structures
@@ -476,8 +477,16 @@ BROKEN = [  # launcher, file's name, text, sentence
           ("--use-torch-fsdp2 --expert-model-parallel-size 2", "goes with no expert parallelism"),
           ("--fp16", "fp16 goes with neither --bf16"), ("--optimizer-cpu-offload", "offload needs --use-precision-aware-optimizer"),
           ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication", "of 3 devices"),
+          ("--recompute-granularity selective --recompute-modules mpl", "a.sh: --recompute-modules has 'mpl'; expected some of core_attn"),
+          ("--tensor-model-parallel-size", "a.sh: --tensor-model-parallel-size is ''; expected a whole"),
+          ("--tensor-model-parallel-size $TP", "is '\\$TP'; expected a whole number below 2.31, so write the variable's value"),
+          ("--seq-length 0", "a.sh: seq is 0; expected a whole number of 1 or more"),
           *((f"--num-experts 2 --moe-layer-freq {text}", "expected a number, or a pattern of 4 layers")
             for text in ("[0]*3", "([1]*2", "[0]*999*999", "[2]*4", "[0,1]**2", "x")))),
+    ("accelerate", "a.yaml", "distributed_type: FSDP\nfsdp_config: 3\nnum_processes: 8 # TPU",
+     "fsdp_config is '3'; expected a section of keys"),
+    ("accelerate", "a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}\nnum_processes: 8 # TPU",
+     "a.yaml: zero is 7; expected one of 0, 1, 2, 3"),
     ("automodel", "a.yaml", "distributed: {tp_size: 2}", "does not say the sizes; add it after the file, as hf:DIR"),
 ]  # fmt: skip
 
@@ -491,7 +500,8 @@ def test_a_configuration_that_says_too_little_is_refused_in_a_sentence(launcher,
 
 
 def test_arguments_are_read_as_a_shell_has_them():
-    lines = ["A=3; D=4", "export B=${A}", "C=${X:-7}", "args=(", "  --one $A --two=${B}", "  # --no 1", '  "--three hybrid" --flag # said']
+    lines = ["A=3; D=${Y-4}", "export B=${A:-9}", "C=${X:=7}", "args=("]
+    lines += ["  --one $A --two=${B}", "  # --no 1", '  "--three hybrid" --flag # said']
     read = arguments_of("\n".join([*lines, "  --four $C --five $((A * D*2)) --six $(($A*${D}))", ")", "run ${args[@]} --seven $D; echo"]))
     read = {key: value[:1] for key, value in read.items()}
     assert read == {
@@ -803,3 +813,9 @@ test_what_can_not_be_is_refused_in_a_sentence = refusals(
         "no launch of torchtitan on 64 devices is legal for this model; splits of the devices by rule: ",
     ),
 )
+
+
+def test_a_change_names_all_that_it_changes():
+    apart, together = (Launch(8, 64, 8, data=4, tensor=2, sequence_parallel=together) for together in (False, True))
+    assert in_words(apart, replace(together, shard=4, zero=1)) == "shard 1 -> 4, zero 0 -> 1, sequence parallel no -> yes"
+    assert in_words(replace(apart, tensor=1, data=8), together) == "tp 1 -> 2, dp 8 -> 4"

@@ -192,6 +192,11 @@ def test_an_edited_text_means_the_changes(path, text, parse, changes):
     assert all(line in new for line in kept if "a.z" not in changes or "v" not in line)
 
 
+@pytest.mark.parametrize("path, text", [("f.yaml", "a: 1\nb: 2\na: 3\n"), ("f.json", '{"a": 1, "b": 2, "a": 3}')])
+def test_of_a_key_that_comes_twice_the_last_counts_and_is_changed(path, text):
+    assert edited(text, path, {"a": 4}) == text.replace("3", "4")
+
+
 def test_json_is_edited_in_place():
     text = json.dumps({"parallelism": {"a": 1, "b": 2}, "other": [1, 2]}, indent=2)
     new = edited(text, "f.json", {"parallelism.b": 3, "parallelism.c": True})

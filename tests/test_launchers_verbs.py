@@ -107,16 +107,31 @@ def test_degrees_says_no_where_nothing_fits():
         (("--precision", "fp16"), "torchtitan has no precision fp16; expected bf16, fp32, fp8"),
         (("--precision", "fp8", "--device", "a100"), "a100 multiplies no fp8 numbers; expected another precision or device"),
         (("--precision", "mxfp8"), "h100 multiplies no mxfp8 numbers"),
+        (("--pp", "2", "--no-pp", None), "--no-pp has no effect beside --pp"),
     ],
 )
 def test_degrees_refuses_in_a_sentence(option, sentence):
     options = SIZES | dict(zip(option[::2], option[1::2]))
-    assert sentence in refusal("degrees", TINY, *chain.from_iterable(options.items()))
+    assert sentence in refusal("degrees", TINY, *filter(None, chain.from_iterable(options.items())))
 
 
 def test_check_refuses_what_a_device_does_not_multiply():
     config = str(DATA / "torchtitan" / "llama3_405b.toml")
     assert "a100 multiplies no fp8 numbers" in refusal("check", config, "--devices", "128", "--device", "a100")
+
+
+def test_check_answers_the_only_launch_that_is_legal():
+    config, model = str(DATA / "deepspeed" / "zero2_offload_fp16.json"), f"hf:{ROOT}/tests/data/hf/llama"
+    words = ("check", config, model, "--launcher", "deepspeed", "--devices", "1", "--seq", "64")
+    assert record_of(*words)["changes"] == []  # offloading, and no other device to shard with
+
+
+def test_degrees_pads_the_vocabulary_as_megatron_does(tmp_path):
+    """Its figures are those of `check` of what it writes."""
+    out, (model, settings) = str(tmp_path / "best.sh"), (TINY, ("--set", "vocab=1001", "--set", "layers=2"))
+    words = ("--devices", "8", "--launcher", "megatron", "--json")
+    best = record_of("degrees", model, *settings, *words[:-1], "--seq", "16", "--global-batch", "16", "--no-bound", "--no-tp", "--out", out)
+    assert record_of("check", out, *words[:-1])["seconds"] == pytest.approx(best["configurations"][0]["seconds"], rel=1e-12)
 
 
 def test_check_says_where_nothing_helps_and_counts_one_as_one():

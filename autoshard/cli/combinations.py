@@ -179,6 +179,7 @@ RULES = (
     Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
     Ineffective(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
     Ineffective(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),
+    *(Ineffective(("degrees",), (f"no_{name}",), beside(name), f"beside --{name}") for name in ("tp", "cp", "ep", "pp")),
     Ineffective(("fits",), OF_LAUNCHED_MODEL, _is_file, "on a configuration, which says it itself"),
     Ineffective(("fits",), ("model",), _is_model, "beside a model that is named"),
 )  # fmt: skip

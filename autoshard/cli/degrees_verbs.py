@@ -67,7 +67,8 @@ def _described(room: Any, asked: Asked, launcher: str) -> Any:
         expert_tensor=asked.tp if launcher in room.DIVIDE_EXPERTS else 1, precision=asked.precision, compiled=asked.compiled,
         sequence_parallel=asked.tp > 1 and launcher not in ("accelerate", "deepspeed"), compiled_loss=asked.compiled,
     )  # fmt: skip
-    return room.LaunchConfig(launch, sizes_of(asked.target, asked.settings))
+    sizes = sizes_of(asked.target, asked.settings)
+    return room.LaunchConfig(launch, sizes.with_padded_vocab(room.PADDED * asked.tp) if launcher == "megatron" else sizes)
 
 
 def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
@@ -112,7 +113,8 @@ def degrees(asked: Asked, output: Output) -> int:
     output.write(asked.plot, lambda plot: report.launchers.draw(answer, plot))
     if asked.html is not None:
         ranked = report.launchers.ranked_launches(answer, asked.top or TABLE_ROWS)
-        checked = room.check_launch(room.LaunchConfig(best, sizes), launcher, answer.ranked.site, ranked=answer.ranked, changes=False)
+        of_best = room.LaunchConfig(best, answer.ranked.sizes)
+        checked = room.check_launch(of_best, launcher, answer.ranked.site, ranked=answer.ranked, changes=False)
         write_page(output, asked.html, checked.to_dict(), f"{asked.model}, launch {shown + 1}", ranked=ranked)
     output.answer(record, lambda: report.launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))
     return OK if answer.ranked.prices.fits[0] else NO

@@ -7,6 +7,7 @@ from .configurations import configuration_text, edited_text, read_configuration
 from .fitting import will_fit
 from .launch_prices import Site
 from .legality import DIVIDE_EXPERTS, why_illegal
+from .megatron import PADDED
 from .model_sizes import ModelSizes, sizes_of_config, sizes_of_module
 from .observed import Evidence, Observed
 from .runs import Launch, LaunchConfig, Overrides

@@ -28,6 +28,7 @@ WRITTEN = {
     "pipeline": "pp", "schedule": "schedule", "virtual": "stages per device", "split": "layers of stages", "passes": "passes per step",
     "expert": "ep", "expert_tensor": "expert tp", "async_expert": "expert overlap", "deepep": "DeepEP", "data": "dp", "shard": "shard",
     "zero": "zero", "gather8": "8-bit gather", "offload": "optimizer on the host",
+    "sequence_parallel": "sequence parallel", "async_tensor": "asynchronous tp", "group": "microbatches in turn",
 }  # fmt: skip
 
 
@@ -94,6 +95,8 @@ def in_words(launch: Launch, to: Launch) -> str:
         names = [name for name in names if name not in ("schedule", "virtual")]
     if launch.expert == to.expert == 1:
         names = [name for name in names if name != "expert_tensor"]
+    if 1 in (launch.tensor, to.tensor):
+        names = [name for name in names if name not in ("sequence_parallel", "async_tensor")]
     return ", ".join(f"{WRITTEN[name]} {_word(getattr(launch, name))} -> {_word(getattr(to, name))}" for name in names)
 
 

@@ -103,8 +103,7 @@ def check_launch(
     if ranked is None and changes:
         try:
             ranked = ranking(launch, sizes, site, launcher, executor, fitting=True)
-        except ValueError:  # none is legal
-            if not reasons:
-                raise
+        except ValueError:  # none is legal, but for the described one
+            ranked = None
     best = best_changes(launch, prices, ranked) if ranked is not None and changes else ()
     return CheckedLaunch(described, launcher, site, reasons, prices, tuple(best), ranked)

@@ -57,7 +57,10 @@ def read_configuration(launcher: str, text: str, path: str, known: Overrides | N
     keys = {name: (" ".join(value) or "on") if launcher == "megatron" else str(value) for name, value in written.items()}
     if refused := uncounted("refused", launcher, keys):
         raise ValueError(f"{path}: {refused[0]}")
-    config = FORMATS[launcher].read(text, path, known)
+    try:
+        config = FORMATS[launcher].read(text, path, known)
+    except ValueError as error:
+        raise ValueError(f"{error}" if path in str(error) else f"{path}: {error}") from None
     config = replace(config, not_counted=uncounted("noted", launcher, keys, config.launch))
     if known.microbatch not in (None, said := config.launch.microbatch):
         raise ValueError(f"{path} says that a microbatch is {said} sequences, not {known.microbatch}; change it there or leave it out")

@@ -108,7 +108,7 @@ def _yaml(text: str, names: list[str], value: Any) -> str:
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{'.'.join(names[:depth])} is no section")
         parent = node
-        key, node = next((pair for pair in node.value if pair[0].value == name), (parent, None))
+        key, node = next((pair for pair in reversed(node.value) if pair[0].value == name), (parent, None))  # parsers take the last
         if node is None:
             return text if value is None else _inserted(text, parent, names[depth:], value)
     begin, end = node.start_mark.index, len(text[: node.end_mark.index].rstrip())  # a block ends where the next key begins

@@ -52,6 +52,7 @@ FLAGS = frozenset({  # arguments that have no value: what stands behind them is 
     "recompute-activations", "checkpoint-activations",
     EXPERT_OVERLAP, *ENDS_OF[2:],
 })  # fmt: skip
+RECOMPUTABLE = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}  # transformer_config.py
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}  # of layouts
 FP8_RECIPES = {"blockwise": "fp8_blockwise", "mxfp8": "mxfp8"}  # those with one scale per tensor, delayed or not, cost the same here
 
@@ -60,7 +61,9 @@ class Arguments(dict[str, list[str]]):
     """Options with their words, read as numbers, text and flags."""
 
     def number(self, name: str, default: int, least: int | None = None) -> int:
-        return integer(self[name][0], f"--{name}", least) if self.get(name) else default
+        if name not in self:
+            return default
+        return integer(self[name][0] if self[name] else "", f"--{name}", least)
 
     def text(self, name: str, default: str = "") -> str:
         return self[name][0] if self.get(name) else default
@@ -175,6 +178,8 @@ def _alltoall(a: Arguments, context: int, path: str) -> int:
 def _modules(a: Arguments, sizes: ModelSizes) -> str:
     """Those of --recompute-modules that count: dense MLPs beside experts and shared experts are small, moe counts as moe_act."""
     named = {*re.findall(r"\w+", " ".join(a.get("recompute-modules", [])) or "core_attn")}
+    if unknown := sorted(named - RECOMPUTABLE):
+        raise ValueError(f"--recompute-modules has {unknown[0][:40]!r}; expected some of {', '.join(sorted(RECOMPUTABLE))}")
     named |= {name for name, other in (("attn", "core_attn"), ("moe_act", "moe")) if other in named}
     named -= {name for name, has in (("mla_up_proj", sizes.latent), ("mlp", not sizes.experts), ("moe_act", sizes.experts)) if not has}
     return "+".join(name for name in MODULES if name in named) or "none"
@@ -269,7 +274,8 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     ffn = a.number("ffn-hidden-size", int(4 * width * 2 / 3 / 64) * 64 if gated else 4 * width)
     vocab = a.number("padded-vocab-size", a.number("vocab-size", VOCABULARIES.get(a.text("tokenizer-type", "GPT2BPETokenizer"), 0)))
     if not vocab:
-        raise ValueError(f"{path} leaves the size of the vocabulary to the tokenizer {a.text('tokenizer-type')}; add --vocab-size to it")
+        tokenizer = f"the tokenizer {a.text('tokenizer-type')}"
+        raise ValueError(f"{path} leaves the size of the vocabulary to {tokenizer}; add --vocab-size to it, or the model: add {MODEL}")
     experts = a.number("num-experts", a.number("num-moe-experts", 0))
     more: dict[str, int] = {}
     if experts:

@@ -77,9 +77,9 @@ class Launch:
                 raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
         if self.devices > MOST_DEVICES:
             raise ValueError(f"there are {self.devices} devices; expected {MOST_DEVICES} at most")
-        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", range(4))):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(str, known))}")
 
     @property
     def replicate(self) -> int:

@@ -23,7 +23,7 @@ import yaml
 from autoshard.reading import DEEPEST, check_sound
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
+DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 ARITHMETIC, BARE = re.compile(r"\$\(\([^()]*\)\)"), re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*")  # $((A*B)): names without $
 PRODUCT = re.compile(r"\$\(\( *(\d{1,9}(?: *\* *\d{1,9}){0,3}) *\)\)")  # $((8*2))
@@ -99,7 +99,8 @@ def integer(value: Any, what: str, least: int | None = None) -> int:
     except ValueError:
         number = None
     if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
-        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
+        unset = ", so write the variable's value" * str(value).startswith("$")
+        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31{unset}")
     if least is not None and number < least:
         raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
     return number
@@ -119,9 +120,13 @@ class Nested:
             inner: Any = self.data
             section = ""
             for step in name.split("."):
-                if isinstance(inner, Mapping) and step not in inner:
+                if inner is None:
+                    break
+                if not isinstance(inner, Mapping):
+                    raise ValueError(f"{self.path}: {section[:-1]} is {str(inner)[:40]!r}; expected a section of keys")
+                if step not in inner:
                     self._check_spelling(inner, section, step)
-                inner = inner.get(step) if isinstance(inner, Mapping) else None
+                inner = inner.get(step)
                 section += f"{step}."
             if inner is not None:
                 return inner
@@ -162,8 +167,7 @@ class Nested:
 
 def arguments_of(text: str) -> dict[str, list[str]]:
     """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
-    closed, brace, rest = text.rpartition("}")  # every ${NAME:-value} that begins also ends: none is looked for in all of the text
-    lines = [line for line in (DEFAULT.sub(r"\1", closed + brace) + rest).splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     variables = Variables({})
     for line in lines:
         for part in re.split(r";(?=\s|$)", line):
@@ -208,6 +212,8 @@ class Variables:
                 raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
             return meant
 
+        closed, brace, rest = text.rpartition("}")  # every ${NAME:-value} that begins also ends: none is looked for in all of the text
+        text = DEFAULT.sub(lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2], closed + brace) + rest
         text = ARITHMETIC.sub(lambda one: BARE.sub(r"$\g<0>", one[0]), text)
         return PRODUCT.sub(lambda product: str(math.prod(map(int, product[1].split("*")))), VARIABLE.sub(value, text))
 

@@ -86,7 +86,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         shard = max(devices // model, 1)
     devices = known.devices or model * shard
     data_parallel = replicate * shard
-    local = section.number("training.local_batch_size", "training.batch_size", default=known.microbatch or 8)
+    local = section.number("training.local_batch_size", "training.batch_size", default=known.microbatch or 8, least=1)
     global_batch = known.global_batch or section.number("training.global_batch_size", default=-1)
     schedule, counts = _stages(section, sizes, pipeline)
     microbatch = degree("pipeline_parallel_microbatch_size") if pipeline > 1 else local
