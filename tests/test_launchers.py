@@ -487,6 +487,8 @@ BROKEN = [  # launcher, file's name, text, sentence
      "fsdp_config is '3'; expected a section of keys"),
     ("accelerate", "a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}\nnum_processes: 8 # TPU",
      "a.yaml: zero is 7; expected one of 0, 1, 2, 3"),
+    ("automodel", "a.yaml", "distributed: {strategy: magic, dp_size: 8} # TPU",
+     "strategy is 'magic'; expected fsdp2, megatron_fsdp or ddp"),
     ("automodel", "a.yaml", "distributed: {tp_size: 2}", "does not say the sizes; add it after the file, as hf:DIR"),
 ]  # fmt: skip
 

@@ -295,7 +295,8 @@ def test_a_configuration_where_it_can_t_be_answered_is_told_apart(verb, file, sa
 def test_check_of_no_file_and_of_no_plan_says_that(tmp_path):
     assert "looks like" not in refusal("check", str(tmp_path / "none.toml"))
     (tmp_path / "a.json").write_text("{'a'}")
-    assert "is no sound JSON" in refusal("check", str(tmp_path / "a.json"))
+    said = refusal("check", str(tmp_path / "a.json"), "--launcher", "deepspeed")
+    assert "is no sound JSON" in said and "or a launcher's configuration" in said
 
 
 def test_check_prints_the_global_batch_that_it_holds():

@@ -9,7 +9,7 @@ from typing import Any
 from autoshard.cli.model_source import config_folder, may_have, names_model
 from autoshard.mesh import DEVICES, parse_shape
 from autoshard.options import SIZE, ValueKind, check_layout
-from autoshard.reading import content_of, data_of, parsed, refuse_other
+from autoshard.reading import FORMATS, content_of, data_of, parsed, refuse_other
 from autoshard.writing import destination
 
 SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
@@ -57,7 +57,11 @@ def plan(expected: str = "a plan's file, as `autoshard plan --out` writes it", a
         named = path if path and not Path(value).exists() and program else value
         _readable(name, named, expected)
         if Path(named).stat().st_size <= SMALL and content_of(named, "plan").lstrip()[:1] == b"{":  # else a pickle, or a configuration
-            refuse_other(parsed(content_of(named, "plan"), named, "plan"), named, "plan", "programs", *also)
+            try:
+                data = parsed(content_of(named, "plan"), named, "plan")
+            except ValueError as error:
+                raise ValueError(str(error).replace(FORMATS["plan"].expected, expected)) from None
+            refuse_other(data, named, "plan", "programs", *also)
 
     return ValueKind(check)
 

@@ -35,6 +35,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     devices = known.devices or data * tensor * context * pipeline or known.need("devices", path, "--devices")
     data = max(devices // (tensor * context * pipeline), 1)
     strategy = section.text("distributed.strategy", "distributed._target_", default="fsdp2").lower()
+    if "fsdp" not in strategy and "ddp" not in strategy:
+        raise ValueError(f"{path}: distributed.strategy is {strategy!r}; expected fsdp2, megatron_fsdp or ddp")
     shard = 1 if "ddp" in strategy else max(data // replicate, 1)
     again = section.value(*RESHARD)
     local = section.number("step_scheduler.local_batch_size", default=known.microbatch or 1, least=1)

@@ -27,8 +27,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     config, moe = section.section("model.model_config"), section.section("model.model_config.moe_config")
     sizes = known.sizes or sizes_of_config({**config, **_of_experts(config, moe)}, f"{path}: model_config")
     sizes = sizes.with_padded_vocab(section.number("model.make_vocab_size_divisible_by", default=1) * tp)
-    microbatch = section.number("tokens.micro_batch_size")
-    accumulated = section.number("tokens.batch_accumulation_per_replica", default=1)
+    microbatch = section.number("tokens.micro_batch_size", least=1)
+    accumulated = section.number("tokens.batch_accumulation_per_replica", default=1, least=1)
     zero = min(section.number("optimizer.zero_stage", default=0), 1)  # helpers.py:409: any stage is the first
     launch = Launch(
         devices=known.devices or dp * tp * pp * context, seq=known.seq or section.number("tokens.sequence_length"),

@@ -142,7 +142,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         held = in_flight(runs, place)
         activations = held * blocks * kept
         # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
-        buffers = shard * np.where(one, 0.0, held + np.where(runs.zero >= 2, runs.microbatches, 2.0))
+        buffers = shard * np.where(one, 0.0, held + np.where(constants.stack.libraries == 0, runs.microbatches, 2.0))
         states = state_bytes(runs, parameters, of_blocks, constants)
         # gradients of the tables come first, and the first block's when of the activations nothing but its own is left
         come = states["gradients"] * tables / runs.tensor / np.maximum(parameters, 1.0)
