@@ -197,6 +197,20 @@ def test_of_a_key_that_comes_twice_the_last_counts_and_is_changed(path, text):
     assert edited(text, path, {"a": 4}) == text.replace("3", "4")
 
 
+EMPTY = [  # a file, its text, what is changed, and the text then
+    ("f.yaml", "a: {}\nb: 1\n", {"a.x": 5}, "a: {x: 5}\nb: 1\n"), ("f.yaml", "a:  # none\nb: 1\n", {"a.x": 5}, "a: {x: 5}  # none\nb: 1\n"),
+    ("f.yaml", "a: null\n", {"a.x.y": True}, "a: {x: {y: true}}\n"), ("f.yaml", "a:\n", {"a.x": None}, "a:\n"),
+    ("f.json", "{}", {"a.x": 5}, '{"a": {"x": 5}}'), ("f.json", '{"b":{}}', {"b.x": 5}, '{"b":{"x": 5}}'),
+    ("f.json", '{\n\t"a":\t{\n\t\t"x": 1\n\t}\n}\n', {"a.y": 2}, '{\n\t"a":\t{\n\t\t"x": 1,\n\t\t"y": 2\n\t}\n}\n'),
+    ("f.json", '{"b": "\\ud83d\\ude00", "a": 1}', {"a": 2}, '{"b": "\\ud83d\\ude00", "a": 2}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path, text, changes, then", EMPTY)
+def test_empty_sections_and_json_that_yaml_refuses_are_changed_in_place(path, text, changes, then):
+    assert edited(text, path, changes) == then
+
+
 def test_json_is_edited_in_place():
     text = json.dumps({"parallelism": {"a": 1, "b": 2}, "other": [1, 2]}, indent=2)
     new = edited(text, "f.json", {"parallelism.b": 3, "parallelism.c": True})

@@ -219,13 +219,18 @@ def named_settings(verb: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _launch(verb: str, values: Mapping[str, Any]) -> None:
-    devices, per_node, out = values["devices"] or 1, values["per_node"], values.get("out")
+    out, given = values.get("out"), Path(str(values.get("solution"))).suffix  # Megatron's may be YAML
+    check_nodes(values["devices"] or 1, values["per_node"])
+    launcher = values["launcher"] or CONFIGURATIONS.get(given, "")
+    ending = LAUNCHERS.get(launcher)
+    if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending, given}:
+        raise ValueError(f"--out {out} is no configuration of {launcher}, which reads {ending}; expected another name")
+
+
+def check_nodes(devices: int, per_node: int) -> None:
+    """ValueError where the devices, of the command line or of a configuration, don't fill their nodes."""
     if devices % min(per_node, devices):
         raise ValueError(f"{devices} devices are no whole number of nodes of {per_node}; give --per-node a divisor")
-    ending = LAUNCHERS.get(values["launcher"])
-    given = Path(str(values.get("solution"))).suffix  # Megatron's may be YAML
-    if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending, given}:
-        raise ValueError(f"--out {out} is no configuration of {values['launcher']}, which reads {ending}; expected another name")
 
 
 def _cluster(devices: int | None, kinds: list[tuple[int, int, str | None]], per_node: int, stages: int) -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from autoshard import report
+from autoshard.cli.combinations import check_nodes
 from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
@@ -78,7 +79,9 @@ def read_launch(path: str, asked: Asked, launcher: str) -> tuple[Any, str, Any]:
     known = {name: getattr(asked, name) for name in ("devices", "per_node", "seq", "microbatch", "global_batch")}
     sizes = None if asked.model is None else sizes_of(asked.model, asked.settings)
     added = room.Overrides(**known, sizes=sizes)
-    return room.read_configuration(launcher, text, path, added), text, added
+    described = room.read_configuration(launcher, text, path, added)
+    check_nodes(described.launch.devices, asked.per_node)
+    return described, text, added
 
 
 def model_builder(model: str, settings: Mapping[str, Any], seq: int) -> Callable[[int], tuple[Any, Any]]:

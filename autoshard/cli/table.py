@@ -169,7 +169,7 @@ OWN: dict[str, dict[str, Typed]] = {
             "A plan, as `autoshard plan --out` writes it; or a launcher's configuration.", kinds.plan(PLAN_OR_CONFIGURATION, ("pipeline",)),
             "SOLUTION",
         ),
-        "other": arg("Another one, to compare it with.", kinds.PLAN, "OTHER", default=None),
+        "other": arg("Another one, to compare it with.", kinds.plan(PLAN_OR_CONFIGURATION), "OTHER", default=None),
         "html": HTML,
         "model": MODEL_OPTION, **shared("settings", "trust"),
         "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", kinds.file("what `autoshard frontier --out` wrote")),

@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Container, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -22,6 +23,7 @@ WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|`[^`\n]*`|\$\(\([^()\n]*\)\)|[^\s\\"'`)(;|&<>]
 # the options of a script, with the spaces of a line that begins with one; those that are no options of what starts it (torchrun)
 OPTION = r"(?:^|\s)#[^\n]*|(?:^(?P<indent>[ \t]*)|(?<=[\s\"']))(?P<option>--\w)"
 BESIDE = OPTION[:-3] + r"(?:num|tensor|pipeline|context|hidden|micro|global|seq|bf16|fp16)\b)"
+NOT_YAML = re.compile(r"\t|\\u[dD][89a-fA-F]\w\w")  # of JSON: what YAML's parser stops at, tabs and half characters
 GONE = "\0"  # in a text's place of what is left out
 NO_VALUE = r"""[-#;|&<>]|\d*[<>]|"?\$\{\w+\[[@*]"""
 
@@ -103,8 +105,13 @@ def _comment(line: str) -> str:
 
 
 def _yaml(text: str, names: list[str], value: Any) -> str:
-    node: Any = yaml.compose(text, Loader=PlainLoader)
+    node: Any = yaml.compose(NOT_YAML.sub(lambda one: " " * len(one[0]), text), Loader=PlainLoader)
     for depth, name in enumerate(names):
+        if isinstance(node, yaml.Node) and (node.value == [] or node.tag.endswith(":null")):
+            begin, end = node.start_mark.index, node.end_mark.index
+            inner = reduce(lambda inner, step: {step: inner}, reversed(names[depth:]), value)
+            filled = _yaml(text, names[:depth], inner) if depth else f"{text[:begin]}{json.dumps(inner)}{text[end:]}"
+            return text if value is None else filled
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{'.'.join(names[:depth])} is no section")
         parent = node
@@ -125,7 +132,9 @@ def _yaml(text: str, names: list[str], value: Any) -> str:
 def _inserted(text: str, node: yaml.MappingNode, names: list[str], value: Any) -> str:
     """With a key more at the end of a mapping; the sections above it too where they are new."""
     last_key, last = node.value[-1]
-    indent = " " * node.value[0][0].start_mark.column
+    first = node.value[0][0].start_mark
+    indent = text[first.index - first.column : first.index]
+    indent = " " * first.column if indent.strip() else indent
     if node.flow_style:
         for name in reversed(names[1:]):
             value = {name: value}
