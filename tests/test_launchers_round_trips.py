@@ -157,6 +157,27 @@ def test_degrees_are_changed_in_place(beginning):
     assert len(changed_lines(path.read_text(), text)) <= 10
 
 
+LEFT_OUT = [  # launcher, file, text, fields of another launch, and lines that differ
+    ("torchtitan", "a.toml", '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\nexpert_parallel_degree = 2\n', {"expert": 1},
+     ["- expert_parallel_degree = 2"]),
+    ("torchtitan", "a.toml", '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\n', {"microbatch": 2, "global_batch": 64},
+     ["+ local_batch_size = 2", "+ global_batch_size = 64"]),
+    ("megatron", "a.sh", "--num-layers 2 --hidden-size 8 --num-attention-heads 4 \\\n--expert-model-parallel-size 2 \\\n--bf16",
+     {"expert": 1}, ["- --expert-model-parallel-size 2 \\"]),
+    ("automodel", "a.yaml", "step_scheduler:\n  global_batch_size: 64\n", {"microbatch": 4}, ["+   local_batch_size: 4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher, path, text, fields, lines", LEFT_OUT)
+def test_keys_that_are_left_out_or_have_no_use_are_changed_too(launcher, path, text, fields, lines):
+    known = Overrides(devices=8, sizes=LLAMA8 if launcher == "automodel" else None, seq=2048)
+    config = read_configuration(launcher, text, path, known)
+    wanted = replace(config, launch=replace(config.launch, **fields))
+    changed = edited_text(launcher, wanted, text, path, known)
+    assert sorted(changed_lines(text, changed)) == sorted(lines)
+    assert read_configuration(launcher, changed, path, known).launch == wanted.launch
+
+
 def test_what_can_not_be_changed_in_place_says_so():
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n"
     known = known_for("accelerate")

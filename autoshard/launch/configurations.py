@@ -99,7 +99,9 @@ def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known
     are the same. known: as for `read_configuration`. ValueError where the text can't be changed so that it is read as this configuration.
     """
     check_launcher(launcher)
-    file = replace(known or Overrides(), microbatch=config.launch.microbatch)
+    file = known or Overrides()
+    if launcher == "accelerate":  # whose microbatch is in the script
+        file = replace(file, microbatch=config.launch.microbatch)
     form = FORMATS[launcher]
     for _ in range(ROUNDS):  # some keys have others as their default
         described = form.read(text, path, _as_written(launcher, text, path, file))

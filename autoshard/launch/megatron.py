@@ -343,6 +343,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         GROUP: launch.group if launch.group > 1 else None, "context-parallel-size": launch.context,
         EXCHANGE: None if launch.alltoall == 1 else "a2a" if launch.alltoall == launch.context else "a2a+p2p",
         LEVELS: [launch.alltoall, launch.context // launch.alltoall] if 1 < launch.alltoall < launch.context else None,
+        "expert-model-parallel-size": launch.expert if m.experts or launch.expert > 1 else None,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
         "optimizer-cpu-offload": launch.offload, PRECISE: launch.offload,
         INSTANCES: launch.replicate if launch.zero and launch.replicate > 1 else None,
@@ -363,7 +364,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     if m.experts:
         options |= {
             "num-experts": m.experts, "moe-router-topk": m.active, "moe-ffn-hidden-size": m.expert_ffn,
-            "moe-shared-expert-intermediate-size": m.shared_ffn or None, "expert-model-parallel-size": launch.expert,
+            "moe-shared-expert-intermediate-size": m.shared_ffn or None,
             "expert-tensor-parallel-size": launch.expert_tensor, "moe-token-dispatcher-type": "flex" if launch.deepep else "alltoall",
             "moe-flex-dispatcher-backend": "deepep" if launch.deepep else None,
             EXPERT_OVERLAP: launch.async_expert and launch.expert > 1,

@@ -202,9 +202,10 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "tensor_parallel_degree": launch.tensor, "enable_async_tensor_parallel": launch.async_tensor,
         "enable_sequence_parallel": False if launch.tensor > 1 and not launch.sequence_parallel else None,
         "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
+        "expert_parallel_degree": launch.expert if sizes.experts or launch.expert > 1 else None,
     }  # fmt: skip
     if sizes.experts:
-        parallelism |= {"expert_parallel_degree": launch.expert, EXPERT_TENSOR: launch.expert_tensor,
+        parallelism |= {EXPERT_TENSOR: launch.expert_tensor,
                         "expert_parallel_comm_backend": "deepep" if launch.deepep else "standard"}  # fmt: skip
     if launch.pipeline > 1:
         parallelism |= {
