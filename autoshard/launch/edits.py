@@ -171,7 +171,7 @@ def _argument(text: str, name: str, value: Any, is_flag: bool) -> str:
     is_there = any(one[1] is None for one in place.finditer(text))
     text = place.sub(lambda one: one[1] or written or GONE, text)
     alone = rf"[ \t\"']*{GONE}[ \t\"']*"  # a line of nothing else; the last of a command takes the backslash before it along
-    text = re.sub(rf"(?:[ \t]*\\)?\n{alone}(?=\n|\Z)|^{alone}\\?\n|{GONE}(?:[ \t]+(?=\S))?", "", text, flags=re.MULTILINE)
+    text = re.sub(rf"(?:(?<![ \t])[ \t]*\\)?\n{alone}(?=\n|\Z)|^{alone}\\?\n|{GONE}(?:[ \t]+(?=\S))?", "", text, flags=re.MULTILINE)
     if written and not is_there:
         firsts = [one for pattern in (BESIDE, OPTION) for one in re.finditer(pattern, text, re.MULTILINE) if one["option"]]
         if not firsts:
