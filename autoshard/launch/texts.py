@@ -165,8 +165,15 @@ class Nested:
         return default if value is None else str(value)
 
 
+def _with_defaults(text: str, written: Callable[[re.Match[str]], str]) -> str:
+    """The text in which every ${NAME:-value} is written otherwise."""
+    closed, brace, rest = text.rpartition("}")  # every one that begins also ends: none is looked for in all of the text
+    return DEFAULT.sub(written, closed + brace) + rest
+
+
 def arguments_of(text: str) -> dict[str, list[str]]:
     """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
+    text = _with_defaults(text, lambda one: one[0].replace("\n", " "))
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     variables = Variables({})
     for line in lines:
@@ -212,8 +219,7 @@ class Variables:
                 raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
             return meant
 
-        closed, brace, rest = text.rpartition("}")  # every ${NAME:-value} that begins also ends: none is looked for in all of the text
-        text = DEFAULT.sub(lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2], closed + brace) + rest
+        text = _with_defaults(text, lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2])
         text = ARITHMETIC.sub(lambda one: BARE.sub(r"$\g<0>", one[0]), text)
         return PRODUCT.sub(lambda product: str(math.prod(map(int, product[1].split("*")))), VARIABLE.sub(value, text))
 
