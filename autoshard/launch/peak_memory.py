@@ -142,7 +142,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         held = in_flight(runs, place)
         activations = held * blocks * kept
         # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
-        buffers = shard * np.where(one, 0.0, held + np.where(constants.stack.libraries == 0, runs.microbatches, 2.0))
+        buffers = shard * np.where(one, 0.0, held + np.where(_is_torchs(constants), runs.microbatches, 2.0))
         states = state_bytes(runs, parameters, of_blocks, constants)
         # gradients of the tables come first, and the first block's when of the activations nothing but its own is left
         come = states["gradients"] * tables / runs.tensor / np.maximum(parameters, 1.0)
@@ -254,9 +254,14 @@ def _of_one_kind(
 
 def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them."""
-    eager = constants.memory.logits + np.where((runs.tensor > 1) & (constants.stack.libraries == 0), PARALLEL_LOSS, 0.0)
+    eager = constants.memory.logits + np.where((runs.tensor > 1) & _is_torchs(constants), PARALLEL_LOSS, 0.0)
     each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager) * runs.vocab / runs.tensor
     return each * runs.tokens / runs.loss_chunks
+
+
+def _is_torchs(constants: RunConstants) -> np.ndarray:
+    """Whether stages and losses are torch's own, not those of a library of kernels."""
+    return constants.stack.libraries == 0
 
 
 def _compiled_loss(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:

@@ -51,7 +51,7 @@ def run_unsharded(
     with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), _as_captured():
         try:
             outputs = module(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # it is the user's code, which may raise anything
             raise ValueError(f"the unsharded model fails on {device} with real tensors: {type(error).__name__}: {error}") from error
         flat = {k: returned(y, precision) for k, y in enumerate(pytree.tree_leaves(outputs)) if isinstance(y, torch.Tensor)}
         if training:
