@@ -5,7 +5,8 @@
 Families: llama (gated MLP, RMSNorm, rotary positions, grouped queries), qwen3 (llama with queries and keys normalized) and gpt2 (MLP of
 two matrices, LayerNorm, biases), each under
 the layouts of Megatron with and without sequence parallelism, as libraries fuse it or not; and as a compiler does, with what it computes
-again in the backward pass (a norm not where its result is gathered, which compilers keep). Every size of the captured model is a prime of
+again in the backward pass (a norm not where its result is gathered, which compilers keep), also of blocks that are recomputed, whose
+backward holds it all. Every size of the captured model is a prime of
 its own, times the number of devices where devices divide it, so each dim of each tensor is a product of sizes in one way only. --write:
 into autoshard/launch/captured; without it, exit 1 where a file differs.
 """
@@ -26,7 +27,7 @@ from autoshard.capture import capture_deep
 from autoshard.devices import DEVICE_FILES
 from autoshard.formulate import with_pins
 from autoshard.formulate.build import worked_shapes
-from autoshard.graph import Graph, recompute_ops
+from autoshard.graph import Graph, checkpointed, recompute_ops
 from autoshard.layout import local_shape
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import masks_of
@@ -39,7 +40,7 @@ from autoshard.strategies import computed_again, fused, internal_passes, share_o
 from autoshard.strategies.fusion import MATMULS
 from models import gpt2, llama
 
-T = 7  # devices
+T, LAYERS = 7, 3  # devices, blocks
 # letters of the files: microbatch, tokens of a sequence, width, heads and those of keys, width of a head, of the MLP, vocabulary
 SIZES = {"b": 11, "s": 13 * T, "h": 17 * T, "g": 5, "k": 19 * T, "d": 2 * 23, "f": 29 * T, "v": 31 * T}
 PRIMES = {letter: max(p for p in (5, 11, 13, 17, 19, 23, 29, 31) if size % p == 0) for letter, size in SIZES.items()}
@@ -72,7 +73,7 @@ def tensor(shape: tuple[int, ...], dtype: str) -> str:
 def models() -> dict[str, Any]:
     n = SIZES["g"] * SIZES["k"]
     common: dict[str, Any] = {
-        "layers": 3, "heads": n, "width": SIZES["h"], "vocab": SIZES["v"], "batch": SIZES["b"], "seq": SIZES["s"], "loss": True,
+        "layers": LAYERS, "heads": n, "width": SIZES["h"], "vocab": SIZES["v"], "batch": SIZES["b"], "seq": SIZES["s"], "loss": True,
         "dtype": "bfloat16", "hidden": SIZES["f"], "head_width": SIZES["d"],
     }  # fmt: skip
     of_llama = {name: llama.build(kv_heads=SIZES["k"], qk_norm=name == "qwen3", **common) for name in ("llama", "qwen3")}
@@ -85,9 +86,10 @@ def captured(model: Any, inputs: Any) -> dict[str, list]:
     mesh = Mesh.from_bandwidths((T,), devices_per_node=T, device="h100")
     rows = {}
     for scheme in SCHEMES:
-        compiled = recompute_ops(graph, computed_again(graph, "" if scheme == "megatron" else "norms"))
         rows[scheme] = tasks(graph, scheme, mesh, UNPARTITIONED)
-        rows[f"{scheme}_compiled"] = tasks(compiled, scheme, mesh, {"compiled": fused})
+        for kind, one in ("compiled", graph), ("recomputed", checkpointed(graph, LAYERS)):
+            compiled = recompute_ops(one, computed_again(one, "" if scheme == "megatron" else "norms"))
+            rows[f"{scheme}_{kind}"] = tasks(compiled, scheme, mesh, {kind: fused})
     return rows
 
 
@@ -106,7 +108,7 @@ def tasks(graph: Graph, scheme: str, mesh: Mesh, grouped: dict[str, Callable[[Gr
     choice = solve(replace(pinned, usage_limit=None), gap=1e-4, time_limit=20.0).choice
     program, part = program_of(instance.formulated, choice), parts(graph)
     kinds = {kind: of(graph).ops for kind, of in grouped.items()}
-    own_part = part if "compiled" in grouped else None
+    own_part = None if grouped is UNPARTITIONED else part
     number: dict[int, int] = {}
     rows: list[dict[str, Any]] = []
     for at, task in enumerate(program.tasks):

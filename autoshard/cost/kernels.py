@@ -25,9 +25,10 @@ TREE = 1.45
 Numbers = np.ndarray  # one entry per run
 
 
-def beside(kernels: Numbers, collectives: Numbers) -> Numbers:
-    """Seconds of kernels and collectives that run beside each other, and slow each other: s = devices.SLOWED."""
-    return np.maximum(kernels, collectives) + SLOWED * np.minimum(kernels, collectives)
+def beside(kernels: Numbers, collectives: Numbers, share: Numbers | float = 1.0) -> Numbers:
+    """Seconds of kernels and collectives that run beside each other, and slow each other: s = devices.SLOWED. share: of the seconds of
+    kernels, that in which any runs."""
+    return np.maximum(kernels, collectives) + SLOWED * share * np.minimum(kernels, collectives)
 
 
 @dataclass(frozen=True)

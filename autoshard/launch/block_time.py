@@ -103,6 +103,7 @@ class RunConstants:
     attention: AttentionKernel
     experts: ExpertsKernel  # of the blocks' dtypes
     without: frozenset[str] = frozenset()
+    messages: float = 1.0  # in which the parameters of a block are gathered, and their gradients reduced; FSDP joins them
 
     @staticmethod
     def of(devices: Names, stacks: Names, precisions: Names, *, fitted: bool = True) -> RunConstants:
@@ -178,9 +179,10 @@ def rows_of_kinds(runs: TrainingRuns, grouped: np.ndarray) -> list[tuple[list[st
 
 def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     """Of a block, and of the ends: token table, last norm, head and loss."""
-    # Megatron fuses chains of ops alone; and of a block that is computed again nothing is left for a compiler to do so
-    chains = (constants.stack.fused_accumulation > 0) | runs.among("recompute", KEEPS)
-    compiled = np.where(chains, "fused", "compiled")
+    # Megatron fuses chains of ops alone; and of a block that is computed again in part nothing is left for a compiler to do so
+    is_full = (runs.recompute == "full") & bool(constants.has("recompute"))
+    chains = (constants.stack.fused_accumulation > 0) | runs.among("recompute", KEEPS) & ~is_full
+    compiled = np.where(chains, "fused", np.where(is_full, "recomputed", "compiled"))
     grouped = np.where(runs.compiled > 0, compiled, GROUPED[constants.stack.libraries.astype(int)])
     kinds, rows_of = zip(*rows_of_kinds(runs, grouped))
     blocks = [
@@ -234,13 +236,15 @@ class _OneKind:
     def blocks(self, tasks: Mapping[str, tuple[BlockTask, ...]], recompute: str) -> tuple[Block, Block]:
         runs, constants, share = self.runs, self.constants, PART.get(recompute, 1.0)
         forward, backward = tasks["forward block"], tasks["backward block"]
-        repeated = recomputed(forward, recompute) if constants.has("recompute") else ()
+        is_inside = self.how == "recomputed"  # of the backward
+        repeated = () if is_inside or not constants.has("recompute") else recomputed(forward, recompute)
         gathers = 2 * (runs.sequence_parallel > 0) * (runs.tensor > 1) * constants.stack.regathers  # of the inputs of matmuls
         back, once_more = self._parts(backward, self.of_block), self._parts(repeated, self.of_block)
         back = {kind: seconds + share * once_more[kind] for kind, seconds in back.items()}
         back["tensor parallel"] = back["tensor parallel"] + gathers * self.exposed * self.ring.gather(2 * runs.tokens * runs.width)
         counts = [sum(is_launched(task, self.how) for task in part) for part in (forward, backward, repeated)]
-        relative = np.array(1 + share * counts[2] / (counts[0] + counts[1]))
+        once = counts[0] + (sum(is_launched(task, "compiled") for task in tasks["backward block, once"]) if is_inside else counts[1])
+        relative = np.array((counts[0] + counts[1] + share * counts[2]) / once)
         first, last = (self._ends(tasks[f"{way} ends"], bytes) for way, bytes in zip(("forward", "backward"), LOSS_BYTES))
         return Block(self._parts(forward, self.of_block), back, relative), Block(first, last, np.zeros(1))
 

@@ -1,7 +1,8 @@
 """Seconds of a block and of the ends of a transformer for many launches at once, from the kernels of captured graphs.
 
-`captured/FAMILY_SCHEME.json`, and FAMILY_SCHEME_compiled.json for a compiled step, hold what benchmarks/captured_blocks.py found in the
-graph of a model under a scheme's layouts: kernels and collectives in order, what each waits for, and dims as products of letters:
+`captured/FAMILY_SCHEME.json`, and FAMILY_SCHEME_compiled.json and _recomputed.json for a compiled step, hold what
+benchmarks/captured_blocks.py found in the graph of a model under a scheme's layouts: kernels and collectives in order, what each waits
+for, and dims as products of letters:
 
     b microbatch   s tokens of a sequence on one device   h width   g heads per key head   k key heads   d width of a head
     f width of the MLP   v vocabulary   /t  divided by the tensor parallel devices
@@ -29,7 +30,8 @@ from .runs import TrainingRuns
 
 FILES = Path(__file__).with_name("captured")
 GROUPED = (
-    "compiled",  # by a compiler that computes values again in the backward pass: files of their own
+    # by a compiler that computes values again in the backward pass; and of recomputed blocks all, which is part of the backward
+    "compiled", "recomputed",
     "fused",  # by one that doesn't
     "library", "norms",  # by libraries of fused norms, rotary positions and activations; of these but activations
 )  # fmt: skip
@@ -57,10 +59,12 @@ class BlockTask:
 
 @cache
 def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[BlockTask, ...]]:
-    """Of "forward block", "backward block", "forward ends", "backward ends". how: one of GROUPED; a compiled backward runs more ops."""
+    """Of "forward block", "backward block", "forward ends", "backward ends". how: one of GROUPED; a compiled backward runs more ops, also
+    of blocks that are "recomputed", beside which there is "backward block, once"."""
+    own_file = f"_{how}" if how in ("compiled", "recomputed") else ""
     parts: dict[str, list[BlockTask]] = {}
     places: list[int] = []  # of the rows in their parts
-    for row in json.loads(text_of(FILES / f"{family}_{scheme}{'_compiled' * (how == 'compiled')}.json", "measurements")):
+    for row in json.loads(text_of(FILES / f"{family}_{scheme}{own_file}.json", "measurements")):
         part = parts.setdefault(row["part"], [])
         after = tuple(places[j] for j in row["after"])
         places.append(len(part))
@@ -71,7 +75,8 @@ def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[Bloc
         kind = OF_KIND.get(row["op"].split(".")[1], "elementwise")
         of = _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"], row.get("passes", 0)
         part.append(BlockTask(kind, after, *of))
-    return {name: tuple(part) for name, part in parts.items()}
+    once = {"backward block, once": tasks_of(family, scheme, "compiled")["backward block"]} if how == "recomputed" else {}
+    return {name: tuple(part) for name, part in parts.items()} | once
 
 
 def _tensors(texts: list[str | None]) -> tuple:
@@ -121,7 +126,7 @@ def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> 
         inputs[0] = Columns(inputs[0][0]), inputs[0][1]
     if task.kind == "attention":  # once for the keys of each device that has a part of the sequence, half of them on average, as in a ring
         return sizes.context * busy_seconds(task.target, inputs, outputs, device, task.share)
-    is_compiled = grouped in ("compiled", "fused")
+    is_compiled = grouped in ("compiled", "recomputed", "fused")
     seconds = busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), is_compiled)
     passes = min(task.passes, 1) if is_compiled else task.passes
     if passes:

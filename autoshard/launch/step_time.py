@@ -88,15 +88,17 @@ def beside_block(
 ) -> np.ndarray:  # fmt: skip
     """Seconds of a block whose forward runs beside the transfers `gather` of FSDP, whose backward beside `back`, and both beside `always`:
     all hide behind it at once, for what one of them has hidden behind hides no other."""
-    forward, backward = one.seconds
-    backward = backward + accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
+    summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
     # where tensor parallel collectives use the same link, each waits for the other's share of the time
     same = (runs.tensor > 1) & (runs.tensor * runs.sharing <= runs.per_node)
-    sent, sent_back = (same * way["tensor parallel"] / seconds for way, seconds in ((one.forward, forward), (one.backward, backward)))
+
+    def hidden(way: Parts, sent: np.ndarray, more: np.ndarray = NOTHING) -> np.ndarray:
+        seconds = sum(way.values()) + more
+        waits = way["tensor parallel"] / seconds  # the share of the time in which no kernel runs that transfers could slow
+        return beside(seconds + np.minimum(sent, seconds) * same * waits, sent, 1 - waits)
 
     def seconds(there: np.ndarray, again: np.ndarray) -> np.ndarray:
-        hidden = beside(forward + np.minimum(there, forward) * sent, there)
-        return hidden + beside(backward + np.minimum(again, backward) * sent_back, again)
+        return hidden(one.forward, there) + hidden(one.backward, again, summed)
 
     # with a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch
     once, every = np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0), seconds(always, always)
@@ -106,9 +108,9 @@ def beside_block(
 def transfers_of_fsdp(runs: TrainingRuns, constants: RunConstants, ring: Ring, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the gather of a block's `parameters` in the forward; and in the backward of another one, unless only gradients are
     sharded, and the reduction of its gradients."""
-    sharded = (runs.zero >= 2) * constants.has("fsdp")
-    gather = sharded * ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters)
-    scatter = sharded * ring.gather(constants.stack.gradient_bytes * parameters)
+    sharded, more = (runs.zero >= 2) * constants.has("fsdp"), (constants.messages - 1) * ring.gather(NOTHING)
+    gather = sharded * (ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters) + more)
+    scatter = sharded * (ring.gather(constants.stack.gradient_bytes * parameters) + more)
     return gather, gather * (runs.zero >= 3) + scatter
 
 
