@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,9 +20,11 @@ import numpy as np
 import planned_runs
 from published import runs_of, step_seconds
 
+from autoshard.cost import bucket_limit
 from autoshard.devices import DEVICES, link_of
 from autoshard.launch.block_time import RunConstants
 from autoshard.launch.peak_memory import memory_of
+from autoshard.mesh import Mesh
 
 WITHIN = 0.01
 BLOCKS = (4, 6)  # of the models that are planned; with fewer the fullest moment may be another
@@ -65,22 +68,39 @@ def cases() -> dict[str, dict[str, str]]:
 
 def launched(row: dict[str, str]) -> tuple[float, float]:
     """Seconds and bytes as a plan runs the launch, which knows no software and no cluster: parameters are gathered when they are used, and
-    gradients are there from their op on."""
+    joined to messages of at most `cost.bucket_limit`, not by blocks; gradients are there from their op on."""
     runs = runs_of([{**row, "compiled_loss": row["fused"]}])
     constants = RunConstants.of(runs.device, runs.stack, runs.precision)
     network = replace(constants.device, network=np.ones(1))  # the adapters' rate is what collectives reach, as in the plan's mesh
     plain = replace(constants.stack, gradient_bytes=np.full(1, 2.0), traffic=np.ones(1), host=np.ones(1), congestion=np.zeros(1))
     memory = replace(constants.memory, gradients=np.full(1, 2.0))
-    described = replace(constants, device=network, stack=plain, memory=memory, without=frozenset({"fixed", "gathered", "buffers"}))
+    without = frozenset({"fixed", "gathered", "buffers"})
+    described = replace(constants, device=network, stack=plain, memory=memory, without=without, messages=messages_of_block(row))
     # a plan's parameters and gradients have 16 bits, beside float32 copies: with moments and parameters 14 bytes, where FSDP has 12
     more = 0.5 if row["zero"] == "3" else 0.0
     bytes = [peak.bytes() + more * (peak.kinds["parameters"] - peak.kinds["gradients"]) for peak in memory_of(runs, described).peaks]
     return float(step_seconds(runs, described)[0]), float(np.max(bytes))
 
 
+def messages_of_block(row: dict[str, str]) -> int:
+    """In which a plan gathers the parameters of a block: small ones are joined in their order, large ones are alone."""
+    width, ffn, heads, keys = (int(row[name]) for name in ("h", "ffn", "heads", "kv"))
+    queries, keys = (width * count * int(row["head_dim"]) for count in (heads, keys))
+    matrices = queries, keys, keys, queries, width * ffn, width * ffn, width * ffn
+    limit, buckets, last = bucket_limit(mesh_of(row).axes[0]), 0, math.inf
+    for bytes in (2 * matrix / int(row["tp"]) for matrix in matrices):
+        last = last + bytes if bytes <= limit else last
+        if bytes > limit or last > limit:
+            buckets, last = buckets + 1, bytes if bytes <= limit else last
+    return buckets
+
+
+def mesh_of(row: dict[str, str]) -> Mesh:
+    return planned_runs.mesh_of(row, DEVICES["h100"], link_of(DEVICES["h100"]))
+
+
 def planned(row: dict[str, str], blocks: Sequence[int] = BLOCKS) -> tuple[float, float]:
-    mesh = planned_runs.mesh_of(row, DEVICES["h100"], link_of(DEVICES["h100"]))
-    few, more = (planned_runs.priced(row, mesh, number, keeping="norms" if row["sp"] == "1" else "") for number in blocks)
+    few, more = (planned_runs.priced(row, mesh_of(row), number, keeping="norms" if row["sp"] == "1" else "") for number in blocks)
     times = (int(row["L"]) - blocks[0]) / (blocks[1] - blocks[0])
     return few.step[1] + times * (more.step[1] - few.step[1]), few.bytes + times * (more.bytes - few.bytes)
 
