@@ -1,7 +1,8 @@
 """Every code block of README and docs runs as it stands, page by page, and every link leads somewhere.
 
-In a fence's first line: `file=NAME` writes the block to a file instead, `slow` leaves it to `make test-all`, `skip` says that it needs
-what a test hasn't got. In a console block each line `$ autoshard ...` is run; `# exit code: N` says which one is expected if not 0.
+In a fence's first line: `file=NAME` writes the block to a file instead, `slow` leaves its page to `make test-all`, `slow-block` the block
+alone, of whose names and files no other block of the page may need any; `skip` says that it needs what a test hasn't got. In a console
+block each line `$ autoshard ...` is run; `# exit code: N` says which one is expected if not 0.
 """
 
 import re
@@ -24,12 +25,13 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return [(kind, words.strip(), text) for kind, words, text in FENCE.findall(page.read_text())]
 
 
-def run_page(page: Path) -> int:
-    """Runs the page's blocks in order in this process; Python blocks share their names. Returns how many ran."""
+def run_page(page: Path, left_out: tuple[str, ...] = ("skip",)) -> int:
+    """Runs the page's blocks in order in this process, but for those with one of these words; Python blocks share their names. Returns how
+    many ran."""
     names: dict = {"__name__": page.stem}
     count = 0
     for kind, words, text in blocks(page):
-        if "skip" in words.split():
+        if not set(words.split()).isdisjoint(left_out):
             continue
         count += 1
         if words.startswith("file="):
@@ -80,11 +82,11 @@ def beside_the_models(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and not is_slow(page)], ids=name)
 def test_every_block_of_the_page_runs(page, beside_the_models):
-    run_page(page)
+    run_page(page, ("skip", "slow-block"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and is_slow(page)], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and (is_slow(page) or "slow-block" in page.read_text())], ids=name)
 def test_every_block_of_a_slow_page_runs(page, beside_the_models):
     assert run_page(page) > 0
 
