@@ -217,11 +217,10 @@ def test_every_rule_forbids_something():
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True],
         "group": [1, 2], "alltoall": [1, 2, 3],
     }  # fmt: skip
-    rows = crossed(Launch(48, 50, 27, 3), choices)
-    rng = np.random.default_rng(0)
-    rows = rows[rng.choice(len(rows), 100_000)]
-    rows = rows.with_columns(precision=rng.choice(sorted(PRECISIONS), len(rows)), gather8=rng.choice([False, True], len(rows)))
-    rows = rows.with_columns(recompute=rng.choice(RECOMPUTE, len(rows)))
+    choices |= {"precision": sorted(PRECISIONS), "gather8": [False, True], "recompute": RECOMPUTE}
+    rng, number = np.random.default_rng(0), 25_000
+    fixed = {key: np.full(number, value) for key, value in vars(Launch(48, 50, 27, 3)).items()}
+    rows = TrainingRuns(fixed | {key: rng.choice(options, number) for key, options in choices.items()})
     for launcher in LAUNCHERS:
         for sizes in (SMALL, MIXTURE):
             mask, rules = broken_rules(rows, sizes, launcher)
