@@ -119,10 +119,10 @@ def own_names() -> set[str]:
     }
 
 
-def names_of_torch(tree: ast.AST) -> set[str]:
+def names_of_torch(nodes: list) -> set[str]:
     """The names of a file that are modules or objects of torch."""
     bound = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None)
             for alias in node.names:
@@ -133,11 +133,11 @@ def names_of_torch(tree: ast.AST) -> set[str]:
 
 def private_uses(source: str) -> list[str]:
     """Line and text of each private name of torch that a file names, and of each private attribute that is in no list."""
-    tree, uses = ast.parse(source), []
-    of_torch = names_of_torch(tree)
-    own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") in ("self", "cls")}
+    nodes, uses = list(ast.walk(ast.parse(source))), []  # walking takes longer than what is done with the nodes
+    of_torch = names_of_torch(nodes)
+    own = {n.attr for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") in ("self", "cls")}
     known = {*ATTRIBUTES, *NOT_TORCHS, *own, *own_names()}
-    for node in ast.walk(tree):
+    for node in nodes:
         text = ""
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             text = next((f"{node.module}.{alias.name}" for alias in node.names if "._" in f"{node.module}.{alias.name}"), "")
