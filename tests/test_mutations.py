@@ -133,7 +133,7 @@ WITH_MODEL = {
     "plan hf": ("config", "plan hf:FOLDER --mesh 2 --set layers=1 --set seq=8 --set batch=2"),
 }
 VERBS = {**QUICK, **SLOW, **WITH_MODEL}
-NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 5, 110, 20
+NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 3, 110, 20
 
 
 def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)

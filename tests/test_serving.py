@@ -188,20 +188,20 @@ def test_tied_embeddings_count_once_on_one_stage_and_twice_on_two():
 # -- degrees ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "devices"), [(2, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 8), (4, 8), (8, 6), (4, 16)))]
-)
-def test_legal_degrees_are_those_of_a_brute_force_check(kv_heads, devices):
-    plan = serve_plan(llama(4, kv_heads), devices, **QUICK)
+@pytest.mark.parametrize(("layers", "kv_heads", "devices"), [
+    (2, 2, 4), *(pytest.param(4, *one, marks=pytest.mark.slow) for one in ((2, 4), (2, 8), (4, 8), (8, 6), (4, 16))),
+])  # fmt: skip
+def test_legal_degrees_are_those_of_a_brute_force_check(layers, kv_heads, devices):
+    plan = serve_plan(llama(layers, kv_heads), devices, **QUICK)
     degrees = range(1, devices + 1)
     assert {(row.tensor, row.pipeline) for row in plan.rows} == {(t, p) for t in degrees for p in degrees if devices % (t * p) == 0}
     for row in plan.rows:
         t, p = row.tensor, row.pipeline
-        legal = p <= 4 and 8 % t == 0 and 96 % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+        legal = p <= layers and 8 % t == 0 and 96 % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
         assert row.fits == legal and row.replicas * t * p == devices, row
         assert row.copies == (max(t // kv_heads, 1) if legal else 1)
         if legal:
-            assert row.cache_bytes == -(-8 // row.replicas) * -(-4 // p) * 2 * max(kv_heads // t, 1) * 8 * 32 * 2
+            assert row.cache_bytes == -(-8 // row.replicas) * -(-layers // p) * 2 * max(kv_heads // t, 1) * 8 * 32 * 2
     speeds = [row.tokens_per_second for row in plan.rows if row.fits]
     assert speeds == sorted(speeds, reverse=True) and [row.fits for row in plan.rows] == sorted((r.fits for r in plan.rows), reverse=True)
     sharded = [row.tensor for row in plan.rows if row.fits and 1 < row.tensor <= kv_heads]  # whose ranks hold different heads

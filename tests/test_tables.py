@@ -65,13 +65,11 @@ def against_enumeration(seed, number, most_tables):
     assert 0 < infeasible < number
 
 
-def test_the_best_of_all_plans():
-    against_enumeration(0, 60, 4)
-
-
-@pytest.mark.slow  # enumeration takes a minute
-def test_the_best_of_all_plans_of_six_tables():
-    against_enumeration(1, 300, 6)
+@pytest.mark.parametrize(("seed", "number", "most_tables"), [
+    (0, 15, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, 60, 4), (1, 300, 6)))  # enumeration takes a minute
+])  # fmt: skip
+def test_the_best_of_all_plans(seed, number, most_tables):
+    against_enumeration(seed, number, most_tables)
 
 
 @settings(max_examples=15)
