@@ -24,7 +24,7 @@ from autoshard.planning import Infeasible
 from autoshard.planning import recomputing as kind
 from autoshard.planning.baselining import masks_of
 from autoshard.precision import Precision
-from autoshard.solution import load, replay
+from autoshard.solution import Solution, load, replay
 from autoshard.strategies import candidates, internal_bytes, internal_passes, is_experts
 from tests.helpers_lower import mesh_of, values_of
 from tests.helpers_models import right_plan, scheme_plan
@@ -287,10 +287,15 @@ def test_training_on_gloo_ranks_is_that_of_one_process(shape, scheme, one_expert
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@cache
+def plan_of_mixtral() -> Solution:
+    return api.plan(*mixtral(), mesh_of(2), training=True)
+
+
 @pytest.mark.parametrize("algo", ["alpa", "fsdp"])
 def test_the_pass_and_a_pinned_scheme_keep_them_as_plans_do(algo):
-    (module, inputs), mesh = mixtral(), mesh_of(2)
+    module, inputs = mixtral()
     _, info = api.autosharding_pass(module, mesh_shape=(2,), example_inputs=inputs, training=True, algo=algo, run_checks=True)
-    plan = api.plan(module, inputs, mesh, training=True)
+    plan = plan_of_mixtral()
     assert info["solution"].hidden_values == plan.hidden_values == 2
     assert info["cost_seconds"] == pytest.approx(plan.cost if algo == "alpa" else plan.baselines[algo]["cost_seconds"])

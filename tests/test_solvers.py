@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -115,10 +116,15 @@ def test_auto_reduce_and_dual_on_3000_problems_of_up_to_12_nodes(block):
         check_everything(seed, most_nodes=12, most_choices=5, most_answers=10**5)
 
 
+@cache
+def solved(path: Path) -> tuple[Problem, Answer]:
+    problem = read_contest(path)
+    return problem, solve(problem)
+
+
 @pytest.mark.parametrize("name, optimum", [("B", 532843), ("G", 217039)])
 def test_contest_optimum_is_proven(name, optimum):
-    problem = read_contest(DATA / f"asplos-2025-iopddl-{name}.json.gz")
-    answer = solve(problem)
+    problem, answer = solved(DATA / f"asplos-2025-iopddl-{name}.json.gz")
     assert (answer.status, answer.cost) == (Status.OPTIMAL, optimum)
     assert answer.bound >= optimum * (1 - 1e-9) and evaluate(problem, answer.choice).fits
     assert answer.reduced["nodes"] < 816
@@ -304,7 +310,7 @@ def test_solvers_do_not_import_torch():
 
 def test_the_answer_does_not_depend_on_the_hash_seed():
     code = "import sys; answer = solve(read_contest(sys.argv[1])); print(answer.choice, answer.bound)"
-    answer = solve(read_contest(SMALLER))  # here with another seed
+    _, answer = solved(SMALLER)  # here with another seed
     assert in_a_process(code, SMALLER, env={"PYTHONHASHSEED": "1"}) == f"{answer.choice} {answer.bound}\n"
 
 
