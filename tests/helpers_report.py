@@ -43,9 +43,10 @@ class Elements(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def frontier(*points: tuple) -> dict:
+def frontier(*points: tuple, model: str = "tiny") -> dict:
     keys = ("memory_bytes", "seconds", "bound_seconds", "status")
-    return {"format": "autoshard.frontier/1", "points": [dict(zip(keys, point), extra={"any": 1}) for point in points], "more": []}
+    described = {"format": "autoshard.frontier/1", "model": model, "mesh": [2, 2], "training": True, "planning_seconds": 1.0}
+    return {**described, "points": [{**dict(zip(keys, point)), "gap": None, "limit_bytes": point[0]} for point in points]}
 
 
 def hostile_solution() -> Solution:

@@ -18,7 +18,6 @@ from autoshard.cli import main
 from autoshard.layout import rank_bounds
 from autoshard.mesh import Mesh
 from autoshard.report import charts, html, layout_pictures, module_tree, page_of_plan, plan_tables
-from autoshard.report import frontier as frontiers
 from autoshard.report import page as frame
 from autoshard.report.proof import plan_card
 from autoshard.solution import Placed, Solution, load
@@ -126,7 +125,7 @@ def test_every_file_of_the_page_is_packaged():
 
 
 def test_hostile_names_are_shown_and_change_nothing():
-    page = html.html_report(hostile_solution(), frontier=frontier((1e9, 1.0, 1.0, HOSTILE)), no_model=HOSTILE)
+    page = html.html_report(hostile_solution(), frontier=frontier((1e9, 1.0, 1.0, "optimal"), model=HOSTILE), no_model=HOSTILE)
     seen = Elements(page)
     assert seen.crossed == [] and seen.open == []
     assert page.count("<script") == 1 and page.count("</script") == 1 and page.count("</style") == 1 and "<!--" not in page
@@ -323,29 +322,32 @@ def test_an_area_goes_along_its_line_and_back_along_the_floor():
 
 
 def test_a_frontier_is_drawn_with_this_plan_on_it():
-    none = (0.5, None, None, "infeasible")
-    points = frontiers.frontier_points(frontier((2.0, 3.0, 3.0, "optimal"), (1.0, 5.0, 4.0, "feasible"), none))
+    points = frontier((1.0, 5.0, 4.0, "feasible"), (2.0, 3.0, 3.0, "optimal"))["points"]
     chart = charts.frontier_chart(points, (2.0, 3.0))
     assert chart is not None and chart["dots"].count("M") == 2 and chart["bounds"].count("M") == 1
     assert chart["here"] == {"x": pytest.approx(100 - 6 / 1.12, abs=0.1), "y": pytest.approx(6 / 1.12, abs=0.1)}
     assert charts.frontier_chart(points[1:], None) is None  # one point is no curve
-    said = Elements(html.html_report(linear_solution(), frontier=frontier((2e9, 3.0, 3.0, "optimal"), none))).text
-    assert "0.5 B - - - - infeasible" in said and "2 GB 3 s - 3 s - optimal" in said
+    said = Elements(html.html_report(linear_solution(), frontier=frontier((2e9, 3.0, 3.0, "optimal"), (1e9, 4.0, None, "feasible")))).text
+    assert "of tiny on 2x2" in said and "1 GB 4 s 33.3% - - feasible 2 GB 3 s - 3 s - optimal" in said
+
+
+POINT = frontier((1.0, 1.0, 1.0, "optimal"))["points"][0]
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("change", "said"),
     [
-        ([], "holds no points"),
-        ({"points": []}, "has format"),
-        ({"format": "autoshard.frontier/9", "points": []}, "has format 'autoshard.frontier/9'"),
-        ({"format": "autoshard.frontier/1", "points": [3]}, "has a point '3'"),
-        ({"format": "autoshard.frontier/1", "points": [{"seconds": "x"}]}, "seconds is 'x'"),
-        ({"format": "autoshard.frontier/1", "points": [{"seconds": 1e308}]}, "seconds is 1e+308"),
+        ([], "the file holds"),
+        ({"points": []}, "points holds"),
+        ({"format": "autoshard.frontier/9"}, "format is 'autoshard.frontier/9'"),
+        ({"points": [3]}, "points/0 holds"),
+        ({"points": [{**POINT, "seconds": "x"}]}, "points/0/seconds holds"),
+        ({"points": [{**POINT, "seconds": 1e308}]}, "points/0/seconds holds"),
     ],
 )
-def test_a_file_that_is_no_frontier_is_refused(data, said):
-    assert_refused(re.escape(said), frontiers.frontier_points, data)
+def test_what_is_no_frontier_is_refused(change, said):
+    data = {**frontier(), **change} if isinstance(change, dict) else change
+    assert_refused(re.escape(said), html.html_report, linear_solution(), frontier=data)
 
 
 # --- the verb

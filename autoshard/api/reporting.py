@@ -24,9 +24,8 @@ def html_report(
     pipeline: its stages over time.
 
     model, example_inputs: what the plan is for, built on the meta device; without them there is no time line, no memory over time and
-    no ops, and no_model (the end of a sentence) says why. frontier: memory against seconds, {"format": "autoshard.frontier/1",
-    "points": [{"memory_bytes", "seconds", "bound_seconds", "status"}]}. ValueError where the plan is of another model, or the
-    frontier is none.
+    no ops, and no_model (the end of a sentence) says why. frontier: memory against seconds, as `Frontier.to_dict` and files have
+    it. ValueError where the plan is of another model, or the frontier is none.
     """
     if isinstance(solution, ProgramsSolution) and (model is not None or frontier is not None):
         raise ValueError(f"the plan is of several programs; for a time line or a frontier pass one of them: {', '.join(solution)}")

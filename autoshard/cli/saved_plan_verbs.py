@@ -19,6 +19,7 @@ from autoshard.cli.loading import load_any_plan, load_api, load_plan, model_for,
 from autoshard.cli.model_source import names_model
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
+from autoshard.reading import data_of
 from autoshard.writing import write_atomically
 
 
@@ -91,7 +92,7 @@ def _show_launch(output: Output, asked: Asked, *, explained: bool = False) -> in
 def _write(output: Output, loaded: Any, asked: Asked) -> None:
     """Write the page of a plan."""
     out = asked.html
-    points = None if asked.frontier is None else report.frontier.load_frontier(asked.frontier)
+    points = None if asked.frontier is None else data_of(asked.frontier, "frontier")
     several = _several(asked.solution, loaded)
     if several and (asked.model is not None or asked.settings or points is not None):
         raise ValueError(several)

@@ -1,7 +1,4 @@
-"""A frontier, memory against seconds: as a table, as CSV, as a plot with the bound below the points, and read from a file for a page.
-
-What draws and prints takes the record of `Frontier.to_dict`; a page takes any JSON of format autoshard.frontier/1, other keys ignored.
-"""
+"""A frontier, memory against seconds, from the record of `Frontier.to_dict`: as a table, as CSV, as a plot with the bounds below it."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ import io
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
 from autoshard.mesh import shape_text
-from autoshard.reading import data_of
 from autoshard.report.figures import blank, save, titled
 from autoshard.report.terminal import shown
 from autoshard.report.values import ReportTable, numbers
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
 FAR = 1.5  # a device with more than this many times the largest memory is named beside the plot, not drawn
-FORMAT = "autoshard.frontier/1"
-MOST = 1e30  # of anything in a frontier: sums and margins of it are finite
 STEPS = 400  # of the bound's line
 DIGITS = 5  # points of a frontier differ by little
 
@@ -110,47 +104,3 @@ def plot(record: Mapping) -> Figure:
     axes.legend(frameon=False, fontsize=8)
     titled(axes, f"{record['model']} on {shape_text(record['mesh'])}: {seconds(points[-1]['seconds'])} at best")
     return figure
-
-
-# -- a frontier's file ----------------------------------------------------------------------------------------------------------------
-
-
-def load_frontier(path: str) -> dict:
-    """The file's content, checked; ValueError in one sentence where it is no frontier."""
-    data = data_of(path, "frontier")
-    frontier_points(data, path)
-    return data
-
-
-def frontier_points(data: Any, what: str = "the frontier") -> list[dict]:
-    """Rows of memory_bytes, seconds, bound_seconds (None where there is none) and status; ValueError where it is no frontier."""
-    if not isinstance(data, Mapping) or not isinstance(data.get("points"), (list, tuple)):
-        raise ValueError(f"{what} holds no points; expected what `autoshard frontier --out` wrote, of format {FORMAT}")
-    written = data.get("format")
-    if not isinstance(written, str) or written != FORMAT:
-        raise ValueError(f"{what} has format {str(written)[:40]!r}; expected {FORMAT}, so make it with `autoshard frontier`")
-    rows = []
-    for point in data["points"]:
-        if not isinstance(point, Mapping):
-            raise ValueError(f"{what} has a point {str(point)[:40]!r}; expected memory_bytes, seconds, bound_seconds and status")
-        numbers = {key: _number(point.get(key), f"{what} has a point whose {key}") for key in ("memory_bytes", "seconds", "bound_seconds")}
-        rows.append({**numbers, "status": str(point.get("status") or "")})
-    return rows
-
-
-def written_for(data: Mapping) -> str:
-    """`models/gpt2.py:small on 2x4`, as far as the frontier says."""
-    mesh = data.get("mesh")
-    parts = [str(data["model"])] if data.get("model") else []
-    parts += [f"on {shape_text(mesh)}"] if isinstance(mesh, (list, tuple)) and mesh else []
-    return " ".join(parts)
-
-
-def _number(value: Any, what: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{what} is {str(value)[:40]!r}; expected a number or null")
-    if MOST < abs(value) < math.inf:
-        raise ValueError(f"{what} is {str(value)[:40]}; expected seconds or bytes, {MOST:g} at most")
-    return float(value) if math.isfinite(value) else None

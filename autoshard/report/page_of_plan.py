@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoshard.mesh import shape_text
+from autoshard.reading import checked
 from autoshard.report import plan_tables
 from autoshard.report.blocks import seconds_elsewhere
 from autoshard.report.charts import frontier_chart, memory_chart, timeline_chart
-from autoshard.report.frontier import frontier_points, points_table, written_for
+from autoshard.report.frontier import points_table
 from autoshard.report.layout_pictures import pictures, users
 from autoshard.report.module_tree import MANY_OPS, op_rows, ops_once, tree
 from autoshard.report.proof import plan_card
@@ -116,9 +117,9 @@ def _shards(s: Solution, timeline: Timeline | None) -> dict[str, Any]:
 
 
 def _frontier(s: Solution, frontier: Mapping) -> dict[str, Any]:
-    points = sorted(frontier_points(frontier), key=lambda p: (p["memory_bytes"] is None, p["memory_bytes"]))
-    chart = frontier_chart(points, (s.peak_bytes, s.cost))
-    return {"points": points_table(points), "frontier_chart": chart, "frontier_of": written_for(frontier)}
+    points = sorted(checked(frontier, "the frontier", "frontier")["points"], key=lambda p: p["memory_bytes"])
+    chart, of = frontier_chart(points, (s.peak_bytes, s.cost)), f"{frontier['model']} on {shape_text(frontier['mesh'])}"
+    return {"points": points_table(points), "frontier_chart": chart, "frontier_of": of.lstrip()}
 
 
 def _links(s: Solution) -> ReportTable:
