@@ -30,7 +30,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard": "plan Infeasible NoAnswer Solution load verify check explain kept_layouts mesh_shapes "
                      "frontier Plan Program autosharding_pass Precision serve_plan problem_of write_problem certificate_of",
         "autoshard.api": "Options PassOptions Frontier FrontierPoint extrapolate plan_meshes load_one edited_layouts html_report "
-                         "robustness open_cache from_text",
+                         "robustness PlanCache from_text",
         "autoshard.certify": "certify",
         "autoshard.api.annotating": "NodeSharding Operand",
         "autoshard.explain": "Redistribution CandidateCost",

@@ -3,11 +3,9 @@
 import json
 import logging
 import os
-import sqlite3
 import subprocess
 import sys
 import time
-import zlib
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from autoshard.api.cached_plans import CachedPlans
 from autoshard.capture import capture
 from autoshard.cli import main
 from autoshard.planning.warm_starts import corresponding
-from autoshard.solution import CacheEntry, open_cache, to_text
+from autoshard.solution import CacheEntry, PlanCache, to_text
 from autoshard.solution import cache as cache_module
 from autoshard.strategies import RULES, register
 from models import gpt2, llama
@@ -34,7 +32,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-LOCATIONS = ["plans.db", "memory://plans-{n}", "file://{here}/plans"]
+LOCATIONS = ["plans", "memory://plans-{n}", "file://{here}/plans"]
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def location(request, tmp_path):
     return request.param.format(n=tmp_path.name, here=tmp_path)
 
 
-QUICKLY = [pytest.param(where, marks=[] if where == "plans.db" else pytest.mark.slow) for where in LOCATIONS]
+QUICKLY = [pytest.param(where, marks=[] if where == "plans" else pytest.mark.slow) for where in LOCATIONS]
 
 
 @pytest.mark.parametrize("location", QUICKLY, indirect=True)
@@ -59,8 +57,8 @@ def test_the_second_call_is_served_and_nothing_is_solved(location, monkeypatch):
 @pytest.mark.parametrize("changed", [dict(device="h100"), dict(inter_node_bandwidth=1e13), dict(mesh_shape=(4, 2)), dict(algo="fsdp"),
                                      dict(pins={"layers.0.up.weight": "R,R"}), dict(objective="serial")])  # fmt: skip
 def test_another_question_is_no_hit(changed):
-    run(kind="exported", cache="plans.db")
-    assert run(kind="exported", cache="plans.db", **changed)[1]["cache"] != "hit"
+    run(kind="exported", cache="plans")
+    assert run(kind="exported", cache="plans", **changed)[1]["cache"] != "hit"
 
 
 def test_another_rule_is_another_question(monkeypatch):
@@ -69,7 +67,7 @@ def test_another_rule_is_another_question(monkeypatch):
     monkeypatch.setattr(register, "REGISTERED", set())
     for rows in (["S(0) -> S(0)"], ["S(0) -> S(0)", "S(1) -> S(1)"]):
         autoshard.register_rule(gelu, *rows, replace=True, uneven=True)
-        assert [run(kind="exported", cache="plans.db")[1]["cache"] == "hit" for _ in range(2)] == [False, True]
+        assert [run(kind="exported", cache="plans")[1]["cache"] == "hit" for _ in range(2)] == [False, True]
 
 
 def test_nothing_is_written_unless_asked(tmp_path):
@@ -84,11 +82,10 @@ def test_nothing_is_written_unless_asked(tmp_path):
 
 
 def edited(change) -> None:
-    """The one entry of plans.db with its plan changed."""
-    with sqlite3.connect("plans.db") as connection:
-        ((key, blob),) = connection.execute("SELECT key, plan FROM plans").fetchall()
-        text = change(zlib.decompress(blob).decode())
-        connection.execute("UPDATE plans SET plan = ? WHERE key = ?", (zlib.compress(text.encode()), key))
+    """The one entry of the cache with its plan changed."""
+    (file,) = Path("plans").glob("*/*.json")
+    data = json.loads(file.read_text())
+    file.write_text(json.dumps({**data, "text": change(data["text"])}))
 
 
 def with_cost(text: str) -> str:
@@ -105,13 +102,13 @@ FOREIGN = {
 @pytest.mark.parametrize("fault", FOREIGN)
 def test_an_entry_that_is_not_what_it_says_is_planned_anew(fault, caplog):
     change, why = FOREIGN[fault]
-    right = run(kind="exported", cache="plans.db")[1]
+    right = run(kind="exported", cache="plans")[1]
     edited(change)
     with caplog.at_level(logging.WARNING):
-        again = run(kind="exported", cache="plans.db")[1]
+        again = run(kind="exported", cache="plans")[1]
     assert again["cache"] == "cold" and again["cost_seconds"] == right["cost_seconds"]
     assert "is not used" in caplog.text and why in caplog.text
-    assert run(kind="exported", cache="plans.db")[1]["cache"] == "hit"  # it was replaced
+    assert run(kind="exported", cache="plans")[1]["cache"] == "hit"  # it was replaced
 
 
 @pytest.mark.parametrize("content", [b'{"key": "a", "facts": 3', b'{"key": "a", "family": "b", "facts": 3, "text": "{}"}', b"\xff"])
@@ -129,50 +126,55 @@ def test_a_torn_file_of_a_location_is_planned_anew_and_listed(content, tmp_path,
 
 def test_another_file_is_no_cache():
     with open("plan.json", "w") as file:
-        file.write("{}" * 600)
-    assert refusal(run, kind="exported", cache="plan.json").startswith("cache plan.json: file is not a database; it is no cache of plans")
-    assert refusal(run, kind="exported", cache="nowhere/plans.db").startswith("cache nowhere/plans.db: unable to open database file")
+        file.write("{}")
+    said = "cache plan.json is a file; expected a folder of plans, new or old: give another"
+    assert refusal(run, kind="exported", cache="plan.json") == said
     assert refusal(run, kind="exported", cache="nothing://x").startswith("cache nothing://x: ")
+    assert refusal(run, kind="exported", cache=7).startswith("cache is 7; expected the path of a folder, or a URL")
 
 
-def test_the_tables_of_another_program_stay_as_they_are():
-    with sqlite3.connect("other.db") as connection:
-        connection.execute("CREATE TABLE runs (n INTEGER)")
-    with open("other.db", "rb") as file:
-        before = file.read()
-    said = refusal(run, kind="exported", cache="other.db")
-    assert said.startswith("cache other.db: it has the tables of another program, such as runs; it is no cache of plans")
-    with open("other.db", "rb") as file:
-        assert file.read() == before
-    assert refusal(run, kind="exported", cache=7).startswith("cache is 7; expected the path of a file, or a URL")
+def test_other_files_of_a_folder_stay_as_they_are():
+    Path("plans", "runs").mkdir(parents=True)
+    others = [Path("plans", "runs", name) for name in ("notes.txt", ".hidden.json")]
+    for other in others:
+        other.write_text("x")
+    cache = PlanCache("plans")
+    assert cache.entries() == [] and cache.prune(0) == 0 and [other.read_text() for other in others] == ["x", "x"]
+
+
+def refuse(*_, **__):
+    raise PermissionError(13, "Permission denied", "plans")
 
 
 def test_a_cache_that_can_not_be_written_serves_its_plans_and_loses_no_new_one(monkeypatch, caplog):
-    run(kind="exported", cache="plans.db")
-    open_cache("plans.db")._connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    with open("plans.db", "rb") as file:
-        before = file.read()
-    monkeypatch.setattr(cache_module.os, "access", lambda path, mode: False)
-    assert run(kind="exported", cache="plans.db")[1]["cache"] == "hit"
+    run(kind="exported", cache="plans")
+    before = {file: file.read_bytes() for file in Path("plans").rglob("*.json")}
+    monkeypatch.setattr(cache_module, "write_atomically", refuse)
+    monkeypatch.setattr(cache_module.os, "utime", refuse)
+    assert run(kind="exported", cache="plans")[1]["cache"] == "hit"
     with caplog.at_level(logging.WARNING):
-        assert run(kind="exported", cache="plans.db", memory_limit=1e9)[1]["cache"] == "warm"
-    assert "the plan is not kept: cache plans.db: attempt to write a readonly database; it or its folder can't be written" in caplog.text
-    with open("plans.db", "rb") as file:
-        assert file.read() == before
+        assert run(kind="exported", cache="plans", memory_limit=1e9)[1]["cache"] == "warm"
+    assert "the plan is not kept: [Errno 13] Permission denied: 'plans'" in caplog.text
+    assert {file: file.read_bytes() for file in Path("plans").rglob("*.json")} == before
+    Path("file").touch()
+    assert run(kind="exported", cache="file/plans")[1]["cache"] == "cold" and "Not a directory: " in caplog.text
 
 
 def test_what_was_used_longest_ago_goes_first():
-    cache = open_cache("plans.db", most_bytes=250)
-    entries = [CacheEntry(f"key{k}", "family", {"n": k}, os.urandom(40).hex()) for k in range(6)]
-    for entry in entries[:3]:
-        cache.put(entry)
-    cache.get("key0")
-    cache.put(entries[3])
-    size = sqlite3.connect("plans.db").execute("SELECT max(bytes) FROM plans").fetchone()[0]  # those of random bytes differ by some
-    assert 60 < size < 83
-    assert {entry.key for entry in cache.entries()} == {"key0", "key2", "key3"}
-    assert sqlite3.connect("plans.db").execute("PRAGMA journal_mode").fetchone() == ("wal",)  # readers do not wait for a writer
-    assert cache.prune(size + 1) == 2 and [entry.key for entry in cache.entries()] == ["key3"]
+    cache = PlanCache("plans", most_bytes=400)
+    entries = [CacheEntry(f"key{k}", "family", {"n": k}, "x" * 50) for k in range(6)]
+
+    def put(k, used):
+        cache.put(entries[k])
+        os.utime(Path("plans", "family", f"key{k}.json"), (used, used))
+
+    for k in range(3):
+        put(k, used=k)
+    assert 110 < (size := Path("plans", "family", "key0.json").stat().st_size) < 130
+    assert cache.get("key0", "family") == entries[0]
+    put(3, used=3)
+    assert [entry.key for entry in cache.entries()] == [entry.key for entry in cache.near("family")] == ["key0", "key3", "key2"]
+    assert cache.prune(size + 1) == 2 and [entry.key for entry in cache.entries()] == ["key0"]
 
 
 FILL = """
@@ -181,7 +183,7 @@ spec = importlib.util.spec_from_file_location("cache", sys.argv[1])  # alone: au
 module = sys.modules["cache"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 location, worker, count = sys.argv[2], sys.argv[3], int(sys.argv[4])
-cache = module.open_cache(location)
+cache = module.PlanCache(location)
 for n in range(count):
     key = str(n % 20)
     cache.put(module.CacheEntry(f"key-{worker}-{n}", "family", {"worker": worker}, f"{key}:" + f"{worker}-{n} " * 200))
@@ -191,7 +193,7 @@ for n in range(count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("location", ["{here}/plans.db", "file://{here}/plans"], indirect=True)
+@pytest.mark.parametrize("location", ["{here}/plans"], indirect=True)
 def test_eight_processes_lose_and_tear_nothing_killed_ones_included(location):
     def start(worker, count):
         return subprocess.Popen([sys.executable, "-c", FILL, cache_module.__file__, location, str(worker), str(count)])
@@ -202,8 +204,7 @@ def test_eight_processes_lose_and_tear_nothing_killed_ones_included(location):
         one.kill()
         one.wait()
     assert [one.wait(500) for one in workers] == [0] * 8
-    cache = open_cache(location)
-    whole = {entry.key: cache.get(entry.key) for entry in cache.entries()}
+    whole = {entry.key: entry for entry in PlanCache(location).entries()}
     assert {f"key-{w}-{n}" for w in range(8) for n in range(200)} <= set(whole)
     for key, entry in whole.items():
         if key.startswith("key-"):
@@ -211,17 +212,17 @@ def test_eight_processes_lose_and_tear_nothing_killed_ones_included(location):
 
 
 def test_the_verbs_list_show_export_and_prune(capsys):
-    run(kind="exported", cache="plans.db")
-    assert main(["cache", "ls", "plans.db", "--json"]) == 0
+    run(kind="exported", cache="plans")
+    assert main(["cache", "ls", "plans", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["entries"]
-    assert entry["mesh"] == [2, 4] and entry["status"] and main(["cache", "ls", "plans.db"]) == 0
-    assert main(["cache", "show", "plans.db", entry["key"][:6], "--json"]) == 0
-    assert main(["cache", "export", "plans.db", entry["key"][:6], "--out", "plan.json", "--quiet"]) == 0
+    assert entry["mesh"] == [2, 4] and entry["status"] and main(["cache", "ls", "plans"]) == 0
+    assert main(["cache", "show", "plans", entry["key"][:6], "--json"]) == 0
+    assert main(["cache", "export", "plans", entry["key"][:6], "--out", "plan.json", "--quiet"]) == 0
     assert run(kind="exported", preload_solution=True, ilp_solution_file="plan.json")[1]["status"] == entry["status"]
-    assert main(["cache", "show", "plans.db", "zz"]) == 2 and main(["cache", "ls", "none.db"]) == 2
+    assert main(["cache", "show", "plans", "zz"]) == 2 and main(["cache", "ls", "nothing"]) == 2
     capsys.readouterr()
-    assert main(["cache", "prune", "plans.db", "--most", "1B", "--json"]) == 0
-    assert open_cache("plans.db").entries() == []
+    assert main(["cache", "prune", "plans", "--most", "1B", "--json"]) == 0
+    assert PlanCache("plans").entries() == []
 
 
 def test_of_near_plans_two_come_back_those_of_the_same_structure_first():
@@ -237,10 +238,9 @@ NEAR = {"batch": dict(batch=32), "link": dict(link=5e13), "layer": dict(layers=4
 
 @cache
 def known_plan(objective):
-    """A cache that holds the plan of NEAR's model."""
-    planned_near(objective, "known.db")
-    open_cache("known.db")._connection().execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return Path("known.db").read_bytes()
+    """The entry that a cache has of the plan of NEAR's model."""
+    planned_near(objective, "known")
+    return PlanCache("known").entries()[0]
 
 
 def planned_near(objective, cache, link=1e14, **sizes):
@@ -252,8 +252,8 @@ def planned_near(objective, cache, link=1e14, **sizes):
 @pytest.mark.parametrize("near", [*list(NEAR)[:-1], pytest.param("a layer less", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("objective", [pytest.param("overlapped", marks=pytest.mark.slow), "serial"])
 def test_a_pass_that_starts_from_a_near_plan_costs_what_it_costs_from_nothing(near, objective):
-    Path("plans.db").write_bytes(known_plan(objective))
-    warm, cold = (planned_near(objective, where, **NEAR[near]) for where in ("plans.db", None))
+    PlanCache("plans").put(known_plan(objective))
+    warm, cold = (planned_near(objective, where, **NEAR[near]) for where in ("plans", None))
     assert warm["cache"] == "warm" and warm["bound_seconds"] <= warm["cost_seconds"] * (1 + 1e-9)
     most = 1e-9 if objective == "serial" else 0.02  # the search for the shortest time line proves no optimum, from nothing neither
     assert warm["cost_seconds"] <= cold["cost_seconds"] * (1 + most)

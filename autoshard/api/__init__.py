@@ -38,7 +38,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "planning.mesh_shapes": "mesh_shapes plan_meshes",
     "planning.options": "Infeasible NoAnswer Options",
     "planning.programs": "Program",
-    "solution": "Plan ProgramsSolution Solution from_text load load_one open_cache",
+    "solution": "Plan PlanCache ProgramsSolution Solution from_text load load_one",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _CHECKED = (  # their arguments are compared with kinds.KINDS

@@ -10,7 +10,7 @@ import torch
 from autoshard.explain import reopened
 from autoshard.planning import Question, broken_by, fingerprint
 from autoshard.simulate import timeline_of
-from autoshard.solution import ROUNDING, VERSION, CacheEntry, Solution, from_text, json_hash, open_cache, replay, to_text
+from autoshard.solution import ROUNDING, VERSION, CacheEntry, PlanCache, Solution, from_text, json_hash, replay, to_text
 from autoshard.strategies import registered_rows
 
 log = logging.getLogger("autoshard")
@@ -22,7 +22,7 @@ class CachedPlans:
     """The cache as one question sees it. noted: what else the plan depends on, such as `algo`."""
 
     def __init__(self, location: str, question: Question, noted: Mapping[str, Any]):
-        self.cache, self.question = open_cache(location), question
+        self.cache, self.question = PlanCache(location), question
         options, graph = question.options, question.graph
         hashes = fingerprint(graph, question.mesh, options)
         asked = {"solver": str(options.solver), "gap": options.gap, "time_limit": options.time_limit, **noted}

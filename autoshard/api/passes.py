@@ -70,7 +70,7 @@ class PassOptions(Options):
     run_checks: bool = False  # verify the plan on simulated ranks
     preload_solution: bool = False  # read ilp_solution_file instead of solving
     ilp_solution_file: str | None = "ilp_solution.pkl"  # read by preload_solution; written after solving where the caller names it
-    cache: str | None = None  # a file, or a URL: plans are read from it and kept in it
+    cache: str | None = None  # a folder, or a URL: plans are read from it and kept in it
     skip_forward: bool = False  # leave out the sharding map
     rewrite: bool = False  # return this rank's graph; on the ranks that torchrun started
     example_inputs: Any = None  # for graphs whose placeholders carry no shapes; sizes of dynamic dims

@@ -18,26 +18,25 @@ app.add_typer(cache)
 
 
 def _opened(location: str) -> Any:
-    """ValueError where there is none: looking creates no file."""
-    if "://" not in location and not os.path.isfile(location):
-        raise ValueError(f"there is no cache {location}; expected a file or a URL that `autosharding_pass(cache=...)` was given")
-    return load_api().open_cache(location)
+    """ValueError where there is none: looking creates nothing."""
+    if "://" not in location and not os.path.exists(location):
+        raise ValueError(f"there is no cache {location}; expected a folder or a URL that `autosharding_pass(cache=...)` was given")
+    return load_api().PlanCache(location)
 
 
 def _plan(asked: Asked) -> Any:
-    opened = _opened(asked.location)
-    keys = [entry.key for entry in opened.entries() if entry.key.startswith(asked.key)]
-    if len(keys) != 1:
-        raise ValueError(f"{len(keys)} entries of {asked.location} have a key that begins with {asked.key}; `cache ls` lists all keys")
-    return load_api().from_text(opened.get(keys[0]).text, f"entry {asked.key}")
+    texts = [entry.text for entry in _opened(asked.location).entries() if entry.key.startswith(asked.key)]
+    if len(texts) != 1:
+        raise ValueError(f"{len(texts)} entries of {asked.location} have a key that begins with {asked.key}; `cache ls` lists all keys")
+    return load_api().from_text(texts[0], f"entry {asked.key}")
 
 
 @cache.command()
 def ls(asked: Asked, output: Output) -> int:
-    """List the entries of a cache, the one used last first.
+    """List the entries of a cache, in a folder of this machine the one used last first.
 
     \b
-    autoshard cache ls plans.db
+    autoshard cache ls plans
     """
     entries = [{"key": entry.key, **entry.facts} for entry in _opened(asked.location).entries()]
     output.answer({"entries": entries}, lambda: _table(entries))
@@ -49,7 +48,7 @@ def show(asked: Asked, output: Output) -> int:
     """Show the plan of one entry, as `autoshard show` does.
 
     \b
-    autoshard cache show plans.db 3f9a
+    autoshard cache show plans 3f9a
     """
     plan = _plan(asked)
     output.answer(report.planned.summary(plan), lambda: report.planned.planned_report(plan))
@@ -58,10 +57,10 @@ def show(asked: Asked, output: Output) -> int:
 
 @cache.command()
 def prune(asked: Asked, output: Output) -> int:
-    """Remove entries, those used longest ago first, until the rest fits.
+    """Remove entries, in a folder of this machine those used longest ago first, until the rest fits.
 
     \b
-    autoshard cache prune plans.db --most 100MB
+    autoshard cache prune plans --most 100MB
     """
     gone = _opened(asked.location).prune(asked.most)
     output.answer({"removed": gone}, lambda: f"removed {gone}")
@@ -73,7 +72,7 @@ def export(asked: Asked, output: Output) -> int:
     """Write the plan of one entry to a file, which `autoshard show`, `export` and `preload_solution` read.
 
     \b
-    autoshard cache export plans.db 3f9a --out plan.json
+    autoshard cache export plans 3f9a --out plan.json
     """
     plan = _plan(asked)
     output.write(asked.out, plan.save)

@@ -76,7 +76,7 @@ def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None, default: 
 
 
 TEXTS = kinds.each(TEXT)
-CACHED = arg("The file or URL of a cache, as `autosharding_pass(cache=)` takes it.")
+CACHED = arg("The folder or URL of a cache, as `autosharding_pass(cache=)` takes it.")
 CACHED_KEY = arg("The first letters of an entry's key.")
 CERTIFIED = kinds.file("what `autoshard certify --out` or `autoshard plan --out` wrote")
 CONTEST, SCHEME = kinds.file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)

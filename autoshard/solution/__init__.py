@@ -2,7 +2,7 @@
 
 from autoshard.version import VERSION
 
-from .cache import CacheEntry, open_cache
+from .cache import CacheEntry, PlanCache
 from .compare import changes, differences, misfits
 from .dynamic import Coverage, DynamicShapes
 from .files import PICKLE_SUFFIXES, clear_folder, digest, json_hash, json_text, publish_folder, write

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import autoshard
-from autoshard.solution import open_cache
+from autoshard.solution import PlanCache
 from benchmarks.studies import Row, Study
 from models import bert, gpt2, llama
 
@@ -30,14 +30,13 @@ def warm_starts(case: tuple, given) -> list[Row]:
     build, training, batch, layers = case
     own, rows = {"training": training, "objective": given.objective}, []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "plans.db")
+        file = Path(folder, "plans")
         for known in (8, 16):
             _planned(gpt2.tiny, True, known, 2, own, Path(folder, "tiny"))
         _planned(*case, own, file)
-        (known,) = open_cache(str(file)).entries()
-        known = open_cache(str(file)).get(known.key)
+        (known,) = PlanCache(str(file)).entries()
         for near, (times, more, prices) in NEAR.items():
-            open_cache(str(Path(folder, near))).put(known)
+            PlanCache(str(Path(folder, near))).put(known)
             asked = build, training, batch * times, layers + more, {**own, **prices}
             (warm_seconds, warm), (seconds, cold) = _planned(*asked, Path(folder, near)), _planned(*asked, None)
             assert warm["cache"] == "warm"
