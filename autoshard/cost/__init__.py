@@ -4,7 +4,7 @@ step and state. All formulas of the package for these are here.
 
 from .block_prices import MeshPrices, Prices, Seconds
 from .caching_allocator import CachingAllocator, OutOfMemory, peak_of_snapshot, replayed
-from .collectives import COLLECTIVES, PricedCollective, bytes_sent, collective_seconds, size_independent_seconds
+from .collectives import COLLECTIVES, PricedCollective, bytes_sent, collective_seconds
 from .compute import EFFICIENCY, Columns, busy_seconds, op_flops, op_seconds
 from .curves import load_cluster, load_device, save_cluster
 from .curves.files import CLUSTER_FORMAT, save

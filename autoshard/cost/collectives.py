@@ -29,7 +29,6 @@ import numpy as np
 from autoshard.mesh import Axis
 
 Amount = TypeVar("Amount", float, np.ndarray)
-TINY = 1e-9  # bytes: the seconds of so small a collective are its latency
 
 
 class Cost(NamedTuple):
@@ -73,13 +72,6 @@ class PricedCollective(NamedTuple):
     bytes: int  # B
     seconds: float
     sent: float  # bytes, per rank
-
-
-def size_independent_seconds(collective: str, axis: Axis) -> float:
-    """The seconds of a collective that do not depend on its bytes: its latency."""
-    if collective == "permute":  # a message to the next rank, links.axis_transfer_seconds
-        return axis.latency if axis.size > 1 else 0.0
-    return float(collective_seconds(collective, axis, TINY)) if axis.size > 1 else 0.0
 
 
 def _executed(collective: str, axis: Axis) -> tuple[str, int]:

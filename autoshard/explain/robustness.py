@@ -1,32 +1,32 @@
 """The range of each link's bandwidth in which a plan stays best, and how much slower than the best plan it is outside of that range.
 
     theta    = bandwidth when planned / bandwidth now, of one link (the axes of equal bandwidth and latency)
-    C(theta) = C_0 + beta (theta - 1)          seconds of the plan on its routes; beta = its seconds that scale with theta  (`_moving`)
-    V(theta) = min over plans                  by planning anew with that bandwidth                                        (`_Planner.at`)
+    C(theta) = seconds of the plan's layouts, on the cheapest routes                                           (`_Planner.at`)
+    V(theta) = min over plans, by planning anew with that bandwidth
     r(theta) = (C - V) / V                     the regret
 
-C is affine and V, a minimum of affine functions, is concave. So the theta with C <= (1 + slack) V form one interval around 1, and its
-ends are found exactly (`_end`): plan at the far end of the range that is searched; if another plan c' wins there, go to where the lines
-of C and C' cross and plan again, until no other plan wins. An end is proven where the plan made there is proven. With routes
-chosen anew the plan's layouts may cost less than the line says, so the true range may be wider than reported; the regret is computed
-with the best routes.
+Where routes stay, C is affine and V, a minimum of affine functions, is concave. So the theta with C <= (1 + slack) V form one interval
+around 1, and its ends are found exactly (`_end`): plan at the far end of the range that is searched; if another plan wins there, go to
+where the lines of the two, through their seconds here and at 1, cross, and plan again, until no other plan wins. An end is proven where
+the plan made there is proven. Where routes change on the way, a line is below the seconds that it stands for, which a concave function
+has between two points.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from autoshard.capture import in_turn
-from autoshard.cost import axes_by_link, size_independent_seconds
+from autoshard.cost import axes_by_link
 from autoshard.explain.reopened import captured, reopened
-from autoshard.formulate import Formulation, op_collectives, with_pins
+from autoshard.formulate import with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
 from autoshard.planning import Progress, Stopwatch, allowed_by_pins, formulate_for
-from autoshard.problem import evaluate
+from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 
@@ -34,6 +34,7 @@ SPAN = 8.0  # bandwidths are searched from 1/SPAN to SPAN times what was planned
 PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is reported
 SLACK = 1e-6  # relative: plans this near are equally good
 STEPS = 12  # crossings tried towards one end
+STEP = 1e-3  # of theta: the seconds that scale with it are a difference
 
 
 @in_turn
@@ -88,16 +89,13 @@ def scaled(mesh: Mesh, link: Sequence[int], theta: float) -> Mesh:
     return replace(mesh, axes=tuple(slower(axis) if k in link else axis for k, axis in enumerate(mesh.axes)))
 
 
-@dataclass(frozen=True)
-class _Line:
-    """C(theta) of one choice: the line through (theta, seconds)."""
+class _Best(NamedTuple):
+    """The best plan at some theta."""
 
-    theta: float
     seconds: float
-    slope: float
-
-    def at(self, theta: float) -> float:
-        return self.seconds + self.slope * (theta - self.theta)
+    bound: float  # of all plans there
+    ours: float  # seconds of the saved plan there
+    at_one: float  # the best plan's seconds at 1
 
 
 class _Planner:
@@ -112,7 +110,7 @@ class _Planner:
         judged = evaluate(plan.problem, self.choice)
         if not math.isfinite(judged.cost):
             raise ValueError("the plan's layouts are no longer possible under today's rules; plan again")
-        self.cost, self.formulated = judged.cost, plan.formulated
+        self.cost, self.problem = judged.cost, plan.problem
         self.regret = 0.0
         if not (solution.gap <= 1e-9 and math.isclose(judged.cost, solution.cost, rel_tol=1e-9)):  # else it is proven already
             self.regret = judged.cost / solve(plan.problem, time_limit=time_limit, starts=[self.choice]).in_passing().cost - 1
@@ -120,74 +118,54 @@ class _Planner:
     def row(self, link: tuple[int, ...]) -> dict:
         """The row of one link in the result."""
         self.link = link
-        self.plans: dict[float, tuple[float, float, _Line, float]] = {}
-        moving = _moving(self.formulated, self.choice, link)
-        line = _Line(1.0, self.cost, moving)
+        self.plans: dict[float, _Best] = {}
         best = self.regret <= self.slack
-        slowest, fastest = (self._end(line, SPAN), self._end(line, 1 / SPAN)) if best else (1.0, 1.0)
+        slowest, fastest = (self._end(SPAN), self._end(1 / SPAN)) if best else (1.0, 1.0)
         bandwidth = self.mesh.axes[link[0]].bandwidth
         outside = [f for f in PROBES if (slowest is not None and 1 / f > slowest) or (fastest is not None and 1 / f < fastest)]
         regrets = [self._regret(bandwidth, factor) for factor in outside]
+        moved = evaluate(self._problem(1 + STEP), self.choice).cost
         return {
             "axes": [self.mesh.axes[k].name for k in link],
             "bandwidth": bandwidth,
-            "seconds": moving,
+            "seconds": (moved - self.cost) / STEP,
             "low": None if slowest is None else bandwidth / slowest,
             "high": None if fastest is None else bandwidth / fastest,
             "searched": [bandwidth / SPAN, bandwidth * SPAN],
-            "proven": all(best - bound <= self.slack * best for best, bound, _, _ in self.plans.values()),
+            "proven": all(one.seconds - one.bound <= self.slack * one.seconds for one in self.plans.values()),
             "regret": regrets,
         }
 
-    def at(self, theta: float) -> tuple[float, float, _Line, float]:
-        """The best plan at theta: its seconds, its bound, its line; and the seconds of the saved plan with routes chosen anew."""
+    def _problem(self, theta: float) -> Problem:
+        formulated = formulate_for(self.graph, self.candidates, scaled(self.mesh, self.link, theta), self.options)
+        return with_pins(formulated, allowed_by_pins(formulated, self.options))
+
+    def at(self, theta: float) -> _Best:
+        """The best plan at theta, beside the saved one."""
         if theta not in self.plans:
             self.planned(" and ".join(self.mesh.axes[k].name for k in self.link), 1 / theta)
-            formulated = formulate_for(self.graph, self.candidates, scaled(self.mesh, self.link, theta), self.options)
-            problem = with_pins(formulated, allowed_by_pins(formulated, self.options))
-            ours = evaluate(problem, self.choice).cost
+            problem = self._problem(theta)
             answer = solve(problem, solver=self.options.solver, time_limit=self.time_limit, starts=[self.choice]).in_passing()
             assert answer.choice is not None  # the saved plan is one
-            slope = _moving(formulated, answer.choice, self.link) / theta
-            self.plans[theta] = (answer.cost, answer.bound, _Line(theta, answer.cost, slope), ours)
+            ours, at_one = evaluate(problem, self.choice).cost, evaluate(self.problem, answer.choice).cost
+            self.plans[theta] = _Best(answer.cost, answer.bound, ours, at_one)
         return self.plans[theta]
 
-    def _end(self, line: _Line, theta: float) -> float | None:
+    def _end(self, theta: float) -> float | None:
         """The theta up to which the plan stays best on the way from 1 to `theta`; None where that is all the way."""
-        far = theta
+        far, factor = theta, 1 + self.slack
         for _ in range(STEPS):
-            best, _, other, ours = self.at(theta)
-            if min(line.at(theta), ours) <= (1 + self.slack) * best:
+            best = self.at(theta)
+            more = best.ours - factor * best.seconds
+            if more <= 0:
                 return None if theta == far else theta
-            nearer = _crossing(line, other, 1 + self.slack)
-            if not min(1.0, theta) < nearer < max(1.0, theta):  # only where the saved plan is not the best at 1 either, or by rounding
+            less = factor * best.at_one - self.cost
+            if less <= 0:  # only where the saved plan is not the best at 1 either, or by rounding
                 return 1.0
-            theta = nearer
+            theta = 1 + (theta - 1) * less / (less + more)
         return theta
 
     def _regret(self, bandwidth: float, factor: float) -> dict:
-        best, _, _, ours = self.at(1 / factor)  # PROBES reach to the ends of the search, which are planned already
-        return {"bandwidth": bandwidth * factor, "plan_seconds": ours, "best_seconds": best, "regret": max(ours / best - 1, 0.0)}
-
-
-def _crossing(line: _Line, other: _Line, factor: float) -> float:
-    """theta where line = factor * other; inf where they are parallel."""
-    slope = line.slope - factor * other.slope
-    return (factor * other.at(0.0) - line.at(0.0)) / slope if slope else math.inf
-
-
-def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int]) -> float:
-    """Seconds of a choice that scale with the link's theta: those of every collective over the link, without the latency."""
-    graph, mesh = formulated.graph, formulated.mesh
-    total = 0.0
-    for i, op in enumerate(graph.ops):
-        for one in op_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice), mesh):
-            if one.axis in link:
-                latency = size_independent_seconds(one.collective, mesh.axes[one.axis])
-                total += formulated.microbatches * max(one.seconds - latency, 0.0)
-    for edge in formulated.tensor_edges:
-        route = formulated.route(edge, choice)
-        for step in route.steps if route else ():
-            if step.axis in link and step.collective != "split":
-                total += edge.times * (step.seconds - size_independent_seconds(step.collective, mesh.axes[step.axis]))
-    return total
+        best = self.at(1 / factor)  # PROBES reach to the ends of the search, which are planned already
+        regret = max(best.ours / best.seconds - 1, 0.0)
+        return {"bandwidth": bandwidth * factor, "plan_seconds": best.ours, "best_seconds": best.seconds, "regret": regret}
