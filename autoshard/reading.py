@@ -204,47 +204,44 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"it holds {name}")
 
 
-def check_sound(
-    data: object, path: str | os.PathLike[str], also: type | tuple[type, ...] = (), most: int | None = None
-) -> None:  # fmt: skip
+def check_sound(data: object, path: str | os.PathLike[str], most: int | None = None) -> None:
     """ValueError where the data is too deep or too large, or holds a number or a text that JSON files in UTF-8 can't hold. A value counts
     once per reference: a pickle can refer to one value a thousand times.
 
-    also: a type of objects that are allowed; their fields are checked like those of a JSON object. most: values, by default MOST_VALUES.
+    most: values, by default MOST_VALUES.
     """
     count, most = 0, most or MOST_VALUES
-    for item, depth in _values(data, also):
+    for item, depth in _values(data):
         count += 1
         if count > most or depth > DEEPEST:
             much = f"{DEEPEST} levels" if depth > DEEPEST else f"{most} values"
             raise ValueError(f"{path} holds more than {much} of lists and objects; expected fewer, so write the file again")
-        why = _why_unsound(item, also)
+        why = _why_unsound(item)
         if why:
             raise ValueError(f"{path} holds {why}, so write the file again")
 
 
-def _values(data: object, also: type | tuple[type, ...]) -> Iterator[tuple[object, int]]:
+def _values(data: object) -> Iterator[tuple[object, int]]:
     """Every value and key with its depth; not recursive, since the depth is what is being checked."""
     waiting: list[tuple[object, int]] = [(data, 0)]
     while waiting:
         item, depth = waiting.pop()
         yield item, depth
-        inner = vars(item) if also and isinstance(item, also) else item
-        if isinstance(inner, dict):
-            waiting.extend((key, depth) for key in inner)
-            waiting.extend((value, depth + 1) for value in inner.values())
-        elif isinstance(inner, (list, tuple)):
-            waiting.extend((value, depth + 1) for value in inner)
+        if isinstance(item, dict):
+            waiting.extend((key, depth) for key in item)
+            waiting.extend((value, depth + 1) for value in item.values())
+        elif isinstance(item, (list, tuple)):
+            waiting.extend((value, depth + 1) for value in item)
 
 
-def _why_unsound(item: object, also: type | tuple[type, ...]) -> str:
+def _why_unsound(item: object) -> str:
     if isinstance(item, str):
         if "\0" in item:
             return "a text with NUL; expected text"
         if not item.isascii() and any("\ud800" <= letter <= "\udfff" for letter in item):
             return "a text with half a character (a lone surrogate); expected text"
         return ""
-    if item is None or isinstance(item, (bool, dict, list, tuple)) or (also and isinstance(item, also)):
+    if item is None or isinstance(item, (bool, dict, list, tuple)):
         return ""
     if isinstance(item, float):
         return "" if math.isfinite(item) else "a number too large for a float; expected finite numbers"
@@ -299,7 +296,7 @@ def _message(error: Any) -> str:
 
 @cache
 def _validator(schema: str) -> Any:
-    import jsonschema_rs  # here: text and old plans are read without it
+    import jsonschema_rs  # here: text is read without it
 
     known = schemas()
     return jsonschema_rs.Draft202012Validator(known[f"{schema}.json"], registry=jsonschema_rs.Registry(list(known.items())))

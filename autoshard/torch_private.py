@@ -92,8 +92,6 @@ FORMS = {  # by the name here: one form for each range of versions
     "set_pg_timeout": [Form("torch.distributed.distributed_c10d:_set_pg_timeout")],
 }
 
-# Where pickled placements say that their classes are, today and in torch 2.4.
-PLACEMENT_MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
 # What DCP's index calls when it is unpickled.
 INDEX_CALLS = ("torch.Size", "torch.serialization._get_layout", "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING")
 # A logger that prints tracebacks, and the module whose errors have sentences for messages.

@@ -360,10 +360,6 @@ def test_show_prints_tables_of_eighty_columns(capsys, plan_file, monkeypatch):
     assert code == 0 and "no plan is faster" in out and 60 < max(map(len, out.splitlines())) <= 80
 
 
-def test_show_of_another_mesh_is_refused(capsys, plan_file):
-    check_refused(capsys, ("show", plan_file, "--mesh", "8"), "was planned for mesh 2x4, not for 8")
-
-
 @pytest.mark.parametrize("kind", ["sharding_map", "json"])
 def test_export_prints_json(capsys, plan_file, kind):
     code, out, _ = run(capsys, "export", plan_file, "--to", kind)

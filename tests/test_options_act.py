@@ -109,12 +109,3 @@ def test_an_option_of_training_is_refused_for_a_forward_pass(option):
     module, inputs = mlp.tiny()
     with pytest.raises(ValueError, match=f"{next(iter(option))} is .*, which has no effect on a forward pass; add training=True"):
         autoshard.plan(module, inputs, Mesh.from_bandwidths((2,)), baselines=False, **option)
-
-
-@pytest.mark.slow
-def test_a_plan_of_several_programs_says_its_mesh_itself(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    prepare(["programs.json"], folder)
-    for path in ("programs.json", "programs.json#use"):
-        code, _, err = run("show", path, "--mesh", "4")
-        assert code == 2 and "says itself for which devices it was planned; leave out the mesh" in err

@@ -9,20 +9,17 @@ import zlib
 from pathlib import Path
 
 import pytest
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from autoshard.mesh import Mesh
+from autoshard.runtime.checkpoint_files import _names, index_of
 from autoshard.solution import load
-from autoshard.solution.files import _placements
 from autoshard.solution.pickles import Inert, _Reader
-from autoshard.torch_private import PLACEMENT_MODULES
 from tests.helpers_mutations import bad_bytes
 from tests.helpers_refusals import assert_refused
-from tests.helpers_solutions import MESH, linear_solution
+from tests.helpers_solutions import linear_solution
 
 ROOT = Path(__file__).parent.parent
-OLD = {"w": {"args": {}, "results": {"out": (Shard(0), Replicate())}}, "x": {"args": {"in": [Partial("avg"), Shard(1)]}, "results": {}}}
-SHARD = b"c" + PLACEMENT_MODULES[0].encode() + b"\nShard\n"
+CHUNK = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n"  # a class that the index of a checkpoint refers to
 SPARE = 300 * 2**20  # bytes of address space beyond what the interpreter has when it begins to read
 
 
@@ -54,10 +51,6 @@ HOSTILE = {
     "a deep list": (b"\x80\x02}U\x01a" + b"](" * 500 + b"e" * 500 + b"s.", "more than 64 levels"),
     "a very deep list": (b"\x80\x02" + b"](" * 10**5 + b"e" * 10**5 + b".", "holds a list|no sound pickle"),
     "itself": (b"\x80\x02}q\x00U\x01ah\x00s.", "more than 64 levels"),
-    "a class that is written to": (b"\x80\x02" + SHARD + b"}U\x03dimK\x01sb.", "writes to a class"),
-    "a class whose slots are written to": (b"\x80\x02" + SHARD + b"N}U\x08__init__K\x01s\x86b.", "writes to a class"),
-    "a class that is called": (b"\x80\x02" + SHARD + b")R.", "calls a class"),
-    "a class by name and arguments": (b"\x80\x02(" + b"i" + PLACEMENT_MODULES[0].encode() + b"\nShard\n.", "uses INST"),
     "an extension": (b"\x80\x02\x82\x01.", "uses EXT1"),
     "bytes": (b"\x80\x03C\x01x.", "uses SHORT_BINBYTES"),
     "a set": (b"\x80\x04\x8f.", "uses EMPTY_SET"),
@@ -74,11 +67,31 @@ def test_a_pickle_that_costs_more_than_its_size_is_refused(tmp_path, what):
     content, sentence = HOSTILE[what]
     path = tmp_path / "plan.pkl"
     path.write_bytes(content)
-    for mesh in (None, MESH):
-        with pytest.raises(ValueError) as caught:
-            load(path, mesh)
-        said = str(caught.value)
-        assert re.search(sentence, said) and "\n" not in said and len(said) < 400 + len(str(path))
+    assert_said(sentence, load, path)
+
+
+def assert_said(sentence, reader, path):
+    with pytest.raises(ValueError) as caught:
+        reader(path)
+    said = str(caught.value)
+    assert re.search(sentence, said) and "\n" not in said and len(said) < 400 + len(str(path))
+
+
+CLASSES = {
+    "a class that is written to": (b"\x80\x02" + CHUNK + b"}U\x03dimK\x01sb.", "writes to a class"),
+    "a class whose slots are written to": (b"\x80\x02" + CHUNK + b"N}U\x08__init__K\x01s\x86b.", "writes to a class"),
+    "a class that is called": (b"\x80\x02" + CHUNK + b")R.", "calls a class"),
+    "a class by name and arguments": (b"\x80\x02(" + CHUNK.replace(b"c", b"i", 1) + b".", "uses INST"),
+}
+
+
+@pytest.mark.parametrize("what", CLASSES)
+def test_a_pickle_reaches_no_class_that_its_kind_of_file_may_refer_to(tmp_path, what):
+    content, sentence = CLASSES[what]
+    path = tmp_path / ".metadata"
+    path.write_bytes(content)
+    assert_said(sentence, index_of, path)
+    assert_said("wants to use|uses INST", load, path)
 
 
 def test_lists_that_name_each_other_count_as_often_as_they_are_named(tmp_path, monkeypatch):
@@ -134,7 +147,7 @@ def test_the_cap_is_one(tmp_path):
 
 def mutated(k: int) -> bytes:
     rng = random.Random(zlib.crc32(f"pickle:{k}".encode()))
-    good = pickle.dumps(rng.choice([OLD, linear_solution().to_dict()]), protocol=rng.choice([2, 3, 4, 5]))
+    good = pickle.dumps(linear_solution().to_dict(), protocol=rng.choice([2, 3, 4, 5]))
     if rng.random() < 0.3:
         return bad_bytes(good, rng)
     content = bytearray(good)
@@ -146,7 +159,7 @@ def mutated(k: int) -> bytes:
 
 def refused_or_sound(path: Path) -> bool:
     try:
-        solution = load(path, MESH)
+        solution = load(path)
     except ValueError as error:
         said = str(error)
         assert said.startswith(str(path)) and "\n" not in said and len(said) < 600 + len(str(path))
@@ -174,8 +187,8 @@ def test_many_changed_pickles_are_read_or_refused_under_a_memory_cap(tmp_path):
 
 
 def test_the_classes_of_a_file_are_its_own_and_stay_empty():
-    content = b"\x80\x02" + SHARD + b")\x81}U\x03dimK\x01sb."
-    first, second = _Reader(content, _placements()), _Reader(content, _placements())
+    content = b"\x80\x02" + CHUNK + b")\x81}U\x05sizesK\x01sb."
+    first, second = _Reader(content, _names()), _Reader(content, _names())
     one, two = first.load(), second.load()
-    assert isinstance(one, Inert) and vars(one) == {"dim": 1} and type(one) is not type(two)
-    assert "dim" not in vars(type(one))
+    assert isinstance(one, Inert) and vars(one) == {"sizes": 1} and type(one) is not type(two)
+    assert "sizes" not in vars(type(one))

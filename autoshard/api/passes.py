@@ -38,7 +38,6 @@ from autoshard.planning import (
     fingerprint,
     plan_graph,
     plan_ranges,
-    with_node_layouts,
     with_number_of_microbatches,
 )
 from autoshard.runtime import device_mesh as ranks_of
@@ -238,9 +237,7 @@ def _planned(question: Question, algo: str) -> Solution:
 def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh, given: Collection[str]) -> Solution:
     """The solution of the file. given: the options that the caller named; without any of PRICED the prices are the plan's own."""
     assert chosen.ilp_solution_file is not None
-    solution = load_one(chosen.ilp_solution_file, mesh)
-    if solution.status == "unjudged":
-        return with_node_layouts(captured, solution, chosen.ilp_solution_file)
+    solution = load_one(chosen.ilp_solution_file)
     again = "; plan again without preload_solution"
     planned = replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", again)
     asked = fingerprint(planned, mesh, chosen.planning())

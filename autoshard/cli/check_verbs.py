@@ -52,7 +52,7 @@ def _numbers(asked: Asked, output: Output) -> tuple[dict[str, Any], dict[str, An
         if asked.model or asked.problem or asked.out:
             raise ValueError(f"{asked.numbers} has the numbers already; give a plan where MODEL, --out or --problem are asked for")
         return data, {}
-    plan = load_plan(asked.numbers, asked.mesh)
+    plan = load_plan(asked.numbers)
     written, keywords = model_of(plan, asked.model, asked.settings, asked.numbers, asked.trust)
     module, inputs = load_model(written, keywords, training=plan.training)
     api = load_api()
@@ -89,7 +89,7 @@ def check(asked: Asked, output: Output) -> int:
     """
     if is_launch(asked.solution, asked.launcher):
         return _check_launch(output, asked)
-    loaded = load_any_plan(asked.solution, asked.mesh)
+    loaded = load_any_plan(asked.solution)
     modules, inputs = models_for(output, loaded, asked)
     checked = load_api().check(
         modules, inputs, loaded, within=asked.within, solve=not asked.no_solve, same_graph=not asked.any_graph, time_limit=asked.time_limit,

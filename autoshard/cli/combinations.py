@@ -115,9 +115,9 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
 
 LAUNCH = tuple(name for name in OF_LAUNCH if name != "launcher")
 OF_PLANS = {  # options of verbs about plans and configurations that count for a plan alone
-    "check": ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh"),
-    "show": ("trust", "mesh", "frontier", "no_model"),
-    "explain": ("name", "why_not", "alternatives", "robust", "within", "time_limit", "trust", "mesh"),
+    "check": ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit"),
+    "show": ("trust", "frontier", "no_model"),
+    "explain": ("name", "why_not", "alternatives", "robust", "within", "time_limit", "trust"),
 }  # fmt: skip
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
 OF_PLANNED = ("model", "settings", "trust")  # the model of a plan

@@ -33,17 +33,17 @@ def load_device(device: str) -> str | Device:
     return load(device)
 
 
-def load_plan(path: str, mesh: tuple[int, ...] | None = None) -> Any:
+def load_plan(path: str) -> Any:
     """A plan of one program. ValueError where the file has another kind."""
-    return load_any_plan(path, mesh, "load_one")
+    return load_any_plan(path, "load_one")
 
 
-def load_any_plan(path: str, mesh: tuple[int, ...] | None, load: str = "load") -> Any:
+def load_any_plan(path: str, load: str = "load") -> Any:
     """A plan of one program, of several, or of stages. ValueError for a file that by its ending is a launcher's configuration."""
     if is_launch(path, None) and Path(path).is_file():
         verbs = "`autoshard check`, `fits`, `show` and `explain` answer for it"
         raise ValueError(f"{path} looks like a launcher's configuration, not like a plan; {verbs}")
-    return getattr(load_api(), load)(path, None if mesh is None else Mesh.from_bandwidths(mesh))
+    return getattr(load_api(), load)(path)
 
 
 def model_of(

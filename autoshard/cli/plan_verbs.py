@@ -100,7 +100,7 @@ def verify(asked: Asked, output: Output) -> int:
     autoshard verify tiny.json --trust --random 5
     """
     output.progress("reading the plan", 0.0)
-    loaded = load_any_plan(asked.solution, asked.mesh)
+    loaded = load_any_plan(asked.solution)
     module, example_inputs = models_for(output, loaded, asked)
     options = {name: getattr(asked, name) for name in ("random", "seed", "plant_fault", "device")}
     mark = asked.solution if asked.mark else None

@@ -48,7 +48,7 @@ def show(asked: Asked, output: Output) -> int:
         return NO if asked.exit_code and not same else OK
     if is_launch(asked.solution, asked.launcher):
         return _show_launch(output, asked)
-    loaded = load_any_plan(asked.solution, asked.mesh)
+    loaded = load_any_plan(asked.solution)
     if asked.html is None:
         _print(output, loaded)
     else:
@@ -74,7 +74,7 @@ def _compare(output: Output, asked: Asked) -> bool:
     if kinds == {True}:
         record = report.changes.launches_compared(*(checked_launch(output, asked, path, changes=False)[0].to_dict() for path in both))
     else:
-        record = report.changes.comparison(*(load_any_plan(path, asked.mesh) for path in both))
+        record = report.changes.comparison(*(load_any_plan(path) for path in both))
     output.answer(record, lambda: report.changes.comparison_tables(record))
     return record["same"]
 
@@ -151,7 +151,7 @@ def explain(asked: Asked, output: Output) -> int:
         raise ValueError(f"NAME is {asked.name!r}, which is a model; give it as --model {asked.name}, and as NAME what to explain")
     if asked.why_not is not None and asked.name is None:
         raise ValueError(f"--why-not {asked.why_not!r} asks about nothing; name a parameter, op or block before it")
-    loaded = load_any_plan(asked.solution, asked.mesh)
+    loaded = load_any_plan(asked.solution)
     if hasattr(loaded, "programs"):
         if asked.name is not None or asked.robust:
             raise ValueError(f"{asked.solution} is a plan of several programs; ask about one of them: {asked.solution}#{loaded.home}")
@@ -207,7 +207,7 @@ def export(asked: Asked, output: Output) -> int:
     autoshard export gpt2.json --format fully_shard --out recipe.py
     """
     output.progress("reading the plan", 0.0)
-    api, loaded = load_api(), load_plan(asked.solution, asked.mesh)
+    api, loaded = load_api(), load_plan(asked.solution)
     try:
         value = api.export(loaded, asked.kind, asked.out, axis=asked.axis, within=asked.within)
     except api.NotHeld as error:

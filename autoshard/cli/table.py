@@ -83,7 +83,6 @@ CONTEST, SCHEME = kinds.file("a contest instance, as JSON or gzipped JSON named 
 MEASURED = kinds.each(kinds.file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
 SECONDS = number(above=True, finite=False)
 LAUNCHER, PRECISION, RUNS_ON = one_of(tuple(LAUNCHERS), "launcher"), one_of(PRECISIONS), one_of(("cpu", "cuda"), "device")
-OLD_MESH = opt("For old plans, whose files don't say: the mesh, 2x4.", kinds.MESH)
 THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", kinds.MODEL, default=None)
 MODEL_OPTION = opt("file.py:function; without it and with --trust the one the plan was made for.", kinds.MODEL, metavar="MODEL")
 NUMBERS_HELP = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
@@ -175,10 +174,10 @@ OWN: dict[str, dict[str, Typed]] = {
         "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", kinds.file("what `autoshard frontier --out` wrote")),
         "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
         "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
-        "mesh": OLD_MESH, **OF_LAUNCH, **ANSWER,
+        **OF_LAUNCH, **ANSWER,
     },
     "verify": {
-        **shared("solution"), "model": THE_MODEL, **OF_MODELS, **shared("trust"), "mesh": OLD_MESH,
+        **shared("solution"), "model": THE_MODEL, **OF_MODELS, **shared("trust"),
         "random": opt("Check this many plans drawn at random from the candidates too.", count(0), default=0),
         "seed": opt("Of the inputs and of the drawing.", count(0), default=0),
         "plant_fault": opt("Check a plan with a wrong row in it, which must fail.", SWITCH),
@@ -253,14 +252,14 @@ OWN: dict[str, dict[str, Typed]] = {
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
         "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", kinds.SHARE, default=0.0),
         "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS, default=60.0),
-        "mesh": OLD_MESH, **OF_LAUNCH, **ANSWER,
+        **OF_LAUNCH, **ANSWER,
     },
     "certify": {
         "numbers": arg("The numbers that prove a plan, as --out writes them; with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|PLAN"),
         "model": THE_MODEL, **shared("settings", "trust"),
         "out": opt("Write the numbers here, as JSON: all that the check needs.", kinds.OUT),
         "problem": opt("Write the plan's problem here, for another solver: .mps, .lp, or .json as `autoshard solve` reads it.", kinds.OUT),
-        "mesh": OLD_MESH, **ANSWER,
+        **ANSWER,
     },
     "check": {
         "solution": arg("A plan, or a launcher's configuration.", kinds.plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
@@ -270,7 +269,6 @@ OWN: dict[str, dict[str, Typed]] = {
         "any_graph": opt("Accept a graph other than the one planned, if the layouts fit it: another batch size.", SWITCH),
         "cluster": opt("Today's prices: a file of `calibrate measure`. Default: those of the plan.", kinds.CLUSTER),
         "time_limit": opt("Seconds for planning anew.", SECONDS, default=600.0),
-        "mesh": OLD_MESH,
         **OF_LAUNCH, "html": HTML, "out": LAUNCH_OUT, **ANSWER,
     },
     "fits": {
@@ -346,7 +344,6 @@ OWN: dict[str, dict[str, Typed]] = {
         ),
         "axis": opt("Mesh axis that module styles shard over. Default: where the plan shards most."),
         "within": opt("How much longer than the plan a step may take as exported: 5%, or 0.05.", kinds.PERCENT, default="5%"),
-        "mesh": OLD_MESH,
         "out": opt("Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", kinds.OUT),
         "as_json": opt("Print one JSON object: the export, what it leaves out, its price.", SWITCH, "--json"),
         **shared("quiet"),

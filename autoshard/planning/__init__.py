@@ -9,7 +9,6 @@ from .frontier import Frontier, FrontierPoint, frontier
 from .instance import Instance, formulate_for
 from .keeping import edited_layouts, kept_layouts
 from .mesh_shapes import mesh_shapes, plan_meshes
-from .node_layouts import with_node_layouts
 from .options import Infeasible, NoAnswer, Options, Progress, Stopwatch, bytes_text, checked_options
 from .overlapped import overlapped
 from .plan import baseline_only, plan, plan_captured, plan_graph

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.reading import MOST_VALUES, check_sound, content_of, parsed
-from autoshard.solution.pickles import Inert, record, unpickled
-from autoshard.torch_private import PLACEMENT_MODULES
+from autoshard.solution.pickles import unpickled
 from autoshard.writing import write_atomically
 
 LINE = 140  # characters; a record that fits is written in one line
 
 PICKLE_SUFFIXES = (".pkl", ".pickle", ".dill")
-
-PLACEMENT_NAMES = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
 
 
 def write(data: dict, path: str | os.PathLike[str]) -> None:
@@ -75,18 +72,12 @@ def read(path: str | os.PathLike[str]) -> dict:
     """The dict in a file, whose content shows whether it is JSON or a pickle; ValueError in one sentence where something is wrong."""
     content = content_of(path, "plan")
     is_json = content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
-    data = parsed(content, path, "plan") if is_json else unpickled(content, path, "plan", _placements(), MOST_VALUES)
+    data = parsed(content, path, "plan") if is_json else unpickled(content, path, "plan", {}, MOST_VALUES)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, not a plan; expected a file that `autoshard plan --out` wrote")
     if not is_json:
-        check_sound(data, path, Inert)
+        check_sound(data, path)
     return data
-
-
-def _placements() -> dict[str, type]:
-    """Torch's placement classes, which old plans hold, under the names that a pickle has for them."""
-    records = {name: record(name) for name in PLACEMENT_NAMES}
-    return {f"{module}.{name}": one for name, one in records.items() for module in PLACEMENT_MODULES}
 
 
 def clear_folder(path: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
