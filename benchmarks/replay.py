@@ -139,11 +139,6 @@ CASES: dict[str, dict] = {
     "frontier gpt2": {
         "kind": "frontier", "model": "gpt2:tiny", "mesh": (2, 2), "settings": SHORT, "options": {"training": True, "points": 5},
     },
-    "extrapolate gpt2": {**variants("gpt2:tiny", (2, 2), SHORT, baselines=False, microbatches=2), "kind": "extrapolate", "layers": 8},
-    "extrapolate llama chunks": {
-        **variants("llama:tiny", (4,), {**LONG, "layers": 4}, baselines=False, chunked_loss="always", sequence_order="head_tail"),
-        "kind": "extrapolate", "layers": 6,
-    },
     "regret llama": {
         "kind": "regret", "model": "llama:tiny", "mesh": (2, 2), "settings": SHORT, "scheme": "megatron", "options": {"recompute": 1},
     },
@@ -299,12 +294,6 @@ def answer_frontier(case: dict) -> dict:
     curve = frontier(*load(case), Mesh.from_bandwidths(tuple(case["mesh"])), **case["options"])
     rest = {key: value for key, value in curve.to_dict().items() if "seconds" not in key}
     return {"rest": hashed(exact(rest)), "plans": [in_full(curve.solution(i)) for i in range(len(curve.points))]}
-
-
-def answer_extrapolate(case: dict) -> dict:
-    from autoshard.api import extrapolate
-
-    return in_full(extrapolate(planned(case), *load({**case, "settings": {**case["settings"], "layers": case["layers"]}})))
 
 
 def answer_regret(case: dict) -> dict:

@@ -29,7 +29,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "plan": ("Planning", "A model and a mesh in, a plan out; and questions about the plan.", {
         "autoshard": "plan Infeasible NoAnswer Solution load verify check explain kept_layouts mesh_shapes "
                      "frontier Plan Program autosharding_pass Precision serve_plan problem_of write_problem certificate_of",
-        "autoshard.api": "Options PassOptions Frontier FrontierPoint extrapolate plan_meshes load_one edited_layouts html_report "
+        "autoshard.api": "Options PassOptions Frontier FrontierPoint plan_meshes load_one edited_layouts html_report "
                          "robustness PlanCache from_text",
         "autoshard.certify": "certify",
         "autoshard.api.annotating": "NodeSharding Operand",

@@ -294,15 +294,6 @@ def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
     assert natural.sequence_order is None
 
 
-@pytest.mark.slow
-def test_a_plan_in_head_tail_order_extends_to_more_layers():
-    sizes = {"heads": 2, "kv_heads": 1, "width": 64, "hidden": 128, "vocab": 64, "batch": 1, "seq": 512, "loss": True, "dtype": "float32"}
-    pins = {"attention*": "S(2)"}
-    few = api.plan(*llama.build(layers=4, **sizes), Mesh.from_bandwidths((4,)), training=True, pins=pins, baselines=False)
-    deep = api.extrapolate(few, *llama.build(layers=6, **sizes))
-    assert deep.sequence_order is not None and deep.layouts["attention_5"].inputs[0] == "S(2)"
-
-
 def test_an_unknown_order_is_refused():
     assert_refused("expected one of auto, natural, head_tail", Options, sequence_order="zigzag")
 

@@ -32,7 +32,6 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "runtime.agreement": "RankLost",
     "runtime.checkpoints": "load_checkpoint save_checkpoint",
     "runtime.parallelize": "device_mesh",
-    "planning.extrapolate": "extrapolate",
     "planning.frontier": "Frontier FrontierPoint frontier",
     "planning.keeping": "edited_layouts kept_layouts",
     "planning.mesh_shapes": "mesh_shapes plan_meshes",
@@ -42,7 +41,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _CHECKED = (  # their arguments are compared with kinds.KINDS
-    "check device_mesh dry_run explain export extrapolate kept_layouts load load_one parallelize robustness simulate verify"
+    "check device_mesh dry_run explain export kept_layouts load load_one parallelize robustness simulate verify"
 ).split()
 
 __all__ = sorted(_HOMES)
@@ -53,7 +52,6 @@ def _called(module: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 # methods of Solution and Frontier whose code is in packages that these classes can't import
-provide("extrapolate", partial(_called, "planning.extrapolate", "extrapolate"))
 provide("notebook", partial(_called, "report.html", "notebook"))
 provide("frontier_svg", partial(_called, "report.frontier", "svg"))
 

@@ -4,7 +4,6 @@ from .baselining import Regret, regret
 from .demands import allowed_by_pins, broken_by
 from .describe import choice_of, fingerprint, layouts_of, results_of
 from .dynamic import plan_ranges
-from .extrapolate import extrapolate
 from .frontier import Frontier, FrontierPoint, frontier
 from .instance import Instance, formulate_for
 from .keeping import edited_layouts, kept_layouts

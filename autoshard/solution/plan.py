@@ -158,7 +158,7 @@ _PROVIDED: dict[str, Callable[..., Any]] = {}
 
 
 def provide(name: str, function: Callable[..., Any]) -> None:
-    """Registers the code of a method. A plan can be extrapolated and drawn, but imports neither the planner nor the reports, so
+    """Registers the code of a method. A plan and a frontier can be drawn, but import no reports, so
     `autoshard.api` calls this when it is imported; every function that creates a plan imports it."""
     _PROVIDED[name] = function
 

@@ -196,10 +196,6 @@ class Solution(ModelPlan):
         """Least and most seconds that the errors of the prices allow for what the objective counts (solution.interval)."""
         return interval(self.objective_seconds, self.breakdown, self.prices or price_errors(self.mesh, self.objective))
 
-    def extrapolate(self, model: Any, example_inputs: Any, **options: Any) -> Solution:
-        """`autoshard.extrapolate(self, model, example_inputs)`: this plan of few layers for the same model with many."""
-        return provided("extrapolate")(self, model, example_inputs, **options)
-
     def _repr_html_(self) -> str:
         """The view in a notebook: cost and proof, the usual plans, layouts."""
         return provided("notebook")(self)

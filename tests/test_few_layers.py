@@ -1,4 +1,4 @@
-"""From few layers to many: choices, messages and whole plans; and one decision per repeated block."""
+"""From few layers to many: choices and messages; and one decision per repeated block."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-import autoshard
-from autoshard.api import plan, verify
+from autoshard.api import plan
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import repeated_blocks
@@ -110,35 +109,6 @@ def test_messages_of_another_problem_give_a_bound_all_the_same():
     answer = certified(f.problem, choice, messages=noise, time_limit=5)
     assert answer.bound <= best * (1 + 1e-9)
     assert_refused("messages; expected", solve, f.problem, messages=messages[:-1])
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_plan_of_two_layers_extrapolates_to_six(name):
-    few = plan(*MODELS[name](layers=2), MESH, training=True, baselines=False, objective="serial")
-    direct = plan(*MODELS[name](layers=6), MESH, training=True, baselines=False, objective="serial")
-    found = few.extrapolate(*MODELS[name](layers=6))
-    assert direct.cost * (1 - 1e-9) <= found.cost <= 1.01 * direct.cost
-    assert found.bound <= direct.cost * (1 + 1e-9) and math.isfinite(found.gap)
-    assert list(found.layouts) == list(direct.layouts)
-    assert found.assumptions["extrapolated_from"] == {"h" if name == "gpt2" else "layers": 2}
-
-
-def test_an_extrapolated_plan_computes_what_the_model_computes():
-    few = plan(*gpt2.tiny(layers=2), MESH, training=True, baselines=False, objective="serial")
-    deep = gpt2.tiny(layers=5)
-    assert verify(*deep, autoshard.api.extrapolate(few, *deep))["ok"]
-
-
-def test_what_can_not_be_extrapolated_is_one_sentence():
-    few = plan(*mlp.tiny(layers=3), MESH, training=True, baselines=False, objective="serial")
-    assert_refused("the plan is not one of this model's first layers .*plan those first", few.extrapolate, *mlp.tiny(layers=5, width=64))
-    assert_refused("no ModuleList or Sequential of equal layers", few.extrapolate, *mlp.tiny(layers=2))
-    with pytest.raises(autoshard.Infeasible, match="on the full model the plan needs .* the limit is"):
-        few.extrapolate(*mlp.tiny(layers=5), memory_limit=10_000.0)
 
 
 # -- ties --------------------------------------------------------------------------------------------------------------------------
