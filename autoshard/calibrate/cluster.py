@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.calibrate.errors import Errors, held_out, pooled, summary
 from autoshard.calibrate.fit import alpha_beta, fit
 from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
-from autoshard.cost import CLUSTER_FORMAT, COLLECTIVES, EFFICIENCY, PiecewiseCurve
+from autoshard.cost import CLUSTER_FORMAT, COLLECTIVES, EFFICIENCY
 from autoshard.devices import LAUNCHES, Device, plain_forms, relative
 from autoshard.mesh import Axis, LinkCurve, Mesh, default_axis_names
 
@@ -31,7 +31,6 @@ def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
     """The default fit with its held-out mean error; in sample where there are too few sizes to hold any out."""
     x, t = np.array(list(times)), np.array(list(times.values()))
     curve = fit(x, t)
-    assert isinstance(curve, PiecewiseCurve)
     errors = summary(*held_out(x, t, fit)) if len(x) >= 5 else Errors(0.0, 0.0, 0.0, 0)
     return LinkCurve(collective, curve.sizes, curve.times, curve.tail, float(errors.mean))
 
@@ -60,7 +59,7 @@ def mesh_of(
         link = alpha_beta(list(measured[reference]), list(measured[reference].values()))
         rounds, volume = COLLECTIVES[reference]
         shared = sharing(shape, k, times, alone or {})
-        bandwidth, latency = shared * volume * (n - 1) / n * link.B, link.a / (rounds * (n - 1).bit_length())
+        bandwidth, latency = shared * volume * (n - 1) / n / link.tail, link.times[0] / (rounds * (n - 1).bit_length())
         axes.append(Axis(name, n, bandwidth, latency, shared, backend, tuple(link_curve(c, t) for c, t in measured.items())))
     return Mesh(tuple(axes), device)
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
-from autoshard.cost import Curve, PiecewiseCurve, PNorm, check, tail_slope
+from autoshard.cost import Curve, check, tail_slope
 
 Numbers = Sequence[float] | np.ndarray
 
@@ -43,7 +43,7 @@ def increasing(z: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(len(members), median) for median, members in pools])
 
 
-def alpha_beta(sizes: Numbers, seconds: Numbers) -> PNorm:
+def alpha_beta(sizes: Numbers, seconds: Numbers) -> Curve:
     """The link t = a + x/B with the least squares of log t."""
     x, t = check(sizes, seconds)
 
@@ -51,7 +51,7 @@ def alpha_beta(sizes: Numbers, seconds: Numbers) -> PNorm:
         return np.log(np.exp(q[0]) + x / np.exp(q[1])) - np.log(t)
 
     a, B = np.exp(least_squares(error, [np.log(t.min()), np.log(x[-1] / t[-1])]).x)
-    return PNorm(float(a), float(B))
+    return Curve((0.0, float(x[-1])), (float(a), float(a + x[-1] / B)), float(1 / B))
 
 
 def fit(sizes: Numbers, seconds: Numbers, *, others: Sequence[tuple[np.ndarray, np.ndarray]] = ()) -> Curve:
@@ -62,7 +62,7 @@ def fit(sizes: Numbers, seconds: Numbers, *, others: Sequence[tuple[np.ndarray, 
     """
     x, t = check(sizes, seconds)
     times = np.exp(increasing(np.log(t)))
-    curve = PiecewiseCurve(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
+    curve = Curve(tuple(x.tolist()), tuple(times.tolist()), tail_slope(x, times))
     return pooled(curve, x, others) if others else curve
 
 
@@ -103,7 +103,7 @@ def pooled(curve: Curve, x: np.ndarray, others: Pairs) -> Curve:
     knots, times = np.concatenate([x, between]), np.concatenate([t, new_times])
     order = np.argsort(knots)
     times = np.maximum.accumulate(times[order])  # of several sizes in one gap
-    return PiecewiseCurve(tuple(knots[order].tolist()), tuple(times.tolist()), tail_slope(x, t))
+    return Curve(tuple(knots[order].tolist()), tuple(times.tolist()), tail_slope(x, t))
 
 
 def _affine(l: np.ndarray, x: np.ndarray, r: np.ndarray, at_l: np.ndarray, at_r: np.ndarray) -> np.ndarray:  # noqa: E741 (as above)

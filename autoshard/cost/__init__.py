@@ -8,7 +8,7 @@ from .collectives import COLLECTIVES, PricedCollective, bytes_sent, collective_s
 from .compute import EFFICIENCY, Columns, busy_seconds, op_flops, op_seconds
 from .curves import load_cluster, load_device, save_cluster
 from .curves.files import CLUSTER_FORMAT, save
-from .curves.records import Curve, PiecewiseCurve, PNorm, Series, check, tail_slope
+from .curves.records import Curve, Series, check, tail_slope
 from .devices import (
     DeviceConstants, MemoryConstants, StackConstants, device_constants, kernel_columns, memory_constants, memory_errors, spread_of,
     stack_constants,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.curves.records import Curve, PiecewiseCurve, tail_slope
+from autoshard.cost.curves.records import Curve, tail_slope
 
 Count = tuple[int, int]  # nodes, devices in all
 
@@ -61,7 +61,7 @@ class Family:
         scales = SCALES if a != b else (bus_factor,)  # one count alone does not show how latency grows: only the bytes are scaled
         log_t = np.mean([self._interpolated(x, scale, a, b, weight, devices) for scale in scales], axis=0)
         times = np.exp(np.maximum.accumulate(log_t))
-        return PiecewiseCurve(self.sizes, tuple(times.tolist()), tail_slope(x, times))
+        return Curve(self.sizes, tuple(times.tolist()), tail_slope(x, times))
 
     def _interpolated(self, x: np.ndarray, scale, a: Count, b: Count, weight: float, devices: int) -> np.ndarray:
         at = [np.log(self.curves[c].seconds(x * (scale(self.collective, devices) / scale(self.collective, c[1])))) for c in (a, b)]

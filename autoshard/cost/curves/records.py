@@ -3,10 +3,8 @@
 B = the bytes of the largest buffer that one rank of the group holds (the "size" of nccl-tests), as in cost/collectives.py.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 
@@ -31,45 +29,22 @@ class Series:
         return f"{self.collective}{where}, {self.devices} devices{nodes}{', ' + self.dtype if self.dtype else ''}"
 
 
-class Curve(ABC):
-    """Seconds over bytes, at any size."""
-
-    @abstractmethod
-    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
-        """Seconds of a collective with B = `bytes`, elementwise."""
-
-    def bandwidth(self, bytes: np.ndarray | float) -> np.ndarray:
-        """B / seconds(B), in bytes per second: the algorithm's bandwidth; the bus bandwidth is this times `bus_factor`."""
-        return np.asarray(bytes, dtype=float) / self.seconds(bytes)
-
-
-@final
 @dataclass(frozen=True)
-class PiecewiseCurve(Curve):
-    """Affine between knots, constant below the first, affine with slope `tail` above the last."""
+class Curve:
+    """Seconds over bytes: affine between knots, constant below the first, affine with slope `tail` above the last."""
 
     sizes: tuple[float, ...]  # bytes, ascending
     times: tuple[float, ...]  # seconds, ascending or equal
     tail: float  # seconds per byte
 
     def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        """Seconds of a collective with B = `bytes`, elementwise."""
         x = np.asarray(bytes, dtype=float)
         return np.interp(x, self.sizes, self.times) + self.tail * np.maximum(x - self.sizes[-1], 0.0)
 
-
-@final
-@dataclass(frozen=True)
-class PNorm(Curve):
-    """t = (a^p + (x/B)^p)^(1/p); p = 1 is alpha-beta, t = a + x/B."""
-
-    a: float  # seconds
-    B: float  # bytes per second
-    p: float = 1.0
-
-    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
-        x = np.asarray(bytes, dtype=float) / self.B
-        largest = np.maximum(x, self.a)  # above 0; in front, so that nothing overflows
-        return largest * ((x / largest) ** self.p + (self.a / largest) ** self.p) ** (1 / self.p)
+    def bandwidth(self, bytes: np.ndarray | float) -> np.ndarray:
+        """B / seconds(B), in bytes per second: the algorithm's bandwidth; the bus bandwidth is this times `bus_factor`."""
+        return np.asarray(bytes, dtype=float) / self.seconds(bytes)
 
 
 Numbers = Sequence[float] | np.ndarray

@@ -17,7 +17,7 @@ from autoshard.cost.curves.device_counts import Family
 from autoshard.mesh import DEVICES, INTER_LATENCY, INTRA_LATENCY, UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
 from autoshard.reading import text_of
 
-from ..curves.records import PiecewiseCurve
+from ..curves.records import Curve
 
 LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large messages reach on the systems measured
 # The links of one node to the others: four (of 200 Gbit/s) or eight (of 400 Gbit/s) adapters, 25e9 or 50e9 bytes/s each.
@@ -109,9 +109,8 @@ def _curves(one: Preset, n: int) -> tuple[LinkCurve, ...]:
     link_curves = []
     for collective in dict.fromkeys(link.collective for link in one.links):
         links = [link for link in one.links if link.collective == collective]
-        curves = {(1, k.devices): PiecewiseCurve(k.curve.sizes, k.curve.seconds, k.curve.tail) for k in links}
+        curves = {(1, k.devices): Curve(k.curve.sizes, k.curve.seconds, k.curve.tail) for k in links}
         curve = Family(collective, curves, links[0].curve.sizes).at(n)
-        assert isinstance(curve, PiecewiseCurve)
         link_curves.append(LinkCurve(collective, curve.sizes, curve.times, curve.tail, max(link.error for link in links)))
     return tuple(link_curves)
 
