@@ -25,7 +25,7 @@ _HOMES = {
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
     "Table": "tables", "plan_tables": "tables", "plan_with_tables": "api",
-    "Row": "strategies", "register_rule": "strategies", "CostModel": "cost", "DefaultCosts": "cost", "register_price": "cost",
+    "Row": "strategies", "register_rule": "strategies", "DefaultCosts": "cost", "register_price": "cost",
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)

@@ -86,7 +86,7 @@ class Mesh:
     axes: tuple[Axis, ...]
     device: Device = field(default_factory=lambda: DEVICES["h100"])
     expert_imbalance: float = 1.0  # tokens of the busiest rank's experts as a multiple of its share, where experts are sharded
-    cost_model: Any = None  # a cost.CostModel in place of this package's formulas; files note its name and fingerprint
+    cost_model: Any = None  # such as cost.DefaultCosts, in place of this package's formulas; files note its name and fingerprint
 
     def __post_init__(self) -> None:
         check_size(self.shape)

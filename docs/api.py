@@ -62,7 +62,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.cost": "CachingAllocator replayed",
     }),
     "rules": ("Rules and prices of operators", "Which layouts an operator may have, and what it takes.", {
-        "autoshard": "register_rule Row register_price CostModel DefaultCosts",
+        "autoshard": "register_rule Row register_price DefaultCosts",
     }),
     "solve": ("The numeric core", "A problem of choices and costs, its evaluation and its solvers. Nothing here imports torch.", {
         "autoshard": "Problem evaluate solve",

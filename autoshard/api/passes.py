@@ -76,7 +76,7 @@ class PassOptions(Options):
     device: str | Device = "h100"
     devices_per_node: int | None = None
     tf32: bool = False  # float32 matmuls run as TF32
-    cost_model: Any = None  # a cost.CostModel in place of the package's; the objective is then serial unless it is stated
+    cost_model: Any = None  # such as cost.DefaultCosts, in place of the package's; the objective is then serial unless it is stated
 
     def __post_init__(self) -> None:
         super().__post_init__()

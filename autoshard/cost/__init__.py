@@ -22,6 +22,6 @@ from .measured_kernels import attention_seconds, experts_seconds, matmul_seconds
 from .memory import (
     OPTIMIZERS, accumulation_bytes, bytes_per_parameter, master_bytes, optimizer_state_bytes, optimizer_step_bytes, spare_bytes,
 )
-from .model import CostModel, DefaultCosts, cost_of, priced, register_price, registered_prices
+from .model import DefaultCosts, cost_of, priced, register_price, registered_prices
 from .stages import TimedStage, in_the_open, makespan, timed
 

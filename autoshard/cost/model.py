@@ -8,11 +8,13 @@
 Beside a model, `register_price` states the seconds or the bytes of a single operator.
 """
 
+from __future__ import annotations
+
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from autoshard.cost.collectives import PricedCollective, bytes_sent, collective_seconds
 from autoshard.cost.compute import PRICES, Price, op_seconds, stated
@@ -23,31 +25,9 @@ from autoshard.graph import Fused
 from autoshard.mesh import Axis, Mesh
 
 
-class CostModel(Protocol):
-    """Four methods that return seconds; a plan notes the name and the fingerprint, which should differ where the seconds do."""
-
-    name: str
-    fingerprint: str
-
-    def compute(
-        self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
-        share: float = 1.0, fused: Fused | None = None,
-    ) -> float:  # fmt: skip
-        """Of op `target`, "aten.mm.default", on local (shape, dtype)s; an output that is not computed is None. alias: the input of which
-        the output is a view; share: of its FLOPs that are computed; fused: in a compiled program, what it adds to its kernel."""
-
-    def collective(self, collective: str, axis: Axis, size: Any) -> Any:
-        """Of an all_gather, reduce_scatter, all_reduce or all_to_all. size: bytes of a rank's largest buffer, one number or an array."""
-
-    def transfer(self, size: float, exposed: float, device: Device) -> float:
-        """That a copy of `size` bytes to or from the host adds, of which the share `exposed` is hidden behind nothing."""
-
-    def memory(self, kind: str, size: Any, device: Device) -> Any:
-        """To move so many bytes, a number or an array; kind: update, accumulate, split or passes."""
-
-
 class DefaultCosts:
-    """The cost model of this package. Wrap it to change some seconds: derive from it, and call `super()` for the others."""
+    """The cost model of this package: four methods that return seconds. To change some, derive from it, and call `super()` for the others.
+    A plan notes the name and the fingerprint, which should differ where the seconds do."""
 
     name, fingerprint = "autoshard", "1"
 
@@ -55,22 +35,27 @@ class DefaultCosts:
         self, target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device,
         share: float = 1.0, fused: Fused | None = None,
     ) -> float:  # fmt: skip
+        """Of op `target`, "aten.mm.default", on local (shape, dtype)s; an output that is not computed is None. alias: the input of which
+        the output is a view; share: of its FLOPs that are computed; fused: in a compiled program, what it adds to its kernel."""
         return op_seconds(target, inputs, outputs, alias, device, share, fused)
 
     def collective(self, collective: str, axis: Axis, size: Any) -> Any:
+        """Of an all_gather, reduce_scatter, all_reduce or all_to_all. size: bytes of a rank's largest buffer, one number or an array."""
         return collective_seconds(collective, axis, size)
 
     def transfer(self, size: float, exposed: float, device: Device) -> float:
+        """That a copy of `size` bytes to or from the host adds, of which the share `exposed` is hidden behind nothing."""
         return offload_seconds(size, exposed, device)
 
     def memory(self, kind: str, size: Any, device: Device) -> Any:
+        """To move so many bytes, a number or an array; kind: update, accumulate, split or passes."""
         return size / (device.memory_bandwidth if kind == "split" else device.memory_rate)
 
 
 DEFAULT = DefaultCosts()
 
 
-def cost_of(mesh: Mesh) -> CostModel:
+def cost_of(mesh: Mesh) -> DefaultCosts | CheckedCosts:
     """The mesh's own cost model, whose seconds are checked, or that of this package."""
     model = mesh.cost_model
     return DEFAULT if model is None else CheckedCosts(model, model.name, model.fingerprint)
@@ -80,7 +65,7 @@ def cost_of(mesh: Mesh) -> CostModel:
 class CheckedCosts:
     """A cost model of the user's: ValueError where it returns anything but seconds; inf is allowed, and forbids."""
 
-    of: CostModel
+    of: Any  # with the methods of DefaultCosts
     name: str
     fingerprint: str
 
