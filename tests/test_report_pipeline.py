@@ -65,8 +65,6 @@ def test_the_verb_shows_what_the_search_printed(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(PIPELINE.to_dict(layouts=False)))
     assert main(["show", str(tmp_path / "pipe.json")]) == 0
     assert "Stages" in capsys.readouterr().out
-    assert main(["show", str(tmp_path / "pipe.json"), "--mesh", "2"]) == 2
-    assert "says itself for which devices" in capsys.readouterr().err
 
 
 def test_show_compares_two_pipelines(tmp_path, capsys):
