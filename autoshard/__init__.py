@@ -32,7 +32,7 @@ __all__ = sorted(_HOMES)
 _MOVED = {  # until the next version: where they are, and what to write
     "load_programs": ("solution.load", "load"), "load_pipeline": ("solution.load", "load"), "verify_pipeline": ("api.verify", "verify"),
     "plan_programs": ("planning.plan_programs", "plan"), "plan_meshes": ("planning.plan_meshes", "plan"),
-    "pipeline": ("pipeline.pipelines.pipeline", "plan"), "extrapolate": ("api.extrapolate", "Solution.extrapolate"),
+    "pipeline": ("pipeline.pipelines.pipeline", "plan"),
     "ProgramsSolution": ("solution.ProgramsSolution", "Plan"), "Frontier": ("api.Frontier", "api.Frontier"),
     "Option": ("tables.Option", "tables.Option"), "dp_proposals": ("tables.dp_proposals", "tables.dp_proposals"),
 }  # fmt: skip
