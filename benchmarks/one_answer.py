@@ -24,7 +24,7 @@ from autoshard.cost import bucket_limit
 from autoshard.devices import DEVICES, link_of
 from autoshard.launch.block_time import RunConstants
 from autoshard.launch.peak_memory import memory_of
-from autoshard.mesh import Mesh
+from autoshard.mesh import Axis, Mesh
 
 WITHIN = 0.01
 BLOCKS = (4, 6)  # of the models that are planned; with fewer the fullest moment may be another
@@ -68,11 +68,12 @@ def cases() -> dict[str, dict[str, str]]:
 
 def launched(row: dict[str, str]) -> tuple[float, float]:
     """Seconds and bytes as a plan runs the launch, which knows no software and no cluster: parameters are gathered when they are used, and
-    joined to messages of at most `cost.bucket_limit`, not by blocks; gradients are there from their op on."""
+    one by one, small gradients are joined (`cost.bucket_limit`), none by blocks; gradients are there from their op on."""
     runs = runs_of([{**row, "compiled_loss": row["fused"]}])
     constants = RunConstants.of(runs.device, runs.stack, runs.precision)
     network = replace(constants.device, network=np.ones(1))  # the adapters' rate is what collectives reach, as in the plan's mesh
-    plain = replace(constants.stack, gradient_bytes=np.full(1, 2.0), traffic=np.ones(1), host=np.ones(1), congestion=np.zeros(1))
+    hop = latency_of(mesh_of(row).axes[0])
+    plain = replace(constants.stack, gradient_bytes=np.full(1, 2.0), traffic=np.ones(1), host=np.ones(1), congestion=np.zeros(1), hop=hop)
     memory = replace(constants.memory, gradients=np.full(1, 2.0))
     without = frozenset({"fixed", "gathered", "buffers"})
     described = replace(constants, device=network, stack=plain, memory=memory, without=without, messages=messages_of_block(row))
@@ -82,8 +83,8 @@ def launched(row: dict[str, str]) -> tuple[float, float]:
     return float(step_seconds(runs, described)[0]), float(np.max(bytes))
 
 
-def messages_of_block(row: dict[str, str]) -> int:
-    """In which a plan gathers the parameters of a block: small ones are joined in their order, large ones are alone."""
+def messages_of_block(row: dict[str, str]) -> tuple[int, int]:
+    """In which a plan gathers the parameters of a block, one by one; and reduces gradients: small ones are joined in their order."""
     width, ffn, heads, keys = (int(row[name]) for name in ("h", "ffn", "heads", "kv"))
     queries, keys = (width * count * int(row["head_dim"]) for count in (heads, keys))
     matrices = queries, keys, keys, queries, width * ffn, width * ffn, width * ffn
@@ -92,7 +93,13 @@ def messages_of_block(row: dict[str, str]) -> int:
         last = last + bytes if bytes <= limit else last
         if bytes > limit or last > limit:
             buckets, last = buckets + 1, bytes if bytes <= limit else last
-    return buckets
+    norms = 4 if row.get("qk_norm") == "1" else 2
+    return len(matrices) + norms, buckets
+
+
+def latency_of(axis: Axis) -> np.ndarray:
+    """Of a hop of a ring, so that all of them have the latency of a gather in the plan's mesh."""
+    return np.full(1, axis.latency * math.ceil(math.log2(axis.size)) / max(axis.size - 1, 1))
 
 
 def mesh_of(row: dict[str, str]) -> Mesh:

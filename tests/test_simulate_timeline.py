@@ -66,7 +66,7 @@ def test_without_overlap_seconds_are_the_cost_and_the_peak_is_the_plans(plans, m
 def test_the_bytes_during_an_op_are_those_of_all_that_is_alive_then(plans, mesh, scheme):
     graph, solution = plans("gpt2", mesh, scheme)
     formulation, choice = formulation_of_solution(graph, solution)
-    problem, places = formulation.problem, _Builder(formulation, tuple(choice), False, 1, False).places
+    problem, places = formulation.problem, _Builder(formulation, tuple(choice), False, 1).places
     alive = [math.fsum(u.held(choice) for u in problem.usages if u.start <= i < u.end) for i in range(len(graph.ops))]
     assert places.live.tolist() == pytest.approx(alive) and max(alive) <= solution.peak_bytes < places.limit
     moved = [math.fsum(u.held(choice) for u in problem.usages if u.edge == k) for k in range(len(problem.edges))]
@@ -103,12 +103,11 @@ def test_overlap_hides_something(plans):
     assert timeline_of_solution(graph, solution).seconds < 0.95 * solution.cost
 
 
-@pytest.mark.parametrize("join", [False, True])
-@pytest.mark.parametrize(("model", "mesh", "scheme"), [*CASES[::3], ("llama", "2x2", "fsdp")])
-def test_nothing_begins_before_what_it_needs(plans, model, mesh, scheme, join):
+@pytest.mark.parametrize(("model", "mesh", "scheme"), CASES[::3])
+def test_nothing_begins_before_what_it_needs(plans, model, mesh, scheme):
     """Of every op: its inputs have been made, and moved where they are moved, when its kernel begins."""
     graph, solution = plans(model, mesh, scheme)
-    timeline = timeline_of_solution(graph, solution, join=join)
+    timeline = timeline_of_solution(graph, solution)
     program, (begin, end, _) = timeline.program, timeline.times
     made = {}
     for k, link in enumerate(program.formulation.tensor_edges):
@@ -192,13 +191,12 @@ def test_prefetching_needs_memory(plans):
 
 
 @pytest.mark.parametrize("mesh", ["2x2", "4"])
-@pytest.mark.parametrize(("scheme", "join"), [("fsdp", False), ("fsdp", True), ("megatron", False)])
-def test_what_begins_early_stays_below_the_plans_limit(plans, scheme, join, mesh, monkeypatch):
+@pytest.mark.parametrize("scheme", ["fsdp", "megatron"])
+def test_what_begins_early_stays_below_the_plans_limit(plans, scheme, mesh):
     """And without a limit adds no more than parallelize gives it, which is faster; fetched as far ahead as it fits, not further."""
-    monkeypatch.setattr("autoshard.simulate.timeline.with_joined_gradients", lambda program: program)  # gradients that wait come on top
     graph, solution = plans("mlp", mesh, scheme)
     tight = dataclasses.replace(solution, assumptions={**solution.assumptions, "memory_limit": solution.peak_bytes})
-    free, limited = (timeline_of_solution(graph, plan, prefetch=1000, join=join) for plan in (solution, tight))
+    free, limited = (timeline_of_solution(graph, plan, prefetch=1000) for plan in (solution, tight))
     assert limited.peak_bytes <= solution.peak_bytes * 1.02  # what waits to be reduced beside kernels comes on top
     assert scheme == "megatron" or solution.peak_bytes < free.peak_bytes
     assert free.peak_bytes <= solution.peak_bytes + spare_bytes(solution.peak_bytes)
@@ -349,11 +347,12 @@ def test_the_trace_check_finds_a_planted_overlap(plans):
 def test_small_gradient_reductions_go_as_one(plans, scheme):
     graph, solution = plans("gpt2", "2x2", scheme)
     apart, joined = timeline_of_solution(graph, solution), timeline_of_solution(graph, solution, join=True)
-    kinds = "all_reduce", "reduce_scatter"
-    before, after = ([task for task in line.tasks if task.phase == "update" and task.kind in kinds] for line in (apart, joined))
-    assert len([task for task in after if task.seconds]) < len(after) == len(before)
-    assert math.fsum(task.bytes for task in after) == pytest.approx(math.fsum(task.bytes for task in before))
-    assert math.fsum(task.seconds for task in after) < math.fsum(task.seconds for task in before)  # latency is paid once per bucket
+    reductions = [i for i, task in enumerate(joined.tasks) if task.phase == "update" and task.kind in ("all_reduce", "reduce_scatter")]
+    buckets = [i for i in reductions if joined.tasks[i].seconds]
+    assert len(buckets) < len(reductions)
+    assert math.fsum(joined.tasks[i].bytes for i in reductions) == pytest.approx(math.fsum(apart.tasks[i].bytes for i in reductions))
+    before, after = (math.fsum(line.tasks[i].seconds for i in reductions) for line in (apart, joined))
+    assert after < before  # latency is paid once per bucket
     for i, task in enumerate(joined.tasks):  # no update begins before the bucket with its gradient is there
         if task.kind == "optimizer":
             assert all(joined.times.begin[i] >= joined.times.end[j] for j in task.after)
@@ -362,22 +361,6 @@ def test_small_gradient_reductions_go_as_one(plans, scheme):
         first, stop = joined.program.of_link[k]
         if link.b < len(graph.ops) and graph.ops[link.b].kind == "parameter" and first < stop:
             assert joined.tasks[stop - 1].seconds and ends[graph.ops[link.b].name] >= joined.times.end[stop - 1]
-
-
-@pytest.mark.parametrize(("mesh", "n", "limit"), [("2x2", 2, 1e12), ("4", 4, 1e12), ("4", 4, 20e3)])
-def test_small_fetches_of_parameters_go_as_one(plans, mesh, n, limit, monkeypatch):
-    """limit: bytes of the buffers of one."""
-    monkeypatch.setattr("autoshard.simulate.tasks.bucket_limit", lambda axis: limit)
-    graph, solution = plans("llama", mesh, "fsdp")
-    lines = [timeline_of_solution(graph, solution, join=join) for join in (False, True)]
-    apart, joined = ([task for task in line.tasks if task.kind == "all_gather" and task.phase != "update"] for line in lines)
-    buckets = [task for task in joined if task.name.endswith(" more")]
-    assert buckets and len(joined) == len(apart) - sum(int(task.name.split()[-2]) for task in buckets)
-    assert math.fsum(task.bytes for task in joined) == pytest.approx(math.fsum(task.bytes for task in apart))
-    assert math.fsum(task.seconds for task in joined) < math.fsum(task.seconds for task in apart)
-    assert max(task.bytes * n / (n - 1) for task in buckets) <= limit
-    _, first = min((lines[1].times.begin[i], task.op) for i, task in enumerate(lines[1].tasks) if task.kind == "all_gather")
-    assert first == min(task.op for task in joined)  # what is read first
 
 
 def test_without_overlap_nothing_is_joined(plans):

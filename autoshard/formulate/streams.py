@@ -16,7 +16,7 @@ from autoshard.cost import priced, shared_links
 from autoshard.formulate.build import op_stages
 from autoshard.formulate.records import Formulation, TensorEdge
 from autoshard.formulate.tables import distinct
-from autoshard.graph import KEPT, OFFLOADED, RELOADED, early_casts, there_at_the_begin
+from autoshard.graph import KEPT, OFFLOADED, RELOADED, early_casts
 from autoshard.layout import replicated
 from autoshard.routes import stream_table
 from autoshard.strategies import internal_collectives
@@ -36,7 +36,7 @@ class StreamSeconds:
 def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
     """The seconds of a step by stream. links: per mesh axis the number of its link; default `shared_links`.
 
-    joined: of collectives that fetch parameters, or end in their layouts, the least that they add to buckets (simulate.tasks, timeline).
+    joined: of collectives into the parameters' layouts the least that they add to buckets (simulate.timeline).
     """
     return _Streams(formulation, shared_links(formulation.mesh) if links is None else links, joined).build()
 
@@ -46,7 +46,7 @@ class _Streams:
         self.formulation, self.joined = formulation, joined
         order = sorted(set(links))
         self.num = 3 + len(order)
-        self.early, self.there = early_casts(formulation.graph), there_at_the_begin(formulation.graph)
+        self.early = early_casts(formulation.graph)
         self.to_link = np.eye(self.num)[[0, *(order.index(link) + 1 for link in links)]]  # stream of an axis -> stream of its link
         self.known: dict[tuple, np.ndarray] = {}
 
@@ -54,7 +54,7 @@ class _Streams:
         problem = self.formulation.problem
         nodes = tuple(self._once(("node", id(costs), v in self.early), self._node, v) for v, costs in enumerate(problem.node_costs))
         links = self.formulation.tensor_edges
-        edges = tuple(self._once(("edge", id(e.table), self._is_joined(t)), self._edge, t, e.table) for e, t in zip(problem.edges, links))
+        edges = tuple(self._once(("edge", id(e.table), self._updates(t)), self._edge, t, e.table) for e, t in zip(problem.edges, links))
         return StreamSeconds(nodes, edges, self.num)
 
     def _once(self, key: tuple, of, *arguments) -> np.ndarray:
@@ -97,14 +97,12 @@ class _Streams:
                 inside[k, one.axis + 1] += one.seconds
         return inside
 
-    def _is_joined(self, link: TensorEdge) -> bool:
+    def _updates(self, link: TensorEdge) -> bool:
         ops = self.formulation.graph.ops
-        into = ops[link.b] if link.b < len(ops) else None
-        fetches = link.value[0] in self.there and (into is None or into.kind != KEPT)
-        return self.joined and (fetches or into is not None and into.is_placeholder)
+        return self.joined and link.b < len(ops) and ops[link.b].is_placeholder
 
     def _edge(self, link: TensorEdge, table: np.ndarray) -> np.ndarray:
         sources, targets, cells = distinct(link.source_layouts, link.target_layouts)
         tensor, routes = link.tensor, self.formulation.routes
-        parts = stream_table(routes, tensor.shape, tensor.itemsize, sources, targets, joined=self._is_joined(link))[cells]
+        parts = stream_table(routes, tensor.shape, tensor.itemsize, sources, targets, joined=self._updates(link))[cells]
         return link.times * np.where(np.isfinite(table)[..., None], parts, 0.0) @ self.to_link

@@ -2,7 +2,7 @@
 
 from .accumulation import ACCUMULATED, KEPT, with_microbatches
 from .blocks import repeated_blocks, repetitions
-from .casts import REDUCE_THEN_CAST, early_casts, mixed, pending, there_at_the_begin
+from .casts import REDUCE_THEN_CAST, early_casts, mixed, pending
 from .chunked_loss import BACKWARD, FORWARD, ROWS, chunked_loss, losses_of
 from .evaluation import is_without_dropout
 from .hidden_values import KEEPING, READING, private_values, with_hidden_values

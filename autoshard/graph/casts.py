@@ -185,20 +185,12 @@ def with_shared_casts(graph: Graph) -> Graph:
 
 def early_casts(graph: Graph) -> set[int]:
     """Casts of large matrices, inputs and views of these: they can run as soon as the program begins."""
-    return {i for i in there_at_the_begin(graph) if _is_cast(graph.ops[i])}
-
-
-def there_at_the_begin(graph: Graph) -> set[int]:
-    """Parameters and inputs, views of these, and the casts that need wait for nothing."""
-    there = set[int]()
+    there, casts = set[int](), set[int]()
     for i, op in enumerate(graph.ops):
-        is_cast = _is_cast(op)
+        is_cast = op.target == CAST and op.kind != ACCUMULATED and bool(op.inputs)
         if op.is_placeholder or op.kind == KEPT or ((is_cast or op.is_view) and op.inputs[op.alias or 0][0] in there):
-            # weights of experts hide no gather
-            if not is_cast or math.prod(op.output.shape) >= LARGE and len(op.output.shape) < 3:
+            if is_cast and math.prod(op.output.shape) >= LARGE and len(op.output.shape) < 3:  # weights of experts hide no gather
+                casts.add(i)
+            if not is_cast or i in casts:
                 there.add(i)
-    return there
-
-
-def _is_cast(op: Op) -> bool:
-    return op.target == CAST and op.kind != ACCUMULATED and bool(op.inputs)
+    return casts

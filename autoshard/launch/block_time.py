@@ -103,7 +103,7 @@ class RunConstants:
     attention: AttentionKernel
     experts: ExpertsKernel  # of the blocks' dtypes
     without: frozenset[str] = frozenset()
-    messages: float = 1.0  # in which the parameters of a block are gathered, and their gradients reduced; FSDP joins them
+    messages: tuple[float, float] = (1.0, 1.0)  # in which a block's parameters are gathered, and its gradients reduced; FSDP joins them
 
     @staticmethod
     def of(devices: Names, stacks: Names, precisions: Names, *, fitted: bool = True) -> RunConstants:

@@ -89,13 +89,11 @@ def beside_block(
     """Seconds of a block whose forward runs beside the transfers `gather` of FSDP, whose backward beside `back`, and both beside `always`:
     all hide behind it at once, for what one of them has hidden behind hides no other."""
     summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
-    # where tensor parallel collectives use the same link, each waits for the other's share of the time
-    same = (runs.tensor > 1) & (runs.tensor * runs.sharing <= runs.per_node)
 
     def hidden(way: Parts, sent: np.ndarray, more: np.ndarray = NOTHING) -> np.ndarray:
         seconds = sum(way.values()) + more
         waits = way["tensor parallel"] / seconds  # the share of the time in which no kernel runs that transfers could slow
-        return beside(seconds + np.minimum(sent, seconds) * same * waits, sent, 1 - waits)
+        return beside(seconds, sent, 1 - waits)
 
     def seconds(there: np.ndarray, again: np.ndarray) -> np.ndarray:
         return hidden(one.forward, there) + hidden(one.backward, again, summed)
@@ -108,9 +106,9 @@ def beside_block(
 def transfers_of_fsdp(runs: TrainingRuns, constants: RunConstants, ring: Ring, parameters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the gather of a block's `parameters` in the forward; and in the backward of another one, unless only gradients are
     sharded, and the reduction of its gradients."""
-    sharded, more = (runs.zero >= 2) * constants.has("fsdp"), (constants.messages - 1) * ring.gather(NOTHING)
-    gather = sharded * (ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters) + more)
-    scatter = sharded * (ring.gather(constants.stack.gradient_bytes * parameters) + more)
+    sharded, (gathers, reductions) = (runs.zero >= 2) * constants.has("fsdp"), constants.messages
+    gather = sharded * (ring.gather(np.where(runs.gather8 > 0, 1, 2) * parameters) + (gathers - 1) * ring.gather(NOTHING))
+    scatter = sharded * (ring.gather(constants.stack.gradient_bytes * parameters) + (reductions - 1) * ring.gather(NOTHING))
     return gather, gather * (runs.zero >= 3) + scatter
 
 

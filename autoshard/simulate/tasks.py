@@ -17,8 +17,6 @@ tasks in the list:
                       earlier is about to run.
                       As in a run (runtime/overlap.py) none of them begins before its bytes, until they are read, fit into the plan's
                       peak and what `spare_bytes` adds to it.
-    joined            fetches of parameters in a pass whose routes are the same collectives over the same axes, in the order of their
-                      readers, are one, as long as their buffers have at most `cost.bucket_limit` bytes and fit from its begin on
     no overlap        right before the reader (results: after their producer), all on one stream
 
 With m microbatches (graph.accumulation):
@@ -31,17 +29,15 @@ The sum of all seconds is the cost of the plan, where no op computes while it se
 the same at the same times, so one is simulated.
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost import PricedCollective, TimedStage, bucket_limit, bytes_sent, collective_seconds, host_seconds, spare_bytes
+from autoshard.cost import PricedCollective, TimedStage, host_seconds, spare_bytes
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
 from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph, early_casts
 from autoshard.layout import Layout, local_numel, replicated, text
-from autoshard.mesh import Axis
 from autoshard.problem import held, usage_profile
 from autoshard.routes import Step
 
@@ -80,33 +76,24 @@ class TaskProgram:
         return self.formulation.graph
 
 
-def program_of(
-    formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = PREFETCH, join: bool = False
-) -> TaskProgram:
-    """The tasks of a plan. prefetch: how many fetches of parameters may be ahead of their readers (at least 1 with overlap). join: with
-    overlap, small fetches of parameters are joined."""
+def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = PREFETCH) -> TaskProgram:
+    """The tasks of a plan. prefetch: how many fetches of parameters may be ahead of their readers (at least 1 with overlap)."""
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; expected a number of fetches, 0 or more")
-    return _Builder(formulation, tuple(choice), overlap, prefetch, join).build()
-
-
-def joined(collective: str, axis: Axis, sent: Iterable[float]) -> tuple[float, float]:
-    """Seconds of one collective of the buffers of several, and the bytes that a rank sends; of each of them it sends so many."""
-    size = math.fsum(sent) / float(bytes_sent(collective, axis, 1.0))
-    return float(collective_seconds(collective, axis, size)), float(bytes_sent(collective, axis, size))
+    return _Builder(formulation, tuple(choice), overlap, prefetch).build()
 
 
 class _Builder:
     """Builds the list: for each op the moves before it, its tasks, the moves after it."""
 
-    def __init__(self, formulation: Formulation, choice: tuple[int, ...], overlap: bool, prefetch: int, join: bool):
+    def __init__(self, formulation: Formulation, choice: tuple[int, ...], overlap: bool, prefetch: int):
         self.formulation, self.choice, self.overlap = formulation, choice, overlap
         self.graph, self.links = formulation.graph, formulation.tensor_edges
         self.tasks: list[Task] = []
         self.routes: dict[tuple, tuple[Step, ...]] = {}
         self.internal: dict[tuple, tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]] = {}
         self.steps = [self._steps(link) for link in self.links]
-        self.places = _Places(formulation, choice, self.steps, overlap, max(prefetch, 1), join)
+        self.places = _Places(formulation, choice, self.steps, overlap, max(prefetch, 1))
         self.ready: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is available
         self.of_op = [(0, 0)] * len(self.graph.ops)
         self.of_link = [(0, 0)] * len(self.links)
@@ -184,37 +171,25 @@ class _Builder:
         self.tasks.append(task)
 
     def _move(self, k: int) -> None:
-        """Link k, and those that are joined with it."""
-        members, axes = self.places.joined.get(k, [k]), self.formulation.mesh.axes
-        for one in members:
-            cast = self.places.cast_of.get(self.links[one].a, -1)
-            if cast >= 0 and cast not in self.ready:
-                if not self.steps[one]:  # nothing is fetched yet
-                    return
-                self._run(cast)
+        link, cast = self.links[k], self.places.cast_of.get(self.links[k].a, -1)
+        if cast >= 0 and cast not in self.ready:
+            if not self.steps[k]:  # nothing is fetched yet
+                return
+            self._run(cast)
         first = len(self.tasks)
-        after = self._begins(k) if len(members) == 1 else tuple(sorted({j for one in members for j in self._begins(one)}))
-        name, reader = self.graph.ops[self.links[k].value[0]].name, self.places.reader[k]
-        reader = reader if reader < len(self.graph.ops) else self.links[k].value[0]
-        name = name if len(members) == 1 else f"{name} and {len(members) - 1} more"
+        after = self._available(link.a) or self.begins_after
+        if k in self.places.later:  # not before the compute stream has reached this position
+            after = tuple(sorted({*after, *self.last_compute}))
+        name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
+        reader = reader if reader < len(self.graph.ops) else link.value[0]
         for n, step in enumerate(self.steps[k]):
             sends = any(one.collective != "split" for one in self.steps[k][: n + 1])
             stream = step.axis + 1 + self.axes * (k in self.places.unhurried) if sends else COMPUTE
-            seconds, sent = step.seconds, step.bytes
-            if len(members) > 1:
-                seconds, sent = joined(step.collective, axes[step.axis], (self.steps[one][n].bytes for one in members))
-            self._add(Task(name, step.collective, seconds, stream, after, self.places.phase_of_move(k), reader, sent))
+            self._add(Task(name, step.collective, step.seconds, stream, after, self.places.phase_of_move(k), reader, step.bytes))
             after = (len(self.tasks) - 1,)
-        for one in members:
-            self.of_link[one] = (first, len(self.tasks))
-            if one in self.places.hub_links:
-                self.ready[self.links[one].b] = after
-
-    def _begins(self, k: int) -> tuple[int, ...]:
-        """The tasks after which link k can move."""
-        after = self._available(self.links[k].a) or self.begins_after
-        # not before the compute stream has reached this position
-        return tuple(sorted({*after, *self.last_compute})) if k in self.places.later else after
+        self.of_link[k] = (first, len(self.tasks))
+        if k in self.places.hub_links:
+            self.ready[link.b] = after
 
     def _available(self, node: int) -> tuple[int, ...]:
         """The tasks after which the value of a node is available; of a view whose turn is still to come, those of its inputs."""
@@ -288,21 +263,10 @@ class _Builder:
             self._add(Task(self.graph.ops[i].name, "optimizer", seconds, COMPUTE, after, "update", i))
 
 
-@dataclass
-class _Bucket:
-    first: int  # op
-    members: list[int]  # links
-    sizes: list[float]  # bytes of the buffers of each step
-
-
 class _Places:
     """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
 
-    def __init__(
-        self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int, join: bool
-    ):
-        self.axes, self.join = formulation.mesh.axes, join
-        self.limits, self.buffers = [bucket_limit(axis) for axis in self.axes], dict[int, list[float]]()
+    def __init__(self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
         self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
@@ -324,7 +288,6 @@ class _Places:
         self.early = self._early(formulation, choice, early_casts(self.graph) if overlap else set())
         self.late: set[int] = set()  # fetches
         self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
-        self.joined: dict[int, list[int]] = {}  # fetches that are one collective, by the first of them
         times, total = usage_profile(formulation.problem, choice)
         total = np.append(total, 0.0)  # at -1: before the first time
         self.limit = total.max() + spare_bytes(total.max(), formulation.problem.usage_limit)
@@ -412,45 +375,11 @@ class _Places:
         waiting.sort(key=lambda k: self.reader[k])
         self.late = set(waiting)
         self.later |= self.late
-        first, buckets = 0, dict[tuple, _Bucket]()
+        first = 0
         for n, k in enumerate(waiting):
-            key = self._joined_with(k) if self.join and phase[self.links[k].a] == "rest" else None
-            if key in buckets and self._fits(buckets[key], k):
-                slots[k] = 2 * buckets[key].first or -1
-                continue
             first = self._first_with_room(k, max(first, self.reader[waiting[n - prefetch]] if n >= prefetch else 0))
             slots[k] = 2 * first or -1
-            if key is not None:
-                buckets[key] = _Bucket(first, [k], self._buffers(k))
-                self.joined[k] = buckets[key].members
         return slots
-
-    def _joined_with(self, k: int) -> tuple | None:
-        """What a fetch has in common with those that it can be joined with; None where it can't."""
-        route = self.steps[k]
-        if any(one.collective == "split" for one in route) or not self._is_small(k, self._buffers(k)):
-            return None
-        is_backward = self._phase_of(self.reader[k], "") == "backward"
-        return (is_backward, self.links[k].tensor.itemsize, *((one.collective, one.axis) for one in route))
-
-    def _buffers(self, k: int) -> list[float]:
-        """The bytes of the buffer of each step of a route."""
-        if (route := id(self.steps[k])) not in self.buffers:
-            self.buffers[route] = [one.bytes / float(bytes_sent(one.collective, self.axes[one.axis], 1.0)) for one in self.steps[k]]
-        return self.buffers[route]
-
-    def _is_small(self, k: int, sizes: Sequence[float]) -> bool:
-        return all(size <= self.limits[one.axis] for one, size in zip(self.steps[k], sizes))
-
-    def _fits(self, bucket: _Bucket, k: int) -> bool:
-        """Whether fetch k fits into the bucket, and its bytes into memory from the bucket's begin on; then it is a member."""
-        sizes, live = [a + b for a, b in zip(bucket.sizes, self._buffers(k))], self.live[bucket.first : self.reader[k]]
-        if not self._is_small(k, sizes) or (live + self.sizes[k] > self.limit).any():
-            return False
-        live += self.sizes[k]
-        bucket.members.append(k)
-        bucket.sizes = sizes
-        return True
 
     def _first_with_room(self, k: int, first: int) -> int:
         """The first op, from `first` on, from which on the bytes of link k fit until its reader; they count from there on."""
@@ -471,7 +400,7 @@ class _Places:
 
     def by_slot(self) -> dict[int, list[int]]:
         by_slot: dict[int, list[int]] = {}
-        elsewhere = {*self.fetches, *self.reductions, *(k for members in self.joined.values() for k in members[1:])}
-        for k in sorted(set(range(len(self.links))) - elsewhere, key=lambda k: (self.slots[k], self.reader[k], k not in self.hub_links, k)):
+        once = {*self.fetches, *self.reductions}
+        for k in sorted(set(range(len(self.links))) - once, key=lambda k: (self.slots[k], self.reader[k], k not in self.hub_links, k)):
             by_slot.setdefault(self.slots[k], []).append(k)
         return by_slot

@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost import bucket_limit, bytes_sent, shared_links
+from autoshard.cost import bucket_limit, bytes_sent, collective_seconds, shared_links
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
@@ -30,7 +30,7 @@ from autoshard.mesh import Axis, Mesh
 from autoshard.simulate.engine import Times, run_in_turn, run_tasks
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.memory import memory_over_time
-from autoshard.simulate.tasks import PREFETCH, Task, TaskProgram, joined, program_of
+from autoshard.simulate.tasks import PREFETCH, Task, TaskProgram, program_of
 from autoshard.solution import Solution
 
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
@@ -126,7 +126,7 @@ def timeline_of(
     join: small gradient reductions are joined to buckets, with overlap (`with_joined_gradients`), in a step of one microbatch. links: per
     mesh axis the number of its link; default `shared_links`.
     """
-    program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch, join=join)
+    program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch)
     program = with_joined_gradients(program) if join and overlap and formulation.microbatches == 1 else program
     return Timeline(program, run_program(program, links))
 
@@ -181,8 +181,9 @@ def with_joined_gradients(program: TaskProgram) -> TaskProgram:
 def _joined(program: TaskProgram, members: Sequence[int], instead: Mapping[int, int]) -> Task:
     """One collective of a bucket, at the place of its last member."""
     task = program.tasks[members[-1]]
+    axis, size = _axis(program, task), math.fsum(_size(program, i) for i in members)
     after = tuple(sorted({instead.get(j, j) for i in members for j in program.tasks[i].after}))
-    seconds, sent = joined(task.kind, _axis(program, task), (program.tasks[i].bytes for i in members))
+    seconds, sent = float(collective_seconds(task.kind, axis, size)), float(bytes_sent(task.kind, axis, size))
     return replace(task, name=f"{task.name} and {len(members) - 1} more", seconds=seconds, bytes=sent, after=after)
 
 
