@@ -3,12 +3,11 @@
     PYTHONPATH=. python benchmarks/captured_blocks.py [--write]
 
 Families: llama (gated MLP, RMSNorm, rotary positions, grouped queries), qwen3 (llama with queries and keys normalized) and gpt2 (MLP of
-two matrices, LayerNorm, biases), each under
-the layouts of Megatron with and without sequence parallelism, as libraries fuse it or not; and as a compiler does, with what it computes
-again in the backward pass (a norm not where its result is gathered, which compilers keep), also of blocks that are recomputed, whose
-backward holds it all. Every size of the captured model is a prime of
-its own, times the number of devices where devices divide it, so each dim of each tensor is a product of sizes in one way only. --write:
-into autoshard/launch/captured; without it, exit 1 where a file differs.
+two matrices, LayerNorm, biases), each under the layouts of Megatron with and without sequence parallelism, as libraries fuse it or not;
+and as a compiler does, with what it computes again in the backward pass (a norm not where its result is gathered, which compilers keep),
+also of blocks that are recomputed, whose backward holds all of that. Every size of the captured model is a prime of its own, times the
+number of devices where devices divide it, so each dim of each tensor is a product of sizes in one way only. --write: into
+autoshard/launch/captured; without it, exit 1 where a file differs.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def cases() -> dict[str, dict[str, str]]:
 
 
 def launched(row: dict[str, str]) -> tuple[float, float]:
-    """Seconds and bytes as a plan runs the launch, which knows no software and no cluster: parameters are gathered when they are used, and
-    one by one, small gradients are joined (`cost.bucket_limit`), none by blocks; gradients are there from their op on."""
+    """Seconds and bytes as a plan runs the launch, which knows no software and no cluster: parameters are gathered one by one when they
+    are used, small gradients are reduced together (`cost.bucket_limit`), and gradients are there from their op on."""
     runs = runs_of([{**row, "compiled_loss": row["fused"]}])
     constants = RunConstants.of(runs.device, runs.stack, runs.precision)
     network = replace(constants.device, network=np.ones(1))  # the adapters' rate is what collectives reach, as in the plan's mesh

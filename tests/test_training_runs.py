@@ -16,10 +16,12 @@ from autoshard.cost.devices import device_constants, known_stacks
 from autoshard.cost.kernels import Ring, beside
 from autoshard.devices import DEVICE_FILES, SLOWED, known_devices
 from autoshard.launch import peak_memory
+from autoshard.launch.block_time import Block, block
 from autoshard.launch.blocks_of_stages import stages
 from autoshard.launch.launch_prices import Site, prices_of
 from autoshard.launch.launch_space import RECOMPUTED, launches, structures
 from autoshard.launch.runs import Launch, TrainingRuns
+from autoshard.launch.step_time import beside_block
 from autoshard.launch.torchtitan import FLAVORS
 from benchmarks.published import (
     EFFECTS,
@@ -200,6 +202,27 @@ def test_overlap_is_between_the_longer_and_the_sum():
     both = beside(a, b)
     assert (both >= np.maximum(a, b)).all() and (both <= a + b).all()
     assert both.tolist() == [3.0, 1.0 + SLOWED, 2.0]
+
+
+@pytest.mark.parametrize("waits", [0.0, 1.0, 3.0])
+def test_transfers_slow_the_kernels_of_a_block_not_what_it_waits_for(waits):
+    """Half of what it hides runs beside kernels where kernels run half of the time."""
+    runs = recipe(src="torchtitan", zero=3)
+    way = {"matmul": np.full(1, 3.0), "tensor parallel": np.full(1, waits)}
+    seconds = beside_block(Block(way, way, np.ones(1)), runs, constants_of(runs), np.full(1, 1.0), np.full(1, 2.0))
+    kernels = 3 / (3 + waits)
+    assert seconds == pytest.approx(2 * (3 + waits) + SLOWED * kernels * (1 + 2))
+
+
+def test_a_compiled_backward_with_its_recomputed_block_moves_less_than_both_apart():
+    """All matmuls but the last run again, whose result no backward reads; pointwise ops share what they read with the backward's."""
+    runs, once = (recipe(src="torchtitan", fused=1, rc=recompute) for recompute in ("full", "none"))
+    both, alone = (block(one, constants_of(one))[0] for one in (runs, once))
+    more = {kind: both.backward[kind] - alone.backward[kind] for kind in ("matmul", "attention", "elementwise")}
+    assert both.forward["matmul"] == alone.forward["matmul"] and more["attention"] == pytest.approx(alone.forward["attention"])
+    assert 0.5 * alone.forward["matmul"] < more["matmul"] < 0.9 * alone.forward["matmul"]
+    assert more["elementwise"] < 0.5 * alone.forward["elementwise"]
+    assert 1.2 < float(both.launches[0]) < 1.6 and float(alone.launches[0]) == 1
 
 
 PARTS = {}, {"zero": 3, "pp": 2, "vp": 2, "tp": 4}, {"src": "torchtitan", "cp": 2, "rc": "full"}, {"gpu": "b200"}

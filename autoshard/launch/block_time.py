@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -186,7 +186,7 @@ def block(runs: TrainingRuns, constants: RunConstants) -> tuple[Block, Block]:
     grouped = np.where(runs.compiled > 0, compiled, GROUPED[constants.stack.libraries.astype(int)])
     kinds, rows_of = zip(*rows_of_kinds(runs, grouped))
     blocks = [
-        _OneKind(runs[rows], constants.at(rows), how).blocks(tasks_of(family, scheme, how), recompute)
+        _OneKind(runs[rows], constants.at(rows), how).blocks(family, scheme, recompute)
         for (family, scheme, how, recompute), rows in zip(kinds, rows_of)
     ]
     order = np.argsort(np.concatenate(rows_of))
@@ -233,17 +233,18 @@ class _OneKind:
             for matmul in (constants.matmul, constants.matmul16)
         )  # fmt: skip
 
-    def blocks(self, tasks: Mapping[str, tuple[BlockTask, ...]], recompute: str) -> tuple[Block, Block]:
+    def blocks(self, family: str, scheme: str, recompute: str) -> tuple[Block, Block]:
         runs, constants, share = self.runs, self.constants, PART.get(recompute, 1.0)
+        tasks, is_inside = tasks_of(family, scheme, self.how), self.how == "recomputed"  # whether the backward holds what runs again
         forward, backward = tasks["forward block"], tasks["backward block"]
-        is_inside = self.how == "recomputed"  # of the backward
         repeated = () if is_inside or not constants.has("recompute") else recomputed(forward, recompute)
         gathers = 2 * (runs.sequence_parallel > 0) * (runs.tensor > 1) * constants.stack.regathers  # of the inputs of matmuls
         back, once_more = self._parts(backward, self.of_block), self._parts(repeated, self.of_block)
         back = {kind: seconds + share * once_more[kind] for kind, seconds in back.items()}
         back["tensor parallel"] = back["tensor parallel"] + gathers * self.exposed * self.ring.gather(2 * runs.tokens * runs.width)
         counts = [sum(is_launched(task, self.how) for task in part) for part in (forward, backward, repeated)]
-        once = counts[0] + (sum(is_launched(task, "compiled") for task in tasks["backward block, once"]) if is_inside else counts[1])
+        alone = tasks_of(family, scheme, "compiled")["backward block"] if is_inside else ()
+        once = counts[0] + (sum(is_launched(task, "compiled") for task in alone) or counts[1])
         relative = np.array((counts[0] + counts[1] + share * counts[2]) / once)
         first, last = (self._ends(tasks[f"{way} ends"], bytes) for way, bytes in zip(("forward", "backward"), LOSS_BYTES))
         return Block(self._parts(forward, self.of_block), back, relative), Block(first, last, np.zeros(1))

@@ -29,10 +29,13 @@ from autoshard.reading import text_of
 from .runs import TrainingRuns
 
 FILES = Path(__file__).with_name("captured")
+OWN_FILES = (
+    "compiled",  # by a compiler that computes values again in the backward pass
+    "recomputed",  # which is of blocks that are recomputed, so all that runs again is in it
+)
 GROUPED = (
-    # by a compiler that computes values again in the backward pass; and of recomputed blocks all, which is part of the backward
-    "compiled", "recomputed",
-    "fused",  # by one that doesn't
+    *OWN_FILES,
+    "fused",  # by a compiler that computes nothing again
     "library", "norms",  # by libraries of fused norms, rotary positions and activations; of these but activations
 )  # fmt: skip
 KINDS = ("matmul", "attention", "elementwise", "collective")
@@ -59,9 +62,8 @@ class BlockTask:
 
 @cache
 def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[BlockTask, ...]]:
-    """Of "forward block", "backward block", "forward ends", "backward ends". how: one of GROUPED; a compiled backward runs more ops, also
-    of blocks that are "recomputed", beside which there is "backward block, once"."""
-    own_file = f"_{how}" if how in ("compiled", "recomputed") else ""
+    """Of "forward block", "backward block", "forward ends", "backward ends". how: one of GROUPED; a compiled backward runs more ops."""
+    own_file = f"_{how}" if how in OWN_FILES else ""
     parts: dict[str, list[BlockTask]] = {}
     places: list[int] = []  # of the rows in their parts
     for row in json.loads(text_of(FILES / f"{family}_{scheme}{own_file}.json", "measurements")):
@@ -75,8 +77,7 @@ def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[Bloc
         kind = OF_KIND.get(row["op"].split(".")[1], "elementwise")
         of = _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"], row.get("passes", 0)
         part.append(BlockTask(kind, after, *of))
-    once = {"backward block, once": tasks_of(family, scheme, "compiled")["backward block"]} if how == "recomputed" else {}
-    return {name: tuple(part) for name, part in parts.items()} | once
+    return {name: tuple(part) for name, part in parts.items()}
 
 
 def _tensors(texts: list[str | None]) -> tuple:
@@ -126,7 +127,7 @@ def kernel_seconds(task: BlockTask, sizes: Sizes, device: Any, grouped: str) -> 
         inputs[0] = Columns(inputs[0][0]), inputs[0][1]
     if task.kind == "attention":  # once for the keys of each device that has a part of the sequence, half of them on average, as in a ring
         return sizes.context * busy_seconds(task.target, inputs, outputs, device, task.share)
-    is_compiled = grouped in ("compiled", "recomputed", "fused")
+    is_compiled = grouped in (*OWN_FILES, "fused")
     seconds = busy_seconds(task.target, inputs, outputs, device, task.share, (task.fused or {}).get(grouped), is_compiled)
     passes = min(task.passes, 1) if is_compiled else task.passes
     if passes:
