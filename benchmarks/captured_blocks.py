@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from operator import gt
 from typing import Any
 
 from autoshard.baselines import baseline
@@ -130,6 +131,8 @@ def tasks(graph: Graph, scheme: str, mesh: Mesh, grouped: dict[str, Callable[[Gr
             for kind, ops in kinds.items():
                 if (group := ops[task.op].fused) is not None and op.target not in MATMULS:
                     row[kind] = [list(group.reads), list(group.writes), group.launches]
+                    if kind == "recomputed" and any(map(gt, group.held, group.writes)):  # in memory, though no kernel writes it
+                        row[kind].append(list(group.held))
         elif task.bytes:
             size = Fraction(task.bytes).limit_denominator(10**6) * T / (T - 1) / (2 if task.kind == "all_reduce" else 1)
             row |= {"collective": task.kind, "bytes": monomial(size)}

@@ -27,7 +27,7 @@ from autoshard.launch.peak_memory import memory_of
 from autoshard.mesh import Axis, Mesh
 
 WITHIN = 0.01
-BLOCKS = (4, 6)  # of the models that are planned; with fewer the fullest moment may be another
+BLOCKS = (8, 10)  # of the models that are planned: with fewer the fullest moment may be another, and transfers catch up at the ends
 KINDS = ("seconds", "bytes")
 MODEL = {
     "src": "torchtitan", "L": 32, "h": 4096, "ffn": 14336, "heads": 32, "kv": 8, "vocab": 128256, "head_dim": 128, "tied": 0, "gated": 1,
@@ -109,7 +109,7 @@ def mesh_of(row: dict[str, str]) -> Mesh:
 def planned(row: dict[str, str], blocks: Sequence[int] = BLOCKS) -> tuple[float, float]:
     few, more = (planned_runs.priced(row, mesh_of(row), number, keeping="norms" if row["sp"] == "1" else "") for number in blocks)
     times = (int(row["L"]) - blocks[0]) / (blocks[1] - blocks[0])
-    return few.step[1] + times * (more.step[1] - few.step[1]), few.bytes + times * (more.bytes - few.bytes)
+    return few.step[1] + times * (more.step[1] - few.step[1]), float(np.max(few.bytes + times * (more.bytes - few.bytes)))
 
 
 def main() -> None:

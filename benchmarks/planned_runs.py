@@ -51,6 +51,7 @@ from models import gpt2, llama
 
 FEWEST_CELLS, SHARE = 6, 0.8
 BLOCKS = (2, 4)  # of the models that are priced
+ENDING = 100  # ops, fewer than those of a block's backward
 Row = Mapping[str, str]
 
 
@@ -59,11 +60,12 @@ KINDS = ("serial", "overlapped")  # the seconds of a plan, in which nothing over
 
 @dataclass(frozen=True)
 class Priced:
-    """Seconds of one pass over a microbatch with the update, one number for each of KINDS, and of the update; and the plan's peak."""
+    """Seconds of one pass over a microbatch with the update, one number for each of KINDS, and of the update; and the plan's peaks: of all,
+    and of the last ENDING ops, when all gradients are there."""
 
     step: np.ndarray
     update: float
-    bytes: float
+    bytes: np.ndarray
 
 
 def expressible(table: Table) -> np.ndarray:
@@ -134,8 +136,8 @@ def priced(row: Row, mesh: Mesh, blocks: int, keeping: Keeping = "matmuls") -> P
         raise ValueError(f"the layouts of {scheme_of(row)} forbid each other")
     line = timeline_of(instance.formulated, answer.choice, join=True)
     update = sum(task.seconds for task in line.tasks if task.kind == "optimizer")
-    _, held = usage_profile(instance.formulated.problem, answer.choice)
-    return Priced(np.array([answer.cost, line.seconds]), update, float(held.max()))
+    times, held = usage_profile(instance.formulated.problem, answer.choice)
+    return Priced(np.array([answer.cost, line.seconds]), update, np.array([held.max(), held[times > times.max() - ENDING].max()]))
 
 
 def step_seconds(row: Row, mesh: Mesh) -> np.ndarray:

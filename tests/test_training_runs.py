@@ -334,3 +334,14 @@ test_what_is_no_run_is_refused = refusals(
     (lambda: device_constants(["h101"]), "no constants of device 'h101'; known are a100"),
     (lambda: interval(runs_of(rows()), predicted_seconds(runs_of(rows())), 1.5), "a share 1.5"),
 )
+
+
+def test_the_gradient_of_the_head_is_beside_that_of_the_logits_where_its_matmul_adds_to_no_buffer():
+    few, many = recipe(seq=512, fused=1, compiled_loss=1), recipe(seq=16384, fused=1, compiled_loss=1)
+    table = few.table_parameters / few.tensor
+    for runs, gradients in (few, 2 * table), (many, 2 * many.tokens * many.vocab / many.tensor):
+        wanted = 2 * runs.tokens * runs.vocab / runs.tensor + gradients
+        np.testing.assert_allclose(peak_memory.logits_bytes(runs, constants_of(runs)), wanted)
+    adding = recipe(src="nemo", seq=512, fused=1)
+    logits = adding.tokens * adding.vocab / adding.tensor
+    np.testing.assert_allclose(peak_memory.logits_bytes(adding, constants_of(adding)), constants_of(adding).memory.logits * logits)

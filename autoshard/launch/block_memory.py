@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .captured_block import BlockTask, Dims, Sizes
+from .captured_block import OWN_FILES, BlockTask, Dims, Sizes
 
 ITEMSIZE = {"bfloat16": 2.0, "float32": 4.0, "int64": 8.0}
 INPUT: Dims = (2.0, ("b", "s", "h"), 0)  # bytes of a block's input
@@ -62,10 +62,13 @@ def kept_tasks(tasks: Sequence[BlockTask], how: str) -> set[int]:
 
 
 def is_written(task: BlockTask, how: str) -> bool:
-    """Whether a kernel, or a collective, writes what the task computes. Kernels of libraries write what compiled ones do: what they read
-    and their result are kept, nothing between (flash-attn's and Transformer Engine's norms, swiglu)."""
-    fused = task.fused or {}
-    return how not in fused or any(share > 0 for share in fused["compiled" if how == "compiled" else "fused"].writes)
+    """Whether what the task computes is in memory: a kernel, or a collective, writes it, or what it is computed from again is not there.
+    Kernels of libraries write what compiled ones do: what they read and their result are kept, nothing between (flash-attn's and
+    Transformer Engine's norms, swiglu)."""
+    if task.fused is None or how not in task.fused:
+        return True
+    fused = task.fused[how if how in OWN_FILES else "fused"]
+    return any((*fused.writes, *fused.held))
 
 
 def largest_live(tasks: Sequence[BlockTask], sizes: Sizes, how: str) -> np.ndarray:

@@ -73,7 +73,7 @@ def tasks_of(family: str, scheme: str, how: str = "") -> Mapping[str, tuple[Bloc
         if "collective" in row:
             part.append(BlockTask("collective", after, collective=row["collective"], bytes=_dims(row["bytes"])))
             continue
-        fused = {kind: Fused(tuple(r), tuple(w), n) for kind in GROUPED if kind in row for r, w, n in [row[kind]]}
+        fused = {kind: Fused(tuple(r), tuple(w), n, *map(tuple, held)) for kind in GROUPED if kind in row for r, w, n, *held in [row[kind]]}
         kind = OF_KIND.get(row["op"].split(".")[1], "elementwise")
         of = _tensors(row["in"]), _tensors(row["out"]), row["op"], row["share"], fused or None, row["kept"], row.get("passes", 0)
         part.append(BlockTask(kind, after, *of))

@@ -145,9 +145,11 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         buffers = shard * np.where(one, 0.0, held + np.where(_is_torchs(constants), runs.microbatches, 2.0))
         states = state_bytes(runs, parameters, of_blocks, constants)
         # gradients of the tables come first, and the first block's when of the activations nothing but its own is left
-        come = states["gradients"] * tables / runs.tensor / np.maximum(parameters, 1.0)
-        late = appear & (states["gradients"] - come > activations - held * kept)
-        come, left = np.where(late, states["gradients"], come), np.where(late, held * kept, activations)
+        each = states["gradients"] / np.maximum(parameters, 1.0) / runs.tensor
+        # when a block needs most, its own are to come; where they are sharded, whole ones on their way take as much
+        come, most = each * tables, states["gradients"] - np.where(runs.zero >= 2, 0.0, each * runs.block_parameters)
+        late = appear & (most - come > activations - held * kept)
+        come, left = np.where(late, most, come), np.where(late, held * kept, activations)
         for moment in MOMENTS:
             kinds = dict(states)
             if moment != "update":
@@ -249,14 +251,21 @@ def _of_one_kind(
             in_pieces = any(i in other.after for other in forward if other.collective == "reduce_scatter")  # the matmul's, if asynchronous
             some = some + result_bytes(task, sizes) * np.where((runs.async_tensor > 0) & in_pieces, 0.0, 1.0)
     some = np.minimum(some, everything)
+    if recompute == "full" and how == "compiled":  # one graph with all that runs again
+        return some, largest_live(tasks_of(family, scheme, "recomputed")["backward block"], sizes, "recomputed")
     return part * some + (1 - part) * everything, everything - some + backward
 
 
 def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
-    """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them."""
+    """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them. Where the vocabulary
+    weighs more than the tokens, of the gradient of 16-bit logits beside that of the head, unless its matmul adds to a buffer."""
     eager = constants.memory.logits + np.where((runs.tensor > 1) & _is_torchs(constants), PARALLEL_LOSS, 0.0)
-    each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager) * runs.vocab / runs.tensor
-    return each * runs.tokens / runs.loss_chunks
+    each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager)
+    logits = runs.tokens * runs.vocab / runs.tensor / runs.loss_chunks
+    head = np.where(constants.stack.fused_accumulation > 0, 0.0, 2 * runs.table_parameters / runs.tensor)
+    # FSDP's head is at hand all the time (`_gathered`); what gathers it when it is needed holds it beside its gradient
+    again = head if "gathered" in constants.without else 0.0
+    return np.maximum(each * logits, 2 * logits + head + np.where(runs.zero >= 3, again, 0.0))
 
 
 def _is_torchs(constants: RunConstants) -> np.ndarray:
