@@ -8,6 +8,7 @@ transformers) is captured anew each time, and so is everything in the tests of c
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -19,6 +20,7 @@ from torch import nn
 import autoshard.capture.depth
 import autoshard.capture.module
 from autoshard.capture.module import Captured, capture_without_casts
+from autoshard.capture.nested_tensors import tensors_of
 
 KEPT: dict[tuple, tuple[Captured, list]] = {}
 MODELS = Path(__file__).parent.parent / "models"
@@ -32,17 +34,23 @@ class Unknown(Exception):
 
 
 class Keys:
-    """Keys of the parts of one call: tensors have numbers, so that those that are tied have the same."""
+    """Keys of the parts of one call: tensors have numbers, so that those that are tied have the same. Parameters, buffers and inputs become
+    fake tensors of the CPU in a capture, wherever they are: on ranks the runtime captures a copy on the meta device of what was planned."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, example_inputs: Any) -> None:
         self.numbers: dict[int, int] = {}
+        direct = [(*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in module.modules()]
+        self.become_fake = {id(tensor) for tensor in (*itertools.chain(*direct), *tensors_of(example_inputs))}
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
+        return None if tensor.device.type in ("cpu", "meta") and id(tensor) in self.become_fake else tensor.device
 
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if type(value) not in (torch.Tensor, nn.Parameter):
                 raise Unknown
             number = self.numbers.setdefault(id(value), len(self.numbers))
-            return (number, type(value), tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+            return (number, type(value), tuple(value.shape), value.stride(), value.dtype, self.device_of(value), value.requires_grad)
         if isinstance(value, PLAIN):
             return (type(value), value)
         if isinstance(value, (tuple, list)):
@@ -95,7 +103,7 @@ def code_of_capturing() -> list:
 
 @functools.wraps(capture_without_casts)
 def kept_capture(module: nn.Module, example_inputs: Any, **options: Any) -> Captured:
-    keys, code = Keys(), code_of_capturing()
+    keys, code = Keys(module, example_inputs), code_of_capturing()
     try:
         settings = (torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled())
         key = (keys.of(module), keys.of(example_inputs), repr(sorted(options.items())), settings, *map(id, code))
