@@ -79,6 +79,88 @@ test_verify_kinds: test_the_plan_and_random_layouts_are_right test_a_planted_fau
 test_zero_stages: test_bytes_sent_and_held_are_those_of_the_literature
 """
 
+# Cases that the quick suite leaves out besides, since each takes seconds and others of its test find the same faults.
+LEFT_OUT = r"""
+test_api::test_the_plan_and_random_layouts_compute_what_the_model_computes: bert-True
+test_api::test_the_plan_is_optimal_and_no_baseline_is_cheaper: llama-False-sizes9
+test_calibrate::test_sizes_are_whole_floats_on_every_rank_and_their_buffers_have_these_bytes: shape4
+test_capture::test_every_tensor_node_of_a_given_graph_becomes_a_value_of_its_shape_and_type: bert-exported
+test_capture::test_the_graph_of_a_model_computes_its_outputs_and_gradients: bert-True
+test_capture::test_the_views_of_the_tiny_models_are_known: bert-True
+test_capture_causes::test_what_is_planned_for_training_is_planned_for_inference_and_right: jacrev-training
+test_capture_strangers::test_a_class_that_needs_other_inputs_gets_them_or_says_which: SegformerForSemanticSegmentation-training
+test_capture_strangers::test_it_is_captured_planned_and_verified: gru-training
+test_capture_strangers::test_layers_of_many_steps_are_captured: GRU-training
+test_capture_strangers::test_recurrent_layers_drop_out_between_them: RNN-options1
+test_certify::test_the_numbers_give_the_plans_cost_and_a_bound_and_a_raised_one_is_refused: case3
+test_checkpoint_files::test_the_optimizers_state_is_loaded_where_an_optimizer_is_given: False
+test_conflicts::test_a_conflict_is_minimal: mlp forward 2-weights are whole and memory is at 1.0
+  | mlp forward 2-weights are whole and memory is at 0.25
+test_coverage::test_every_op_has_rows_and_a_random_layout_is_right: resnet
+test_decode_cache::test_caches_of_the_caller_are_written_whatever_their_strides: plain | sliced
+test_decode_cache::test_rows_of_a_buffer_are_written_into_it_unless_the_old_ones_are_read_afterwards: index_copy | output
+test_decode_cache::test_the_cache_setting_plans_a_decode_step_and_verify_runs_it: gemma2-static
+test_depth::test_a_net_that_repeats_is_captured_from_few_layers: first three begin alike-12-7-training
+test_depth::test_only_the_witness_sees_a_condition_on_the_number_of_the_layer: training
+test_depth::test_where_no_eager_forward_runs_both_depths_are_captured: training
+test_dry_run::test_every_op_of_a_lowered_model_can_run_on_a_gpu: llama-True | hf vit-True
+test_dynamic_shapes::test_the_pass_plans_ranges_of_every_form_of_graph: symbolic_trace | export, its own inputs
+test_experts::test_experts_are_sharded_over_the_axes_that_tokens_are_sent_over: shape0-S(0),S(0) | shape2-S(0),S(1)
+test_explain::test_why_not_costs_what_a_cold_plan_with_that_pin_costs: input_0-S(1),S(0) | gelu_1-S(0),R
+test_exports_modules::test_a_saved_llama_loaded_with_an_export_gives_its_logits: 4
+test_few_layers::test_a_layer_that_is_pinned_alone_leaves_the_bound_below_the_best: 1 | 3
+test_fusion::test_a_compiled_plan_costs_less_and_is_priced_alike_by_all: llama
+test_fusion::test_kernels_of_models_have_an_order_and_move_no_more_than_the_ops_alone: unet
+test_graph::test_a_model_at_another_batch_has_the_same_structure: llama
+test_hidden_values::test_layers_and_casts_of_precision_are_paired: qwen3_moe
+test_hidden_values::test_wrong_rows_are_found: shifted
+test_hostile_files::test_a_gzip_file_that_unpacks_to_much_is_refused_in_bounds: \x00
+test_known_masks::test_a_model_of_transformers_has_no_mask_however_long_the_sequence: 100000-True
+test_launchers::test_legality_of_every_row_is_that_of_plain_conditions: mixtral-megatron
+test_launchers::test_the_seconds_and_bytes_of_every_launch_are_sums_of_parts: torchtitan-h100-bf16 | automodel-l40s-fp16
+test_limited::test_auto_goes_on_from_prices_to_the_proof: tree-True
+test_limited::test_what_lies_on_the_way_is_what_evaluate_says: tree-True
+test_lower_verify::test_every_planted_fault_is_found_where_it_is: gpt2
+test_lower_verify::test_random_layouts_compute_the_same: 0-bert-(2, 3)-True | 0-gpt2-(2, 2, 2)-True
+test_memory::test_the_peak_of_random_layouts_is_never_below_what_their_program_takes: gpt2-2x4
+test_models::test_tiny_exports_from_meta_and_the_program_keeps_its_output_shape: bert-loss
+test_mutations::test_a_file_with_a_fault_is_answered_or_refused_in_one_sentence: page with a frontier | load curves
+test_mutations::test_the_good_file_is_read: page with a frontier | load curves
+test_no_answer::test_every_search_ends_with_the_time_limit: 300.0-options1
+test_parallelize_inputs::test_a_parallel_module_shares_no_storage_with_the_model_that_it_was_made_of: shape3-None-True
+test_parallelize_inputs::test_whole_inputs_and_shards_are_told_apart_and_every_shape_is_captured_once: False
+test_parallelize_results::test_only_the_adapters_are_trained: LoRA
+test_partitioning::test_plans_compute_what_one_device_computes_and_need_less: unet | llama | bert
+test_pass_cache::test_a_pass_that_starts_from_a_near_plan_costs_what_it_costs_from_nothing: serial-batch
+test_pass_cache::test_ops_correspond_to_those_at_the_same_place_of_another_depth: llama-3-3 | llama-3-4 | llama-4-3
+test_pipeline_bounds::test_leaving_out_what_cannot_pay_changes_no_best: 8-None-links9 | 4-None-links0
+test_precision::test_a_parameter_is_stored_in_float32_and_cast_once_per_pass: llama
+test_random_ops::test_eval_mode_is_training_without_dropout_or_another_program: attention-True
+test_random_ops::test_what_is_drawn_is_kept_where_the_rest_is_recomputed: all
+test_relayout_planners::test_no_route_is_below_what_the_links_must_carry_nor_above_torchs: left_to_right
+test_report_html::test_no_column_of_the_memory_chart_loses_a_peak: 2 | 3 | 4
+test_simulate_timeline::test_without_overlap_seconds_are_the_cost_and_the_peak_is_the_plans: gpt2-2x2-data_parallel
+test_solvers::test_auto_reduce_and_dual_on_800_problems: 0
+test_solvers::test_contest_optimum_is_proven: G-217039
+test_solvers_anneal::test_a_walk_reports_the_cost_that_the_judge_finds_and_what_it_keeps_fits: 3
+test_terminal::test_a_table_too_wide_is_folded_and_loses_nothing: False-60 | True-80 | True-120
+test_tile::test_blocks_are_found_without_names: llama-training
+test_tile::test_three_layers_tiled_are_the_captured_deeper_graph: gpt2-5-inference
+test_training_runs_graph::test_the_kept_blocks_are_what_is_captured_now: qwen3
+test_uneven::test_random_uneven_layouts_train_as_the_module_does: bert-(2, 2)
+test_uneven::test_ranks_of_unlike_shards_start_their_collectives_in_one_order: mlp-shape1-fsdp
+test_unused_outputs::test_a_backward_op_runs_with_one_gradient_alone: lstm
+test_verify_kinds::test_dropout_in_random_layouts_on_other_meshes: (2, 3)
+test_verify_kinds::test_the_plan_and_random_layouts_are_right: fourier-True
+test_verify_rounding::test_rounding_is_no_alarm_and_a_fault_is_one: argmax of differences-inference | ==-inference | >=, returned-inference
+"""
+
+
+def left_out() -> set[str]:
+    """As file::test[case]."""
+    tests = re.findall(r"^(\w+::\w+): (.*(?:\n +.*)*)", LEFT_OUT, re.MULTILINE)
+    return {f"{test}[{case.strip()}]" for test, cases in tests for case in cases.split("|")}
+
 
 def thinned() -> set[tuple[str, str]]:
     files = re.findall(r"^(\w+):(.*(?:\n +.*)*)", THINNED, re.MULTILINE)
@@ -87,13 +169,15 @@ def thinned() -> set[tuple[str, str]]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items) -> None:
-    wanted, cases = thinned(), Counter()
+    wanted, cases, without = thinned(), Counter(), left_out()
     for item in items:
         test = (item.path.stem, getattr(item, "originalname", None))
         if test in wanted and item.get_closest_marker("slow") is None:
             if cases[test] % 3:
                 item.add_marker(pytest.mark.slow)
             cases[test] += 1
+        if f"{item.path.stem}::{item.name}" in without:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -131,7 +131,10 @@ def cases():
     for verb, options in DIRECTIONS.items():
         for option in options:
             slow = verb == "serve-plan"  # seconds each
-            slow = slow or (verb == "frontier" and option not in ("device", "batch"))  # it hands them on as plan does
+            slow = slow or (verb == "frontier" and option != "batch")  # it hands them on as plan does
+            slow = slow or (verb in ("simulate", "pipeline") and option in ("intra_node_bandwidth", "device", "tf32"))  # as plan
+            slow = slow or (verb == "degrees" and option in (*RATES, "per_node", "global_batch"))  # as check does
+            slow = slow or (verb == "check" and option in ("seq", "devices"))  # as degrees does
             yield pytest.param(verb, option, marks=pytest.mark.slow) if slow else (verb, option)
 
 
