@@ -45,6 +45,9 @@ test_dry_run: test_every_op_of_a_lowered_model_can_run_on_a_gpu
 test_dynamic_shapes: test_a_graph_whose_sizes_are_symbols_is_planned_at_the_sizes_of_the_examples
 test_flex_attention: test_it_is_planned_and_right_in_random_layouts
 test_formulate: test_the_cost_is_the_sum_over_ops_and_ways test_a_plan_is_read_back_with_its_cost_and_peak
+test_given_twice: test_the_graph_is_that_of_different_tensors
+test_hidden_values: test_usual_plans_shard_experts_as_they_did
+test_known_masks: test_a_mask_is_known_where_no_input_is_in_it
 test_fusion: test_kernels_of_models_have_an_order_and_move_no_more_than_the_ops_alone
 test_lower_collectives: test_every_route_ends_with_the_target_cut
 test_lower_kernels: test_kernel_gives_the_whole_op
@@ -101,6 +104,7 @@ test_decode_cache::test_caches_of_the_caller_are_written_whatever_their_strides:
 test_decode_cache::test_rows_of_a_buffer_are_written_into_it_unless_the_old_ones_are_read_afterwards: index_copy | output
 test_decode_cache::test_the_cache_setting_plans_a_decode_step_and_verify_runs_it: gemma2-static
 test_depth::test_a_net_that_repeats_is_captured_from_few_layers: first three begin alike-12-7-training
+test_depth::test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_whole: scaled by number-too few-training
 test_depth::test_only_the_witness_sees_a_condition_on_the_number_of_the_layer: training
 test_depth::test_where_no_eager_forward_runs_both_depths_are_captured: training
 test_dry_run::test_every_op_of_a_lowered_model_can_run_on_a_gpu: llama-True | hf vit-True
@@ -109,6 +113,7 @@ test_experts::test_experts_are_sharded_over_the_axes_that_tokens_are_sent_over: 
 test_explain::test_why_not_costs_what_a_cold_plan_with_that_pin_costs: input_0-S(1),S(0) | gelu_1-S(0),R
 test_exports_modules::test_a_saved_llama_loaded_with_an_export_gives_its_logits: 4
 test_few_layers::test_a_layer_that_is_pinned_alone_leaves_the_bound_below_the_best: 1 | 3
+test_fits::test_what_makes_it_fit_fits: nanotron | accelerate
 test_fusion::test_a_compiled_plan_costs_less_and_is_priced_alike_by_all: llama
 test_fusion::test_kernels_of_models_have_an_order_and_move_no_more_than_the_ops_alone: unet
 test_graph::test_a_model_at_another_batch_has_the_same_structure: llama
@@ -118,6 +123,9 @@ test_hostile_files::test_a_gzip_file_that_unpacks_to_much_is_refused_in_bounds: 
 test_known_masks::test_a_model_of_transformers_has_no_mask_however_long_the_sequence: 100000-True
 test_launchers::test_legality_of_every_row_is_that_of_plain_conditions: mixtral-megatron
 test_launchers::test_the_seconds_and_bytes_of_every_launch_are_sums_of_parts: torchtitan-h100-bf16 | automodel-l40s-fp16
+test_launch_page::test_what_a_step_depends_on_is_the_price_under_these_links: nanotron | accelerate
+test_launchers_verbs::test_a_configuration_is_judged_without_torch: words1
+test_launchers_verbs::test_the_seconds_of_a_row_are_taken_apart: words1
 test_limited::test_auto_goes_on_from_prices_to_the_proof: tree-True
 test_limited::test_what_lies_on_the_way_is_what_evaluate_says: tree-True
 test_lower_verify::test_every_planted_fault_is_found_where_it_is: gpt2
@@ -133,10 +141,13 @@ test_parallelize_results::test_only_the_adapters_are_trained: LoRA
 test_partitioning::test_plans_compute_what_one_device_computes_and_need_less: unet | llama | bert
 test_pass_cache::test_a_pass_that_starts_from_a_near_plan_costs_what_it_costs_from_nothing: serial-batch
 test_pass_cache::test_ops_correspond_to_those_at_the_same_place_of_another_depth: llama-3-3 | llama-3-4 | llama-4-3
+test_pass_cache::test_a_torn_file_of_a_location_is_planned_anew_and_listed: {"key": "a", "family": "b", "facts": 3, "text": "{}"}
 test_pipeline_bounds::test_leaving_out_what_cannot_pay_changes_no_best: 8-None-links9 | 4-None-links0
 test_precision::test_a_parameter_is_stored_in_float32_and_cast_once_per_pass: llama
 test_random_ops::test_eval_mode_is_training_without_dropout_or_another_program: attention-True
 test_random_ops::test_what_is_drawn_is_kept_where_the_rest_is_recomputed: all
+test_random_ops::test_a_rank_that_keeps_another_shard_or_draws_on_from_its_own_seed_is_found: alone
+test_random_ops::test_a_shard_that_draws_for_another_is_found: same_on_two_shards
 test_relayout_planners::test_no_route_is_below_what_the_links_must_carry_nor_above_torchs: left_to_right
 test_report_html::test_no_column_of_the_memory_chart_loses_a_peak: 2 | 3 | 4
 test_simulate_timeline::test_without_overlap_seconds_are_the_cost_and_the_peak_is_the_plans: gpt2-2x2-data_parallel

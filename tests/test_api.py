@@ -123,7 +123,7 @@ def test_plans_stay_what_they_are():
 
 def test_fingerprints_tell_what_differs():
     model = TINY["mlp"]
-    asked = {"training": True, "baselines": False}
+    asked = {"training": True, "baselines": False, "objective": "serial"}
     base = plan(*model(), fast_mesh((2,)), **asked)
     others = {
         "graph": plan(*model(batch=32), fast_mesh((2,)), **asked),

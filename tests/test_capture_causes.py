@@ -171,7 +171,7 @@ def test_ctc_loss_is_one_operator_that_computes_it(name, training):
 
 def test_an_encoder_with_a_padding_mask_is_planned_for_inference():
     torch.manual_seed(0)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).eval()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1).eval()
     mask = torch.zeros(4, 8, dtype=torch.bool)
     mask[:, 6:] = True
     inputs = {"src": torch.randn(4, 8, 16), "src_key_padding_mask": mask}

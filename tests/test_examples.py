@@ -99,7 +99,8 @@ def test_a_deployed_plan_is_read_and_not_made_again(tmp_path, capsys):
 
 def test_a_launcher_lays_parameters_out_by_the_map(tmp_path):
     plan, sharding = str(tmp_path / "mlp.json"), str(tmp_path / "map.pkl")
-    model = ["models/mlp.py:tiny", "--set", "loss=0", "--mesh", "2x2", "--memory", "30kB", "--no-baselines", "--quiet"]
+    model = ["models/mlp.py:tiny", "--set", "loss=0", "--mesh", "2x2", "--memory", "30kB", "--no-baselines"]
+    model += ["--objective", "serial", "--quiet"]
     assert main(["plan", f"{ROOT}/{model[0]}", *model[1:], "--out", plan]) == 0
     assert main(["export", plan, "--format", "sharding_map", "--out", sharding, "--quiet"]) == 0
     whole = 2 * (2 * 32 * 64 + 64 + 32) * 4  # two blocks: two weights, two biases, float32
@@ -127,6 +128,7 @@ def test_explained_layouts_cost_what_a_pin_does(capsys, tmp_path):
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 def test_a_simulated_step_hides_communication(capsys, tmp_path):
     said = script("simulate_step", capsys, tmp_path / "trace.json")
     alone, overlapped = map(float, re.search(r"one after the other ([\d.]+) ms, with overlap ([\d.]+)", said).groups())

@@ -43,7 +43,7 @@ def tiny():
 
 def test_points_are_what_plan_finds_under_the_same_limit(tiny):
     assert len(tiny.proven) == len(tiny.points) >= 4
-    for p in tiny.points[::2]:
+    for p in tiny.points[::3]:
         planned = autoshard.plan(*ONE_LAYER, tiny.mesh, training=True, memory_limit=p.limit_bytes, baselines=False, objective="serial")
         assert p.seconds == pytest.approx(planned.cost, rel=1e-6) and planned.peak_bytes <= p.limit_bytes
 

@@ -197,12 +197,12 @@ MESH = autoshard.Mesh.from_bandwidths((2, 4))
 
 @pytest.fixture(scope="module")
 def planned():
-    return autoshard.plan(*llama.tiny(), MESH, training=True)
+    return autoshard.plan(*llama.tiny(layers=1), MESH, training=True, objective="serial")
 
 
 @pytest.mark.parametrize("scheme", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data_parallel", "megatron_sp"))])
 def test_the_pinned_scheme_costs_what_plan_says(planned, scheme):
-    one = regret(*llama.tiny(), MESH, scheme)
+    one = regret(*llama.tiny(layers=1), MESH, scheme)
     assert one.cost == pytest.approx(planned.baselines[scheme]["cost_seconds"], rel=1e-9)
     assert one.bound == pytest.approx(planned.bound, rel=1e-9) and one.regret == pytest.approx(one.cost / planned.bound - 1)
     assert planned.bound <= planned.cost <= one.cost
@@ -211,7 +211,7 @@ def test_the_pinned_scheme_costs_what_plan_says(planned, scheme):
 @pytest.mark.slow
 def test_megatron_with_sharded_parameters_is_between_its_parents():
     """Parameters sharded over the data axis too: fewer bytes than Megatron, more transfers."""
-    megatron, sharded = (regret(*llama.tiny(), MESH, scheme) for scheme in ("megatron_sp", "megatron_fsdp"))
+    megatron, sharded = (regret(*llama.tiny(layers=1), MESH, scheme) for scheme in ("megatron_sp", "megatron_fsdp"))
     assert sharded.peak_bytes < megatron.peak_bytes and sharded.cost > megatron.cost and "sharded over the other axes" in sharded.matched
     with pytest.raises(ValueError, match="there is no scheme 'zero' on this mesh; expected one of data_parallel, fsdp"):
         regret(*llama.tiny(layers=1), MESH, "zero")
@@ -231,7 +231,7 @@ def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
     assert best.pipeline == best.context == best.expert == 1 and built == [best.data * best.microbatch]
     module, example_inputs = llama.tiny(batch=built[0])
     recompute = "all" if best.recompute == "full" else 0
-    planned = autoshard.plan(module, example_inputs, mesh_of(best, site), training=True, gap=0.01, recompute=recompute)
+    planned = autoshard.plan(module, example_inputs, mesh_of(best, site), training=True, gap=0.01, recompute=recompute, objective="serial")
     record = answer.to_dict()
     assert record["bound_seconds"] == pytest.approx(planned.bound, rel=1e-9)
     cost = planned.baselines[scheme_of(best)]["cost_seconds"]

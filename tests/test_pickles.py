@@ -135,6 +135,7 @@ def test_hostile_pickles_are_refused_under_a_memory_cap(tmp_path):
     assert not any("MemoryError" in line or "memory" in line.lower() for line in said)  # refused for what they are
 
 
+@pytest.mark.slow
 def test_the_cap_is_one(tmp_path):
     """The nine bytes take more than the cap where nothing looks at them first."""
     path = tmp_path / "nine.pkl"

@@ -183,7 +183,7 @@ def test_a_slow_network_makes_bfloat16_cheaper_by_half():
     module, inputs = mlp.mlp()
     costs = {}
     for precision in (None, FLOAT32, BFLOAT16):
-        solution = autoshard.plan(module, inputs, slow, training=True, precision=precision)
+        solution = autoshard.plan(module, inputs, slow, training=True, precision=precision, objective="serial")
         costs[precision] = solution.baselines["data_parallel"]["cost_seconds"]
     assert costs[FLOAT32] == pytest.approx(costs[None], rel=0.02)  # all that is sent is gradients
     assert costs[BFLOAT16] == pytest.approx(costs[None] / 2, rel=0.02)
@@ -197,7 +197,7 @@ def test_a_slow_network_makes_bfloat16_cheaper_by_half():
 )
 def test_a_plan_and_random_layouts_compute_what_the_policy_computes_on_one_device(name, precision):
     module, inputs = TINY[name]()
-    solution = planned(name, precision, baselines=False)
+    solution = planned(name, precision, (2,), baselines=False)
     assert autoshard.verify(module, inputs, solution, random=1)["ok"]
     assert not autoshard.verify(module, inputs, solution, plant_fault=True)["ok"]
 

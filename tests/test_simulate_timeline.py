@@ -166,7 +166,7 @@ def test_memory_by_kind_adds_up_and_ends_with_what_stays(plans):
 
 def test_what_is_reduced_counts_once():
     """The gradient of a large embedding, which comes last, was held by its op, by its reduction until the step's end, and as the result."""
-    graph = capture_deep(*llama.tiny(vocab=1024), training=True)[0]
+    graph = capture_deep(*llama.tiny(vocab=1024, layers=1), training=True)[0]
     solution = scheme_plan(graph, Mesh.from_bandwidths((4,), **SLOW), "data_parallel", training=True, baselines=False)
     assert timeline_of_solution(graph, solution).peak_bytes <= solution.peak_bytes
 
@@ -272,7 +272,7 @@ def test_streams_begin_in_the_order_of_the_list(plans):
 def test_parameters_that_are_cast_are_fetched_as_early_as_those_that_are_not(microbatches, monkeypatch):
     """Stored in float32, fully sharded: the cast of a shard runs where its gather begins, before kernels that stand before it."""
     monkeypatch.setattr("autoshard.graph.casts.LARGE", 0)
-    graph = capture_deep(*llama.tiny(), training=True, precision=autoshard.Precision(torch.bfloat16))[0]
+    graph = capture_deep(*llama.tiny(layers=1), training=True, precision=autoshard.Precision(torch.bfloat16))[0]
     devices = Mesh.from_bandwidths((4,), **SLOW)
     solution = scheme_plan(graph, devices, "fsdp", training=True, baselines=False, microbatches=microbatches)
     graph = with_microbatches(graph, "float32") if microbatches > 1 else graph
