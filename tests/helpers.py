@@ -23,8 +23,8 @@ TINY = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": partial(llama.tiny, layers=
 
 
 @cache
-def tiny_graph(name: str, training: bool) -> Graph:
-    module, example_inputs = TINY[name]()
+def tiny_graph(name: str, training: bool, **sizes: int) -> Graph:
+    module, example_inputs = TINY[name](**sizes)
     return capture(module, example_inputs, training=training)
 
 

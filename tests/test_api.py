@@ -138,7 +138,7 @@ def test_fingerprints_tell_what_differs():
 
 def test_progress_grows_to_the_whole_and_names_the_phases():
     model, mesh, pins = TINY["mlp"](), fast_mesh((2,)), {"layers.0.up.weight": "S(0)"}
-    solution = plan(*model, mesh, pins=pins)
+    solution = plan(*model, mesh, pins=pins, objective="serial")
     calls = {
         "plan": lambda tell: plan(*model, mesh, pins=pins, price_pins=True, progress=tell),
         "verify": lambda tell: verify(*model, solution, progress=tell),
@@ -154,7 +154,7 @@ def test_progress_grows_to_the_whole_and_names_the_phases():
 
 
 def test_a_mesh_of_one_device_is_planned_without_communication():
-    solution = plan(*TINY["gpt2"](), Mesh.from_bandwidths((1,)), training=True)
+    solution = plan(*TINY["gpt2"](), Mesh.from_bandwidths((1,)), training=True, objective="serial")
     assert solution.status == "optimal" and not solution.breakdown["communication"]
     assert {row["layout"] for row in solution.parameters.values()} == {"R"}
 
@@ -209,9 +209,10 @@ def test_pins_are_obeyed_and_never_make_a_plan_cheaper(layout, training):
 
 def test_an_op_and_the_second_name_of_a_tied_parameter_can_be_pinned():
     op = next(op.name for op in tiny_graph("mlp", False).ops if op.target == "aten.addmm.default")
-    assert plan(*TINY["mlp"](), fast_mesh((2,)), pins={op: "S(1)"}).layouts[op].outputs == ("S(1)",)
+    assert plan(*TINY["mlp"](), fast_mesh((2,)), pins={op: "S(1)"}, objective="serial").layouts[op].outputs == ("S(1)",)
     tied = plan(
-        Tied(), (torch.zeros(4, 4, dtype=torch.int64),), fast_mesh((2,)), training=True, pins={"head.weight": "S(0)", "wte.weight": "S(0)"}
+        Tied(), (torch.zeros(4, 4, dtype=torch.int64),), fast_mesh((2,)), training=True, objective="serial",
+        pins={"head.weight": "S(0)", "wte.weight": "S(0)"},
     )
     assert {tied.parameters[name]["layout"] for name in ("head.weight", "wte.weight")} == {"S(0)"}
     assert {row.get("tied_to") for row in tied.parameters.values()} == {None, "wte.weight"}
@@ -230,7 +231,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("training", BOTH)
 def test_tied_parameters_are_planned_and_verified(training):
     inputs = (torch.arange(16).reshape(4, 4),)
-    solution = plan(Tied(), inputs, fast_mesh((2, 2)), training=training, baselines=False)
+    solution = plan(Tied(), inputs, fast_mesh((2, 2)), training=training, baselines=False, objective="serial")
     assert verify(Tied(), inputs, solution, random=2)["ok"]
 
 
@@ -367,7 +368,7 @@ def test_a_falsified_result_layout_is_found():
 def test_real_weights_and_keyword_inputs_are_used():
     torch.manual_seed(0)
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    solution = plan(model, {"input": x}, fast_mesh((2,)), training=True)
+    solution = plan(model, {"input": x}, fast_mesh((2,)), training=True, objective="serial")
     assert verify(model, {"input": x}, solution, random=2)["ok"]
     assert all(p.grad is None for p in model.parameters())
 
@@ -386,5 +387,5 @@ def test_a_module_that_writes_its_input_and_its_buffers_is_verified():
 
     for training in BOTH:
         inputs = (torch.randn(4, 8),)
-        solution = plan(Counts(), inputs, fast_mesh((2,)), training=training, baselines=False)
+        solution = plan(Counts(), inputs, fast_mesh((2,)), training=training, baselines=False, objective="serial")
         assert verify(Counts(), inputs, solution, random=2)["ok"]

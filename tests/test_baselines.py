@@ -1,7 +1,7 @@
 """Baselines: what is recognised in a graph, what the pins make of it, and that they leave a plan."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -22,10 +22,12 @@ from autoshard.planning.instance import instance_of
 from autoshard.solvers import Status, solve
 from autoshard.strategies import Candidate, Candidates, candidates
 from models import gpt2
-from tests.helpers import TINY, tiny_graph
+from tests import helpers
+from tests.helpers import TINY
 from tests.helpers_kept import assert_stays
 from tests.helpers_models import Model, asked
 
+tiny_graph = partial(helpers.tiny_graph, layers=2)
 MESHES = ((8,), (2, 4), (2, 2, 2))
 EVERYWHERE = pytest.mark.parametrize(("model", "shape", "training"), [*product(TINY, MESHES, (False, True))], ids=str)
 NAMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")

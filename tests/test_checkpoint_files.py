@@ -254,7 +254,7 @@ def test_an_entry_that_unpacks_to_more_than_it_has_is_refused(saved):
 
 @cache
 def planned():
-    return autoshard.plan(*mlp.tiny(), fast_mesh((2,)), training=True, baselines=False)
+    return autoshard.plan(*mlp.tiny(), fast_mesh((2,)), training=True, baselines=False, objective="serial")
 
 
 def module_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -317,7 +317,7 @@ class Spare(nn.Module):
 
 def goes_on(rank: int, folder: str) -> tuple[list, str]:
     """The names of the parameters that have a state after loading; what is said of an optimizer that had none."""
-    plan = autoshard.plan(Spare(), (torch.ones(4, 8),), fast_mesh((2,)), training=True, baselines=False)
+    plan = autoshard.plan(Spare(), (torch.ones(4, 8),), fast_mesh((2,)), training=True, baselines=False, objective="serial")
     module, other = parallel(Spare(), plan), parallel(Spare(), plan)
     optimizer, plain = torch.optim.AdamW(module.parameters()), torch.optim.SGD(module.parameters())
     module(torch.ones(4, 8)).backward()

@@ -133,7 +133,7 @@ def test_what_is_applied_when_a_graph_is_traced_is_refused(model):
 
 
 def planned(module, example):
-    return autoshard.plan(module, module.inputs_of(example), fast_mesh((2,)), baselines=False)
+    return autoshard.plan(module, module.inputs_of(example), fast_mesh((2,)), baselines=False, objective="serial")
 
 
 def refusal(rank, number, options, grad):

@@ -254,7 +254,8 @@ def test_what_one_choice_for_all_parameters_loses_is_said():
 
 def test_a_plan_of_one_microbatch_has_the_recipe_that_it_had():
     module, inputs = mlp.tiny()
-    _, info = autosharding_pass(module, algo="fsdp", mesh_shape=(2, 2), example_inputs=inputs, training=True, ilp_solution_file=None)
+    asked = {"training": True, "ilp_solution_file": None, "objective": "serial"}
+    _, info = autosharding_pass(module, algo="fsdp", mesh_shape=(2, 2), example_inputs=inputs, **asked)
     recipe = export_anyway(info["solution"], "fully_shard")
     assert "microbatches" not in recipe and "begin_microbatch" not in fully_shard.as_python(recipe)
 

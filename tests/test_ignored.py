@@ -35,7 +35,7 @@ def deep(layers, how):
 
 
 def plan(how, training=True, layers=2):
-    return api.plan(deep(layers, how), (torch.empty(8, 16, device="meta"),), MESH, training=training, baselines=False)
+    return api.plan(deep(layers, how), (torch.empty(8, 16, device="meta"),), MESH, training=training, baselines=False, objective="serial")
 
 
 @pytest.mark.parametrize("how", [{"use_reentrant": False}, {"use_reentrant": True}], ids=str)

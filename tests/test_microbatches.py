@@ -175,7 +175,7 @@ def test_the_control_a_forgotten_multiplicity_is_seen():
 def test_a_plan_with_microbatches_computes_what_the_model_does_and_its_file_says_so(name, tmp_path):
     model, inputs = TINY[name]()
     solution = plan(model, inputs, Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e12, inter_node_bandwidth=1e12), training=True,
-                    microbatches=4, baselines=False)  # fmt: skip
+                    microbatches=4, baselines=False, objective="serial")  # fmt: skip
     solution.save(tmp_path / "plan.json")
     loaded = load(tmp_path / "plan.json")
     assert loaded == solution and loaded.microbatches == 4
@@ -213,7 +213,8 @@ def test_sums_have_the_dtype_asked_for():
     model, inputs = TINY["mlp"](dtype="bfloat16")
     mesh = Mesh.from_bandwidths((2,))
     plans = [
-        plan(model, inputs, mesh, training=True, microbatches=2, accumulation_dtype=dtype, baselines=False) for dtype in (None, "float32")
+        plan(model, inputs, mesh, training=True, microbatches=2, accumulation_dtype=dtype, baselines=False, objective="serial")
+        for dtype in (None, "float32")
     ]
     formulations = [formulation_of_solution(replay(p, _graph(model, inputs)).checked(), p)[0] for p in plans]
     dtypes = [{op.output.dtype for op in f.graph.ops if op.kind == ACCUMULATED} for f in formulations]
@@ -231,7 +232,7 @@ def _graph(model, inputs):
 def test_pins_name_copies_and_sums():
     model, inputs = TINY["mlp"]()
     solution = plan(model, inputs, Mesh.from_bandwidths((4,)), training=True, microbatches=4, baselines=False,
-                    pins={"*.weight": "S(0)", f"*.weight.{KEPT}": "R", f"*.weight.{ACCUMULATED}": "S(0)"})  # fmt: skip
+                    pins={"*.weight": "S(0)", f"*.weight.{KEPT}": "R", f"*.weight.{ACCUMULATED}": "S(0)"}, objective="serial")  # fmt: skip
     weights = {name for name in solution.parameters if name.endswith("weight")}
     for name in weights:
         layouts = [solution.layouts[end].outputs[0] for end in (name, f"{name}.{KEPT}", f"{name}.{ACCUMULATED}")]

@@ -1,6 +1,7 @@
 """A model run by its plan on real gloo ranks against the same model in one process: curves, gradients, checkpoints, faults."""
 
 import copy
+import math
 import os
 import time
 from functools import cache
@@ -102,7 +103,7 @@ def kinds_of_call(module: nn.Module, solution) -> dict:
     device_mesh, inputs, found = next(module.parameters()).device_mesh, batch(0), {}
     layouts = [autoshard.layout.parse(solution.layouts[f"input_{k}"].outputs[0]) for k in range(2)]
     spread = [distribute_tensor(x, device_mesh, list(layout)) for x, layout in zip(inputs, layouts)]
-    other = [distribute_tensor(x, device_mesh, [Shard(1), Shard(0)]) for x in inputs]
+    other = [distribute_tensor(x, device_mesh, [Shard(1), Shard(0)][: device_mesh.ndim]) for x in inputs]
     loaded = [autoshard.layout.parse(written) for written in module.input_layouts.values()]
     parts = tuple(distribute_tensor(x, device_mesh, list(layout)).to_local() for x, layout in zip(inputs, loaded))
     shards = module.shard_inputs(parts, local=True)
@@ -137,16 +138,18 @@ def check_calls(found: dict) -> None:
     assert "forward" in found["timeline"] and "backward" in found["timeline"]
 
 
-def test_calls_of_all_kinds_and_training_on_2x2_resumed_on_2_give_what_one_process_gives(tmp_path):
-    folder, solution = str(tmp_path / "saved"), planned((2, 2))
-    done = results(4, train, solution, 0, SAVED_AT, folder, False)
+@pytest.mark.parametrize(("shape", "later"), [((2,), (1,)), pytest.param((2, 2), (2,), marks=pytest.mark.slow)])
+def test_calls_of_all_kinds_and_training_resumed_on_fewer_ranks_give_what_one_process_gives(shape, later, tmp_path):
+    folder, solution = str(tmp_path / "saved"), planned(shape)
+    assert any("S" in row["layout"] for row in solution.parameters.values())
+    done = results(math.prod(shape), train, solution, 0, SAVED_AT, folder, False)
     for losses, facts in done:
         assert close(losses, alone()[0][:SAVED_AT])
         assert facts["names"] == [name for name, _ in build().named_parameters()]
         assert facts["dtensors"] and facts["is_a"]
         check_calls(facts["calls"])
         assert facts["layouts"] == {name: row["layout"] for name, row in solution.parameters.items()}
-    for losses, _ in results(2, train, planned((2,)), None, STEPS, folder, True):
+    for losses, _ in results(math.prod(later), train, planned(later), None, STEPS, folder, True):
         assert close(losses, alone()[0][SAVED_AT:])
     assert sorted(os.listdir(tmp_path)) == ["saved"]  # nothing half-written beside it
 
@@ -160,7 +163,7 @@ def perceptron(**sizes) -> nn.Module:
 
 @cache
 def planned_mlp():
-    return autoshard.plan(*mlp.tiny(), fast_mesh((2, 2)), training=True, baselines=False)
+    return autoshard.plan(*mlp.tiny(), fast_mesh((2, 2)), training=True, baselines=False, objective="serial")
 
 
 def faults(rank: int, solution, folder: str) -> dict[str, str]:

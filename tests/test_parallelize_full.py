@@ -41,7 +41,7 @@ def values(name: str, seed: int) -> tuple[torch.Tensor, ...]:
 def plans(name: str, shape: tuple[int, ...], training: bool = True) -> tuple:
     """Our plan and three random ones."""
     module, inputs = MODELS[name]()
-    solution = autoshard.plan(module, inputs, fast_mesh(shape), training=training, baselines=False)
+    solution = autoshard.plan(module, inputs, fast_mesh(shape), training=training, baselines=False, objective="serial")
     graph = capture(module, inputs, training=training)
     formulated = formulate(graph, candidates(graph, solution.mesh), solution.mesh, training=Training())
     found = [solution]

@@ -148,7 +148,7 @@ def attempts(rank: int, solution) -> dict[str, str]:
 
 def test_what_would_get_no_gradient_is_refused():
     model = Model(lambda m, x: m.linear(x).sum(), linear=nn.Linear(8, 8))
-    solution = autoshard.plan(model, (torch.randn(4, 8),), fast_mesh((2,)), training=True, baselines=False)
+    solution = autoshard.plan(model, (torch.randn(4, 8),), fast_mesh((2,)), training=True, baselines=False, objective="serial")
     for found in results(2, attempts, solution):
         assert "torch.func and vmap can't transform a parallel module" in found["func"]
         assert "input_0 is torch.float64, which no parameter is" in found["double"]
@@ -208,7 +208,7 @@ def told(rank: int, solution) -> tuple[list[float], list[str], str]:
 
 def test_hooks_of_the_model_run_once_constants_have_types_and_attributes_are_those_of_the_capture():
     model = hooked()
-    solution = autoshard.plan(model, (torch.ones(4, 4), 1), fast_mesh((1,)), training=True, baselines=False)
+    solution = autoshard.plan(model, (torch.ones(4, 4), 1), fast_mesh((1,)), training=True, baselines=False, objective="serial")
     plain, scaled = (model(torch.ones(4, 4), flag).item() for flag in (1, True))
     ((values, sentences, refused),) = results(1, told, solution)
     assert values == pytest.approx([plain, scaled, plain, scaled, scaled, scaled], rel=1e-5) and scaled == pytest.approx(3 * plain)

@@ -27,7 +27,7 @@ from models import mlp
 for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
     if not module.name.startswith(("autoshard.calibrate", "autoshard.__main__", "autoshard.tables.torchrec", "autoshard.pytest_plugin")):
         importlib.import_module(module.name)
-mesh = autoshard.Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e9, inter_node_bandwidth=1e9)
+mesh = autoshard.Mesh.from_bandwidths((2,), intra_node_bandwidth=1e9)
 model, inputs = mlp.tiny(layers=1)
 plan = autoshard.plan(model, inputs, mesh, training=True)
 assert len(autoshard.frontier(model, inputs, mesh, training=True, points=2).points) > 1

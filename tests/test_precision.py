@@ -305,6 +305,6 @@ def inside_autocast(rank: int, solution) -> None:
 
 
 def test_a_parallel_module_is_not_called_inside_autocast():
-    solution = autoshard.plan(nn.Linear(4, 4), (torch.ones(2, 4),), fast_mesh((1,)), baselines=False)
+    solution = autoshard.plan(nn.Linear(4, 4), (torch.ones(2, 4),), fast_mesh((1,)), baselines=False, objective="serial")
     (error,) = run_ranks(1, inside_autocast, solution)
     assert isinstance(error, ValueError) and "under torch.autocast" in str(error)

@@ -152,10 +152,10 @@ def test_programs_with_few_layers_correspond_node_by_node_to_those_with_all(swit
 def test_nothing_fits_is_said_of_all_programs():
     module, batch = mlp.tiny()
     programs = {"train": Program(module, batch, training=True), "use": Program(module, batch)}
-    free = autoshard.plan(programs, MESH, objective="serial")
+    free = autoshard.plan(programs, MESH)
     least = max(row["peak_bytes"] for row in free.best.values())
     with pytest.raises(autoshard.Infeasible, match="no plan fits in"):
-        autoshard.plan(programs, MESH, memory_limit=0.2 * least, objective="serial")
+        autoshard.plan(programs, MESH, memory_limit=0.2 * least)
 
 
 @pytest.mark.parametrize(

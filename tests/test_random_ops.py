@@ -187,10 +187,10 @@ def test_a_rank_that_keeps_another_shard_or_draws_on_from_its_own_seed_is_found(
 
 def test_a_plan_names_the_ops_that_draw_other_numbers_than_one_device():
     model, x, _ = built("rrelu", "randn_like")
-    solution = autoshard.plan(model, (x,), fast_mesh((2,)), training=True, baselines=False)
+    solution = autoshard.plan(model, (x,), fast_mesh((2,)), training=True, baselines=False, objective="serial")
     assert solution.assumptions["random_numbers_per_shard"] == {"aten.rrelu_with_noise_functional.default": 2}
     model, x, _ = built("randn_like")
-    assert "random_numbers_per_shard" not in autoshard.plan(model, (x,), fast_mesh((2,)), baselines=False).assumptions
+    assert "random_numbers_per_shard" not in autoshard.plan(model, (x,), fast_mesh((2,)), baselines=False, objective="serial").assumptions
 
 
 @torch.library.custom_op("tests_random_ops::noise", mutates_args=())

@@ -260,7 +260,8 @@ def test_ops_of_equal_blocks_are_listed_once():
 @pytest.fixture(scope="module")
 def timeline():
     module, inputs = mlp.tiny()
-    solution = api.plan(module, inputs, Mesh.from_bandwidths((2, 2), inter_node_bandwidth=1e9), training=True, baselines=False)
+    mesh = Mesh.from_bandwidths((2, 2), inter_node_bandwidth=1e9)
+    solution = api.plan(module, inputs, mesh, training=True, baselines=False, objective="serial")
     return solution, api.simulate(module, inputs, solution)
 
 

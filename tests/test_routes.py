@@ -286,7 +286,7 @@ def test_a_route_is_the_same_whatever_was_asked_before():
     for shape, itemsize in [((8, 8), 4), ((16, 4), 4), ((8, 8), 2), ((64, 1), 4), ((2, 32), 4), ((256,), 1)]:
         layouts = layouts_of((8,) * len(shape), mesh)
         used.table(shape, itemsize, layouts[:9], layouts[5:])
-        for source, target in itertools.product(layouts[::7], layouts[::5]):
+        for source, target in itertools.product(layouts[::11], layouts[::7]):
             fresh = Routes(mesh)
             assert used.table(shape, itemsize, [source], layouts).tolist() == fresh.table(shape, itemsize, [source], layouts).tolist()
             assert used.route(shape, itemsize, source, target) == fresh.route(shape, itemsize, source, target)

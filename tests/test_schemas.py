@@ -41,7 +41,7 @@ def faults(kind: str, data: object) -> list[str]:
 
 @cache
 def plan():
-    return autoshard.plan(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, baselines=False)
+    return autoshard.plan(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, baselines=False, objective="serial")
 
 
 # -- files, written by the code that users run ----------------------------------------------------------------------------------------

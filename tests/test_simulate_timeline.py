@@ -253,7 +253,7 @@ def test_a_planned_solution_from_a_model():
 
 def test_inference_has_no_backward_and_no_update():
     model, inputs = mlp.tiny(loss=False)
-    solution = autoshard.plan(model, inputs, Mesh.from_bandwidths((2, 2)), baselines=False)
+    solution = autoshard.plan(model, inputs, Mesh.from_bandwidths((2, 2)), baselines=False, objective="serial")
     timeline = api.simulate(model, inputs, solution)
     assert {task.phase for task in timeline.tasks} == {"forward"}
 
@@ -272,7 +272,7 @@ def test_streams_begin_in_the_order_of_the_list(plans):
 def test_parameters_that_are_cast_are_fetched_as_early_as_those_that_are_not(microbatches, monkeypatch):
     """Stored in float32, fully sharded: the cast of a shard runs where its gather begins, before kernels that stand before it."""
     monkeypatch.setattr("autoshard.graph.casts.LARGE", 0)
-    graph = capture_deep(*llama.tiny(layers=1), training=True, precision=autoshard.Precision(torch.bfloat16))[0]
+    graph = capture_deep(*llama.tiny(), training=True, precision=autoshard.Precision(torch.bfloat16))[0]
     devices = Mesh.from_bandwidths((4,), **SLOW)
     solution = scheme_plan(graph, devices, "fsdp", training=True, baselines=False, microbatches=microbatches)
     graph = with_microbatches(graph, "float32") if microbatches > 1 else graph

@@ -72,7 +72,7 @@ def test_the_best_of_all_plans(seed, number, most_tables):
     against_enumeration(seed, number, most_tables)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 10**6))
 def test_plans_fit_and_stay_above_their_bound(seed):
     rng = random.Random(seed)

@@ -78,7 +78,8 @@ def batch(step: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def planned(shape: tuple[int, ...], frozen: bool = False):
     pins = PINS if len(shape) == 2 else LINE
-    return autoshard.plan(frozen_build() if frozen else build(), batch(0), fast_mesh(shape), training=True, baselines=False, pins=pins)
+    asked = {"training": True, "baselines": False, "objective": "serial"}
+    return autoshard.plan(frozen_build() if frozen else build(), batch(0), fast_mesh(shape), pins=pins, **asked)
 
 
 def sized(module: nn.Module, given: tuple) -> tuple:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,13 @@ RATES = ("peak16", "peak8", "peak4", "memory_bandwidth", "link_bandwidth", "memo
 def rows() -> list[dict[str, str]]:
     with RUNS.open(newline="") as file:
         return [{**row, "gpu": {"h100tt": "h100_500w"}.get(row["gpu"], row["gpu"])} for row in csv.DictReader(file)]
+
+
+@cache
+def measured() -> tuple:
+    """The file's runs, their constants, and the seconds that these give."""
+    runs = runs_of(rows())
+    return runs, constants_of(runs), step_seconds(runs, constants_of(runs))
 
 
 def peak_bytes(runs: TrainingRuns) -> np.ndarray:
@@ -150,10 +158,9 @@ def test_all_runs_at_once_and_one_by_one_are_the_same():
 
 @pytest.mark.parametrize("name", RATES)
 def test_a_faster_device_is_never_slower(name):
-    runs = runs_of(rows())
-    constants = constants_of(runs)
+    runs, constants, seconds = measured()
     faster = replace(constants, device=replace(constants.device, **{name: getattr(constants.device, name) * 1.5}))
-    assert (step_seconds(runs, faster) <= step_seconds(runs, constants) * (1 + 1e-12)).all()
+    assert (step_seconds(runs, faster) <= seconds * (1 + 1e-12)).all()
 
 
 def test_slower_kernels_and_more_of_training_take_longer():
@@ -168,9 +175,8 @@ def test_slower_kernels_and_more_of_training_take_longer():
 
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_every_effect_takes_time_somewhere(effect):
-    runs = runs_of(rows())
-    constants = constants_of(runs)
-    without, seconds = step_seconds(runs, replace(constants, without=frozenset({effect}))), step_seconds(runs, constants)
+    runs, constants, seconds = measured()
+    without = step_seconds(runs, replace(constants, without=frozenset({effect})))
     beside = 1e-4 if effect == "imbalance" else 1e-12  # a longer last backward of a slower stage hides more of the gradients' reduction
     assert (without <= seconds * (1 + beside)).all()
     if effect != "context parallel":  # no run of the file has sharded contexts whose transfers are longer than attention

@@ -21,7 +21,7 @@ MODEL = ("models/mlp.py:tiny",)
 
 def planned():
     model, inputs = nn.Linear(8, 8), (torch.rand(4, 8),)
-    return model, inputs, api.plan(model, inputs, mesh_of(2), training=True, baselines=False)
+    return model, inputs, api.plan(model, inputs, mesh_of(2), training=True, baselines=False, objective="serial")
 
 
 def test_a_plan_is_marked_with_what_and_where_it_was_verified(tmp_path):
