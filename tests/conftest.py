@@ -122,6 +122,7 @@ test_graph::test_a_model_at_another_batch_has_the_same_structure: llama
 test_hidden_values::test_layers_and_casts_of_precision_are_paired: qwen3_moe
 test_hidden_values::test_wrong_rows_are_found: shifted
 test_hostile_files::test_a_gzip_file_that_unpacks_to_much_is_refused_in_bounds: \x00
+test_interrupts::test_ctrl_c_during_an_import_is_one_line: torch.nn-argv6 | autoshard.cost.curves-argv7
 test_known_masks::test_a_model_of_transformers_has_no_mask_however_long_the_sequence: 100000-True
 test_launchers::test_legality_of_every_row_is_that_of_plain_conditions: mixtral-megatron
 test_launchers::test_the_seconds_and_bytes_of_every_launch_are_sums_of_parts: torchtitan-h100-bf16 | automodel-l40s-fp16
@@ -130,6 +131,7 @@ test_launchers_verbs::test_a_configuration_is_judged_without_torch: words1
 test_launchers_verbs::test_the_seconds_of_a_row_are_taken_apart: words1
 test_limited::test_a_planted_bound_is_seen: proof
 test_limited::test_auto_goes_on_from_prices_to_the_proof: tree-True
+test_limited::test_bounds_and_answers_agree_with_brute_force: tree-True
 test_limited::test_what_lies_on_the_way_is_what_evaluate_says: tree-True
 test_long_context_ranks::test_every_sharded_sequence_computes_what_one_process_does: (2,)-[('ring', (True, False), 2, 2)]
 test_lower_verify::test_every_planted_fault_is_found_where_it_is: gpt2
@@ -140,6 +142,7 @@ test_mutations::test_a_file_with_a_fault_is_answered_or_refused_in_one_sentence:
 test_mutations::test_the_good_file_is_read: page with a frontier | load curves
 test_no_answer::test_every_search_ends_with_the_time_limit: 300.0-options1
 test_parallelize_inputs::test_a_parallel_module_shares_no_storage_with_the_model_that_it_was_made_of: shape3-None-True
+test_parallelize_inputs::test_what_a_module_returns_is_packed_as_it_was_captured: asks-False | packs-False
 test_parallelize_inputs::test_whole_inputs_and_shards_are_told_apart_and_every_shape_is_captured_once: False
 test_parallelize_results::test_only_the_adapters_are_trained: LoRA
 test_partitioning::test_plans_compute_what_one_device_computes_and_need_less: unet | llama | bert

@@ -37,7 +37,7 @@ def test_a_tiny_plan_loads_neither_what_runs_plans_nor_what_only_large_ones_need
 import sys
 from autoshard import Mesh, plan
 from models import gpt2
-plan(*gpt2.tiny(layers=1), Mesh.from_bandwidths((2, 2)))
+plan(*gpt2.tiny(layers=1), Mesh.from_bandwidths((2,)))
 rooms = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("autoshard.")}
 print(sorted(rooms & {"autoshard.lower", "autoshard.launch", "autoshard.calibrate", "autoshard.tables", "autoshard.report"}))
 print(sorted({"numba", "scipy.optimize", "matplotlib"} & set(sys.modules)))

@@ -142,7 +142,6 @@ def with_between(between, out=16):
     return Model(lambda m, x: x + m.down(between(m, m.up(x))), up=up, down=down, scale=scale)
 
 
-PLAIN = {"objective": "serial", "baselines": False}
 BETWEEN = {
     "a pointwise function": (lambda m, y: torch.relu(y), None),
     "heads counted from what is there": (lambda m, y: y.view(*y.shape[:-1], -1, 4).flatten(-2), None),
@@ -159,7 +158,8 @@ BETWEEN = {
 def test_weights_are_cut_together_only_when_the_code_between_runs_on_parts(what):
     between, reason = BETWEEN[what]
     pins = {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}
-    solution = autoshard.plan(with_between(between), (torch.empty(4, 8),), Mesh.from_bandwidths((2,), device="cpu"), pins=pins, **PLAIN)
+    mesh = Mesh.from_bandwidths((2,), device="cpu")
+    solution = autoshard.plan(with_between(between), (torch.empty(4, 8),), mesh, pins=pins, objective="serial")
     found = export(solution, "parallelize_module")
     runs = what in ("a pointwise function", "heads counted from what is there")
     assert ({"up", "down"} <= set(found)) == runs, found
@@ -173,7 +173,7 @@ def test_a_weight_that_no_module_of_its_own_reads_has_no_style():
     """parallelize_module would change the forward of whatever holds it, or refuse that."""
     pins, parts = {"up": "S(0)", "down": "S(1)"}, {"up": nn.Parameter(torch.empty(16, 8)), "down": nn.Parameter(torch.empty(8, 16))}
     model = Model(lambda m, x: torch.relu(x @ m.up.t()) @ m.down.t(), **parts)
-    solution = autoshard.plan(model, (torch.empty(4, 8),), Mesh.from_bandwidths((2,), device="cpu"), pins=pins, **PLAIN)
+    solution = autoshard.plan(model, (torch.empty(4, 8),), Mesh.from_bandwidths((2,), device="cpu"), pins=pins, objective="serial")
     found = export(solution, "parallelize_module")
     assert not found and "not the `weight` of the module that reads it" in found.said[1]
 
@@ -234,7 +234,7 @@ def test_an_export_that_can_not_be_is_one_sentence(megatron, tmp_path, arguments
 
 def test_one_device_gets_a_plan_that_cuts_nothing():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    found = export(autoshard.plan(model, (torch.empty(4, 8),), Mesh.from_bandwidths((1,), device="cpu"), **PLAIN), "tp_plan")
+    found = export(autoshard.plan(model, (torch.empty(4, 8),), Mesh.from_bandwidths((1,), device="cpu"), objective="serial"), "tp_plan")
     assert dict(found) == {"0": "replicate", "1": "replicate"} and found.extra_seconds == 0
 
 

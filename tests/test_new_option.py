@@ -21,10 +21,10 @@ from autoshard.explain.reopened import options_of
 from models import mlp
 
 mesh = autoshard.Mesh.from_bandwidths((2,))
-solution = autoshard.plan(*mlp.tiny(), mesh, baselines=False, patience_of_users=3.0)
+solution = autoshard.plan(*mlp.tiny(), mesh, baselines=False, objective="serial", patience_of_users=3.0)
 solution.save("plan.json")
 loaded = autoshard.load("plan.json")
-usual = autoshard.plan(*mlp.tiny(), mesh, baselines=False)
+usual = autoshard.plan(*mlp.tiny(), mesh, baselines=False, objective="serial")
 answers = {"noted": loaded.assumptions["patience_of_users"], "again": options_of(loaded).patience_of_users}
 answers["usual"] = "patience_of_users" in usual.assumptions
 answers["other_question"] = usual.fingerprint["options"] != loaded.fingerprint["options"]
@@ -39,7 +39,7 @@ for kind, ask in {
 }.items():
     try: ask()
     except ValueError as error: answers[kind] = str(error)
-words = "plan models/mlp.py:tiny --mesh 2 --patience-of-users 4 --no-baselines --out verb.json --json"
+words = "plan models/mlp.py:tiny --mesh 2 --patience-of-users 4 --no-baselines --objective serial --out verb.json --json"
 answers["verb"] = main(words.split())
 answers["in_verbs_plan"] = autoshard.load("verb.json").assumptions["patience_of_users"]
 print("ANSWERS" + json.dumps(answers))

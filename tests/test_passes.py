@@ -48,7 +48,8 @@ def given(name: str, kind: str):
 
 def run(name: str = "mlp", kind: str = "symbolic_trace", **options):
     graph, example_inputs, _ = given(name, kind)
-    return autosharding_pass(graph, **{"mesh_shape": (2, 4), "example_inputs": example_inputs, **FAST, **QUIET, **options})
+    options = {"mesh_shape": (2, 4), "objective": "serial", "example_inputs": example_inputs, **FAST, **QUIET, **options}
+    return autosharding_pass(graph, **options)
 
 
 @cache
@@ -112,7 +113,7 @@ def test_every_tensor_node_carries_a_legal_spec_and_every_parameter_is_in_the_ma
                     check_spec(spec, tuple(tensor.shape), tensor.dtype, mesh_shape)
         else:
             assert "autoshard" not in node.meta
-    assert info["objective"] == "overlapped" and 0 < info["bound_seconds"] <= info["cost_seconds"]
+    assert info["objective"] == "serial" and 0 < info["bound_seconds"] <= info["cost_seconds"]
     written = [w for placed in info["solution"].layouts.values() for w in placed.outputs if w]
     assert sum("S(" in w for w in written) > len(written) / 3  # a plan that cuts; parameters may stay whole
     if kind != "aten":  # there the parameters came as plain inputs
@@ -143,7 +144,7 @@ def test_a_module_is_captured_and_its_graph_comes_back():
     for training in (True, False):
         graph, info = autosharding_pass(module, mesh_shape=(2, 4), example_inputs=inputs, training=training, **FAST, **QUIET)
         assert any("autoshard" in node.meta for node in graph.graph.nodes)
-        assert info["solution"].training == training
+        assert info["solution"].training == training and info["objective"] == "overlapped"  # the default
         certificate = {"status", "objective", "cost_seconds", "bound_seconds", "gap"}
         assert {"autosharding_time", "tensor_sharding_map", "solution", "ops_of", "nodes_of", *certificate} == set(info)
 
