@@ -17,6 +17,7 @@ from autoshard.lower import compiled, lower
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
+from autoshard.lower.generator import drawing
 from autoshard.lower.kernels import offload
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.runtime import overlap as overlapping
@@ -91,6 +92,20 @@ def test_independent_reductions_of_a_group_are_joined_and_give_the_same(pace):
     assert bucket(module, pace, room([module.graph], 1e9)) == 2
     assert len(starts(module)) == 2  # one per group
     assert all(torch.equal(x, y) for x, y in zip(module(*given), expected))
+
+
+def test_what_is_drawn_behind_a_joined_collective_stays_in_its_turn(pace):
+    a, _ = pace.groups.names
+
+    def noisy(x, y):  # the second gathering, in which the first one is joined, stands behind both draws
+        first = torch.bernoulli(torch.sigmoid(gathered(x, a)))
+        return first, torch.rand_like(x), gathered(y, a)
+
+    module = traced(noisy, SMALL, SMALL)
+    drawn = [node.name for node in drawing(module.graph)]
+    assert len(drawn) == 2
+    assert bucket(module, pace, room([module.graph], 1e9)) == 1
+    assert [node.name for node in drawing(module.graph)] == drawn
 
 
 def test_a_reduction_that_nothing_reads_is_left_out(pace):

@@ -6,7 +6,7 @@ from .faults import plant_fault
 from .flow import ADD, STARTS, VIEWS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
 from .fx_program import Boxed, RankGraphs, are_alike, boxed, compiled
 from .fx_program import first_of_backward, rewritten, subgraph, trace, without_idle, write_in_place
-from .generator import draws, first_state, from_state, is_random, mixed, state_of_generator
+from .generator import drawing, draws, first_state, from_state, is_random, mixed, state_of_generator
 from .issue_order import Issued, out_of_step
 from .program import LoadPlaceholder, RankProgram, Redistribute, Slot, lower, redistribution, slot_of, slots_of
 from .run import SimulatedRanks, check, run_route

@@ -114,7 +114,7 @@ def rewritten(
     draws random numbers, which need a generator that ranks share, or may draw some.
     """
     joint = _joint(program, groups, where, device)
-    for drawn in drawing(joint.graph):
+    for drawn in (node.target for node in drawing(joint.graph)):
         if torch_draws(drawn):
             words = f"the graph draws random numbers ({drawn}), for which ranks need one state; run its module with autoshard.parallelize"
             raise ValueError(words)

@@ -95,6 +95,6 @@ def is_random(graph: fx.Graph) -> bool:
     return bool(drawing(graph))
 
 
-def drawing(graph: fx.Graph) -> list[OpOverload]:
-    """The operators of a graph that draw random numbers, or may do so."""
-    return [node.target for node in graph.nodes if isinstance(node.target, OpOverload) and _may_draw(node.target)]
+def drawing(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph that draw random numbers, or may do so: all from one state, so in this order."""
+    return [node for node in graph.nodes if isinstance(node.target, OpOverload) and _may_draw(node.target)]

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.cost import bucket_limit
-from autoshard.lower import STARTS, WAIT, Flow, Pace, largest_buffer, owners, size
+from autoshard.lower import STARTS, WAIT, Flow, Pace, drawing, largest_buffer, owners, size
 
 aten = torch.ops.aten
 
@@ -183,13 +183,16 @@ def _node(graph: fx.Graph, target: object, args: tuple, source: fx.Node, **kwarg
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Keeps the nodes in their order, but that a node waits for what it reads."""
+    """Keeps the nodes in their order, but that a node waits for what it reads, and one that draws random numbers for the last that did."""
+    draws = drawing(graph)
+    last_draw = dict(zip(draws[1:], draws))
     order: dict[fx.Node, None] = {}
     waiting: dict[fx.Node, list[fx.Node]] = {}
     pending = list(reversed(graph.nodes))
     while pending:
         node = pending.pop()
-        if missing := [source for source in node.all_input_nodes if source not in order]:
+        sources = (*node.all_input_nodes, *([last_draw[node]] if node in last_draw else ()))
+        if missing := [source for source in sources if source not in order]:
             waiting.setdefault(missing[0], []).append(node)
         else:
             order[node] = None
