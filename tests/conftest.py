@@ -187,8 +187,14 @@ def thinned() -> set[tuple[str, str]]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
     wanted, cases, without = thinned(), Counter(), left_out()
+    if not any("::" in argument for argument in config.args):  # whole files
+        files, there = {item.path.stem for item in items}, {f"{item.path.stem}::{item.name}" for item in items}
+        there |= {name.partition("[")[0] for name in there}
+        named = without | {"::".join(test) for test in wanted}
+        if unknown := sorted(name for name in named - there if name.partition("::")[0] in files):
+            raise pytest.UsageError(f"tests/conftest.py names cases that no test has: {', '.join(unknown)}")
     for item in items:
         test = (item.path.stem, getattr(item, "originalname", None))
         if test in wanted and item.get_closest_marker("slow") is None:

@@ -29,13 +29,13 @@ def test_blocks_of_launches_and_the_time_line_agree(scheme, step):
     row = one_answer.row_of(one_answer.SCHEMES[scheme], STEPS[step])
     (seconds, bytes), launched = planned(scheme, step), one_answer.launched(row)
     assert seconds == pytest.approx(launched[0], rel=0.01)
-    assert bytes == pytest.approx(launched[1], rel=0.015)
+    assert bytes == pytest.approx(launched[1], rel=0.01)
 
 
 @pytest.mark.slow
 def test_attention_over_a_sharded_sequence_is_a_ring_in_both():
     row = one_answer.cases()["context 8, 32768, compiled"]
-    assert one_answer.planned(row)[0] == pytest.approx(one_answer.launched(row)[0], rel=0.015)
+    assert one_answer.planned(row) == pytest.approx(one_answer.launched(row), rel=0.01)
 
 
 def test_another_constant_on_one_side_is_seen(monkeypatch):

@@ -263,9 +263,9 @@ def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager)
     logits = runs.tokens * runs.vocab / runs.tensor / runs.loss_chunks
     head = np.where(constants.stack.fused_accumulation > 0, 0.0, 2 * runs.table_parameters / runs.tensor)
-    # FSDP's head is at hand all the time (`_gathered`); what gathers it when it is needed holds it beside its gradient
-    again = head if "gathered" in constants.without else 0.0
-    return np.maximum(each * logits, 2 * logits + head + np.where(runs.zero >= 3, again, 0.0))
+    # FSDP has its matrix at hand all the time (`_gathered`); what gathers it when it is needed holds it here, too
+    copies = 1 + (runs.zero >= 3) * ("gathered" in constants.without)
+    return np.maximum(each * logits, 2 * logits + copies * head)
 
 
 def _is_torchs(constants: RunConstants) -> np.ndarray:

@@ -184,15 +184,13 @@ def _node(graph: fx.Graph, target: object, args: tuple, source: fx.Node, **kwarg
 
 def _sort(graph: fx.Graph) -> None:
     """Keeps the nodes in their order, but that a node waits for what it reads, and one that draws random numbers for the last that did."""
-    draws = drawing(graph)
-    last_draw = dict(zip(draws[1:], draws))
+    drawn_before = {node: (last,) for last, node in pairwise(drawing(graph))}
     order: dict[fx.Node, None] = {}
     waiting: dict[fx.Node, list[fx.Node]] = {}
     pending = list(reversed(graph.nodes))
     while pending:
         node = pending.pop()
-        sources = (*node.all_input_nodes, *([last_draw[node]] if node in last_draw else ()))
-        if missing := [source for source in sources if source not in order]:
+        if missing := [source for source in (*node.all_input_nodes, *drawn_before.get(node, ())) if source not in order]:
             waiting.setdefault(missing[0], []).append(node)
         else:
             order[node] = None
