@@ -72,57 +72,63 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     """Event by event; between two events every running task has a constant rate."""
     begin, end, cause = [0.0] * len(tasks), [math.nan] * len(tasks), [-1] * len(tasks)
     queues: dict[int, list[int]] = {stream: [] for stream in sorted(link_of, key=lambda stream: (stream in background, stream))}
+    unmet = [0] * len(tasks)  # how many of those that a task waits for have not ended
+    readers: list[list[int]] = [[] for _ in tasks]
     for i, task in enumerate(tasks):
         queues[task.stream].append(i)
+        unmet[i] = len(task.after)
+        for j in task.after:
+            readers[j].append(i)
     place = dict.fromkeys(queues, 0)
     free: dict[int, tuple[float, int]] = dict.fromkeys(queues, (0.0, -1))
+    waits = {stream: stream in background for stream in queues}
     urgent = dict.fromkeys(link_of.values(), 0)  # streams that run on a link and aren't in the background
+    active = dict.fromkeys(link_of.values(), 0)  # streams that run on a link
     patient = _Patient(tasks, link_of, background)
     left: dict[int, float] = {}  # running task of a stream: seconds of work left
     now, ended = 0.0, -1  # the last task that did
 
     def start() -> None:
         for stream, queue in queues.items():
-            if stream in left or place[stream] >= len(queue):
+            if stream in left or place[stream] >= len(queue) or unmet[i := queue[place[stream]]]:
                 continue
-            i, link, waits = queue[place[stream]], link_of[stream], stream in background
-            if waits and urgent[link] or any(math.isnan(end[j]) for j in tasks[i].after):
-                continue
-            if waits and 0 in left and patient.stands_back(i, place[0], left[0]):
+            link = link_of[stream]
+            if waits[stream] and (urgent[link] or 0 in left and patient.stands_back(i, place[0], left[0])):
                 continue
             at, why = free[stream]
             for j in tasks[i].after:
                 if end[j] > at or why < 0:
                     at, why = max(at, end[j]), j
-            if waits and now > at:
+            if waits[stream] and now > at:
                 why = ended
             begin[i], cause[i], left[stream] = now, why, tasks[i].seconds
-            urgent[link] += not waits
+            urgent[link] += not waits[stream]
+            active[link] += 1
 
     while True:
         start()
         if not left:
             break
-        active: dict[int, int] = {}
-        for stream in left:
-            active[link_of[stream]] = active.get(link_of[stream], 0) + 1
-        beside = 1.0 + slowed * sum(link >= 0 for link in active) if 0 in left else 1.0
+        beside = 1.0 + slowed * sum(link >= 0 and count > 0 for link, count in active.items()) if 0 in left else 1.0
         shares = {
-            stream: active[link_of[stream]] * beside if link_of[stream] >= 0 else beside if stream == 0 else 1.0 for stream in left
+            stream: active[link] * beside if (link := link_of[stream]) >= 0 else beside if stream == 0 else 1.0 for stream in left
         }  # seconds that one second of work takes
-        step = min(left[stream] * shares[stream] for stream in left)
-        first = [stream for stream in left if left[stream] * shares[stream] <= step]  # those that end now, exactly
+        step = min(left[stream] * share for stream, share in shares.items())
         now += step
-        for stream in list(left):
-            left[stream] -= step / shares[stream]
-            if stream in first:
-                i = queues[stream][place[stream]]
-                end[i], free[stream] = now, (now, i)
-                place[stream] += 1
-                urgent[link_of[stream]] -= stream not in background
-                ended = i
-                del left[stream]
-    if any(math.isnan(e) for e in end):
+        for stream, share in shares.items():
+            if left[stream] * share > step:
+                left[stream] -= step / share
+                continue
+            i = queues[stream][place[stream]]  # it ends now, exactly
+            end[i], free[stream] = now, (now, i)
+            place[stream] += 1
+            urgent[link_of[stream]] -= not waits[stream]
+            active[link_of[stream]] -= 1
+            ended = i
+            del left[stream]
+            for k in readers[i]:
+                unmet[k] -= 1
+    if any(map(math.isnan, end)):
         waiting = next(i for i, e in enumerate(end) if math.isnan(e))
         raise ValueError(f"task {waiting} waits for ever: the list holds it before a task that it waits for")
     return Times(begin, end, cause)
@@ -138,7 +144,7 @@ class _Patient:
         passed, last = [0] * len(tasks), dict.fromkeys(link_of, 0)  # kernels that end before a task, and the last one of its stream, do
         begins: dict[int, set[int]] = {link: set() for link in link_of.values()}
         for i, task in enumerate(tasks):
-            passed[i] = max(last[task.stream], *(passed[j] for j in task.after), 0)
+            passed[i] = max(last[task.stream], max([passed[j] for j in task.after], default=0))
             if task.stream == 0:
                 self.kernels.append(self.kernels[-1] + task.seconds)
                 self.until[i] = self.kernels[-1]
@@ -147,13 +153,15 @@ class _Patient:
                 begins[link_of[task.stream]].add(passed[i])
             last[task.stream] = passed[i]
         behind: dict[int, float] = {}  # in the background, when the task behind has to begin
-        for i, task in reversed(list(enumerate(tasks))):
+        for i in range(len(tasks) - 1, -1, -1):
+            task, until = tasks[i], self.until[i]
             if task.stream in background:
-                self.until[i] = min(self.until[i], behind.get(task.stream, math.inf))
-                behind[task.stream] = self.until[i] - task.seconds
+                until = self.until[i] = min(until, behind.get(task.stream, math.inf))
+                behind[task.stream] = until - task.seconds
+            until -= task.seconds
             for j in task.after:
-                if tasks[j].stream:
-                    self.until[j] = min(self.until[j], self.until[i] - task.seconds)
+                if until < self.until[j] and tasks[j].stream:
+                    self.until[j] = until
         self.gaps = {link: Gaps(sorted(counts), self.kernels) for link, counts in begins.items()}
 
     def stands_back(self, i: int, kernels: int, left: float) -> bool:
