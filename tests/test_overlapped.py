@@ -19,10 +19,9 @@ from autoshard.mesh import Mesh
 from autoshard.planning.describe import choice_of
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.overlapped import overlapped
+from autoshard.planning.overlapped import OverlappedPlan, overlapped
 from autoshard.planning.plan import plan_graph
 from autoshard.planning.question import ask
-from autoshard.planning.selecting import answered_per_tensor
 from autoshard.planning.warm_starts import random_choice
 from autoshard.problem import evaluate
 from autoshard.report.planned import planned_report, summary
@@ -258,22 +257,35 @@ def test_a_plan_is_told_before_the_search_for_the_shortest_time_line():
     assert solution.objective_seconds <= solution.overlapped["serial_plan_seconds"]
 
 
-def test_saved_values_are_chosen_once_more_in_less_memory_where_the_gap_is_wide(monkeypatch):
-    """The better plan counts, at the limit that was asked for; with a wide gap that is none, both are tried."""
-    graph, mesh = capture(*mlp.mlp(batch=4096, layers=3), training=True), mesh_of((4,))
+def test_a_plan_of_all_blocks_recomputed_counts_where_it_is_faster_than_one_of_single_tensors(monkeypatch):
+    """Within the limit that was asked for; with a wide gap that is none, both are planned."""
+    graph, mesh = tiny_graph("mlp", True), mesh_of((4,))
     free = plan_graph(asked(graph, mesh, objective="overlapped", baselines=False, gap=0.2))
-    options = {"objective": "overlapped", "baselines": False, "gap": 0.2, "recompute": "auto", "memory_limit": 0.9 * free.peak_bytes}
-    tried: list[tuple] = []
-    once = math.inf
-    monkeypatch.setattr(search, "answered_per_tensor", lambda *given: tried.append(given[1:]) or answered_per_tensor(*given))
-    for wide, rooms in ((math.inf, [()]), (-1.0, [(), (search.ROOM,)])):
-        monkeypatch.setattr(search, "WIDE", wide)
-        tried.clear()
-        solution = plan_graph(asked(graph, mesh, **options))
-        assert tried == rooms and solution.peak_bytes <= options["memory_limit"] == solution.assumptions["memory_limit"]
-        assert solution.overlapped["bound_seconds"] <= solution.objective_seconds
-        once = min(once, solution.objective_seconds)
-        assert solution.objective_seconds == once
+    options = {"objective": "overlapped", "baselines": False, "gap": 0.2, "memory_limit": 0.95 * free.peak_bytes}
+    monkeypatch.setattr("autoshard.planning.variants.FULL", 0.0)
+    plans = [plan_graph(asked(graph, mesh, recompute=which, **options)) for which in ("auto", "all")]
+    monkeypatch.setattr(OverlappedPlan, "is_far", True)
+    both = plan_graph(asked(graph, mesh, recompute="auto", **options))
+    assert both.objective_seconds == min(plan.objective_seconds for plan in plans) and both.peak_bytes <= options["memory_limit"]
+
+
+def test_exchanges_that_do_not_fit_leave_steps_for_those_that_do(monkeypatch):
+    """Polishing that may simulate six times finds a faster plan behind sixty exchanges that exceed the limit."""
+    question = asked(tiny_graph("mlp", True), mesh_of((2, 2)), objective="overlapped", baselines=False)
+    found = instance_of(question.stepped())
+    choices = sorted((random_choice(found.formulated, seed) for seed in range(9)), key=lambda x: evaluate(found.problem, x).peak)
+    *fitting, largest = choices
+    limit = evaluate(found.problem, fitting[-1]).peak
+    assert evaluate(found.problem, largest).peak > limit * (1 + 1e-6)
+    limited = replace(found, problem=replace(found.problem, usage_limit=limit))
+    search = import_module("autoshard.planning.overlapped")._Search(question, limited)
+    *_, slow = fitting = sorted(fitting, key=lambda x: timeline_of(found.formulated, x, join=True).seconds)
+    search.offer(slow)
+    search.bound, search.simulations = search.shortest / 1e6, 6
+    moves = [(0.0, dict(enumerate(largest)))] * 60 + [(0.0, dict(enumerate(fitting[0])))]
+    monkeypatch.setattr(search, "_moves", lambda: (moves, []))
+    search.polish()
+    assert search.best == tuple(fitting[0]) != tuple(slow)
 
 
 # -- against all plans ---------------------------------------------------------------------------------------------------------------

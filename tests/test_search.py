@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from autoshard.graph import forward_blocks
 from autoshard.mesh import Mesh
 from autoshard.planning.compiling import compilations
 from autoshard.planning.options import Infeasible, NoAnswer, Options, Stopwatch
 from autoshard.planning.overlapped import OverlappedPlan
 from autoshard.planning.plan import plan
 from autoshard.planning.question import ModelGraphs, Question
+from autoshard.planning.recomputing import recomputations
 from autoshard.planning.search import KINDS, search
 from autoshard.planning.variants import Answered, Tried, Variant, is_short
 from autoshard.solvers import Answer, Status
@@ -203,39 +205,35 @@ def test_a_compiled_step_computes_more_again_where_memory_is_short_and_the_last_
     assert told == explains
 
 
-# -- saved values once more ----------------------------------------------------------------------------------------------------------
-
-
-def with_time_line(seconds: float, bound: float, interrupted: bool = False) -> Answered:
-    answer = Answer(Status.FEASIBLE, (), 1.0, 0.5, "")
-    line = OverlappedPlan(replace(answer, interrupted=interrupted), seconds, bound, seconds)
-    return Answered(asked(memory_limit=1e9), None, answer, {"fsdp": {}}, overlapped=line)
+# -- saved values --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("outcome", "seconds", "interrupted"),
+    ("bound", "peak", "second", "chosen"),
     [
-        (with_time_line(8.0, 7.9), 8.0, False),
-        (with_time_line(10.5, 10.4), 10.0, False),
-        (Infeasible("too little"), 10.0, False),
-        (KeyboardInterrupt(), 10.0, True),
+        (9.0, 0.95e9, 8.0, 0),  # far above its bound, and memory is full: all blocks recomputed are faster,
+        (9.0, 0.95e9, 10.5, "auto"),  # slower,
+        (9.0, 0.95e9, Infeasible("too little"), "auto"),  # refused,
+        (9.0, 0.95e9, KeyboardInterrupt(), "auto"),  # interrupted
+        (9.9, 0.95e9, None, "auto"),  # near its bound, or there is room: they are not asked for
+        (9.0, 0.85e9, None, "auto"),
+        (9.0, None, None, "auto"),
     ],
-    ids=["faster", "slower", "refused", "Ctrl-C"],
 )
-def test_of_both_plans_of_saved_values_the_faster_is_taken_and_without_a_second_the_first(outcome, seconds, interrupted, monkeypatch):
-    def answered_per_tensor(question, room):
-        assert room == module.ROOM < 1 and question.options.memory_limit == 1e9 and not question.options.baselines
+def test_all_blocks_recomputed_compete_where_single_tensors_leave_much_open_and_memory_is_full(bound, peak, second, chosen):
+    question = asked(memory_limit=1e9, recompute="auto")
+    question = replace(question, model=ModelGraphs(tiny_graph("llama", True)))
+    seen = []
+
+    def solve(part):
+        seen.append(part.options.recompute)
+        outcome = 10.0 if len(seen) == 1 else second
         if isinstance(outcome, BaseException):
             raise outcome
-        return replace(outcome, baselines={})
+        answer = Answer(Status.FEASIBLE, (), 1.0, 0.5, "", peak=peak)
+        return Answered(part, None, answer, overlapped=OverlappedPlan(answer, outcome, min(bound, outcome), outcome))
 
-    monkeypatch.setattr(module, "answered_per_tensor", answered_per_tensor)
-    monkeypatch.setattr(module, "_with_time_line", lambda one: one)
-    found = module._with_more_room(asked(memory_limit=1e9), with_time_line(10.0, 9.0))
-    assert (found.seconds, found.plan.interrupted, found.baselines) == (seconds, interrupted, {"fsdp": {}})
-
-
-@pytest.mark.parametrize("near", [with_time_line(10.0, 9.9), with_time_line(10.0, 9.0, interrupted=True)], ids=["proven", "Ctrl-C"])
-def test_saved_values_are_chosen_once_where_that_is_near_the_bound_or_ctrl_c_has_ended_it(near, monkeypatch):
-    monkeypatch.setattr(module, "answered_per_tensor", lambda *given: pytest.fail("asked once more"))
-    assert module._with_more_room(asked(memory_limit=1e9), near) is near
+    found = search(question, [recomputations], solve)
+    blocks = len(forward_blocks(question.graph))
+    assert seen == ["auto", blocks][: 1 if second is None else 2] and blocks == 2
+    assert found.question.options.recompute == (blocks if chosen == 0 else "auto")

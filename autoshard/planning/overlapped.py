@@ -49,6 +49,7 @@ MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound no
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 400), 400_000  # of polishing: least and most, and nodes of all together
 IDLE_MOVES, IDLE_SHARE = 6, 0.25  # of these in turn that gain as little; and of all, where the gap is wide
+UNFIT = 1 / 64  # of a simulation: an exchange that doesn't fit
 LAYERS_EXCHANGED = 24  # times that every second layer is
 HIDDEN = 0.1  # of the seconds of traffic that kernels hide: about what it slows these, and what shares its link
 WIDE = 0.02  # relative: a gap that is worth more steps
@@ -74,6 +75,11 @@ class OverlappedPlan:
     def to_dict(self) -> dict[str, float]:
         """As a plan has it."""
         return {"seconds": self.seconds, "bound_seconds": self.bound, "serial_plan_seconds": self.serial_seconds}
+
+    @property
+    def is_far(self) -> bool:
+        """Whether so much lies between it and its bound that another try is worth its time."""
+        return self.seconds - self.bound > WIDE * self.seconds
 
     def status(self, gap: float) -> Status:
         """Optimal where no plan's time line is shorter by more than the relative gap."""
@@ -152,6 +158,8 @@ class _Search:
         """Simulate a choice that fits, once; inf for one that doesn't, or that unties equal layers where they are to be tied."""
         choice = tuple(int(i) for i in choice)
         if choice not in self.seconds:
+            if self.loads.of(choice).max(initial=0.0) > EQUAL:  # the judge takes longer
+                return math.inf
             judged = evaluate(self.problem, choice)
             untied = self.question.options.tie_blocks and len(set(zip(self.groups, choice))) > len(set(self.groups))
             if untied or not (judged.fits and math.isfinite(judged.cost)):
@@ -278,22 +286,22 @@ class _Search:
         of all seconds is added for what that traffic slows.
         """
         self.priced = priced_by_stream(self.problem, *self.tables, *(weights + HIDDEN for weights in self.weights))
-        left, before = [self.simulations, LAYERS_EXCHANGED], math.inf
+        left, before = [float(self.simulations), float(LAYERS_EXCHANGED)], math.inf
         while self.shortest < before and not self.is_proven:
             before = self.shortest
             for k, moves in enumerate(self._moves()):
-                idle = 0
+                idle = 0.0
                 for _, changes in moves:
                     most = IDLE_SHARE * self.simulations if self.gap > WIDE else IDLE_MOVES
-                    if not left[k] or idle >= most or self.question.is_over:
+                    if left[k] <= 0 or idle >= most or self.question.is_over:
                         break
                     mixed, shortest = list(self.best), self.shortest
                     for v, i in changes.items():
                         mixed[v] = i
                     if tuple(mixed) not in self.seconds:
-                        self.offer(mixed)
-                        left[k] -= 1
-                        idle = 0 if self.shortest < (1 - LITTLE) * shortest else idle + 1
+                        spent = 1.0 if self.offer(mixed) < math.inf else UNFIT
+                        left[k] -= spent
+                        idle = 0 if self.shortest < (1 - LITTLE) * shortest else idle + spent
 
     def plainest(self) -> tuple[int, ...]:
         """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""

@@ -6,7 +6,9 @@ a number, "all"   so many blocks
                   blocks mean more seconds and fewer bytes, but a tight limit also makes layouts more expensive. So no block, all
                   blocks, and by bisection the fewest that fit and the middle of what is left are planned with the solver `prices`,
                   and then the cheapest of them to within one percent. The proof is that of the chosen k
-"auto"            each saved value is kept, recomputed or offloaded (selecting.py); where no such plan fits, as with "blocks"
+"auto"            each saved value is kept, recomputed or offloaded (selecting.py); where no such plan fits, as with "blocks". Where
+                  memory binds and a plan's time line is far above its bound, all blocks recomputed compete: kernels wait for traffic
+                  there, and what they compute again meanwhile costs nothing, which the sum of all seconds does not know
 
 hidden values of experts: kept between forward and backward they save the first matmul of the backward and need memory. So plans keep them;
 where no such plan fits, or where its peak shows that the memory limit binds, plans that compute them again are looked for too, and the
@@ -46,9 +48,15 @@ def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Varia
         noted = {"recompute_by": BLOCKWISE}
     elif options.recompute == "auto":
         yield Variant("with single tensors recomputed or offloaded", lambda part: part.with_options(gap=max(part.options.gap, GAP)))
-        if tried[-1].answered is not None:
+        if (one := tried[-1].answered) is not None:
+            if one.overlapped is not None and one.overlapped.is_far and is_short(question, tried[-1]) and forward_blocks(question.graph):
+                yield Variant("all blocks recomputed", _all_recomputed, competes=True)
             return
     yield from _numbers_of_blocks(question, tried, noted)
+
+
+def _all_recomputed(question: Question) -> Question:
+    return replace(blocks_recomputed(question.with_options(recompute="all")), explains=False)
 
 
 def _numbers_of_blocks(question: Question, tried: Sequence[Tried], noted: dict[str, Any]) -> Iterator[Variant]:

@@ -14,7 +14,7 @@ from autoshard.planning.describe import described
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
-from autoshard.planning.overlapped import WIDE, overlapped
+from autoshard.planning.overlapped import overlapped
 from autoshard.planning.question import Question
 from autoshard.planning.recomputing import chunks, hidden_values, recomputations
 from autoshard.planning.refusal import of_last_resort
@@ -27,7 +27,6 @@ from autoshard.solvers import TIME_LIMIT
 Solve = Callable[[Question], Answered]
 # the variants of a kind are tried under each of those before it
 KINDS: tuple[Kind, ...] = (orders, chunks, hidden_values, recomputations, compilations)
-ROOM = 0.75  # of the memory limit, for the saved values where the first ones leave no room
 SHARE = 0.5  # of a time limit, for the plan of the sum of all seconds, where the shortest time line is wanted
 
 
@@ -83,50 +82,30 @@ def answered(question: Question) -> Answered:
     if question.options.objective == "overlapped":
         if question.on_plan is not None:  # that of the sum of all seconds, until the search for the shortest time line has ended
             question.on_plan(described(best))
-        best = _with_time_line(best)
-        return _with_more_room(question, best) if question.options.recompute == "auto" else best
+        with question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
+            return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
     if question.options.recompute == "auto":
         return best
     formulated, problem = best.instance.formulated, best.instance.problem
     return replace(best, answer=align_batches(formulated, problem, best.answer, question.options.gap))
 
 
-def _with_time_line(best: Answered) -> Answered:
-    with best.question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
-        return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
-
-
-def _with_more_room(question: Question, best: Answered) -> Answered:
-    """Where the time line is far above its bound: the better one of this plan and of one that keeps less. What is kept is chosen by the sum
-    of all seconds, for which memory is best full, and copies that would hide traffic find no room there."""
-    assert best.overlapped is not None
-    far = best.overlapped.seconds - best.overlapped.bound > WIDE * best.overlapped.seconds
-    if not far or question.options.memory_limit is None or question.is_over or best.plan.interrupted:
-        return best
-    try:
-        less = answered_per_tensor(question.with_options(baselines=False), ROOM)
-        less = _with_time_line(replace(less, answer=replace(less.answer, bound=min(less.answer.bound, best.answer.bound))))
-    except Infeasible:
-        return best
-    except KeyboardInterrupt:
-        return replace(best, overlapped=replace(best.overlapped, answer=replace(best.overlapped.answer, interrupted=True)))
-    return best if best.seconds <= less.seconds else replace(less, baselines=best.baselines)
-
-
 def _of_all_seconds(question: Question) -> Answered:
-    """The best plan of tasks one after the other: in a share of a time limit, where the shortest time line is looked for in the rest."""
+    """The best plan of tasks one after the other. For the shortest time line it is a begin: proven to the gap that is accepted after some
+    time, and in a share of a time limit."""
     options = question.options
     is_auto = options.recompute == "auto"
     plan_of = answered_per_tensor if is_auto else best_choice
-    if options.objective != "overlapped" or options.time_limit == TIME_LIMIT:
+    if options.objective != "overlapped":
         return plan_of(question)
+    roughly = question.with_options(gap=max(options.gap, options.accepted[0]))
     try:
-        best = plan_of(question.within(SHARE))
+        best = plan_of(roughly.within(SHARE) if options.time_limit < TIME_LIMIT else roughly)
     except Infeasible as error:
-        if not (is_auto or isinstance(error, NoAnswer)):
+        if options.time_limit == TIME_LIMIT or not (is_auto or isinstance(error, NoAnswer)):
             raise
-        best = plan_of(question)
-    return replace(best, question=best.question.with_options(time_limit=options.time_limit))
+        best = plan_of(roughly)
+    return replace(best, question=best.question.with_options(time_limit=options.time_limit, gap=options.gap))
 
 
 def best_choice(question: Question, *, share: float = 1.0) -> Answered:

@@ -5,7 +5,7 @@ _selected        the graph of an answer to it, with the answer's layouts, judged
 _in_few_layers   the same of few layers, from which the search for the shortest time line begins at every price
 _Search.best     the best of these, with a bound on all of them:
                  1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
-                 2. else e = 0, which is right where the forward's kernels hide all transfers
+                 2. else e = 0, roughly, and well where the forward's kernels hide all transfers
                  3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
 """
 
@@ -34,25 +34,21 @@ from autoshard.solvers import Answer, Status
 from autoshard.strategies import candidates
 
 MOST_SHARES = 4  # e: each takes as long as a plan
+NEAR = 0.01  # of such a share
+LINE_GAP = 0.03  # relative: at e = 0, which is hard where much is offloaded; the crossing of its line is what counts then
 LEAST_GAIN = 1e-9  # relative: a bound above a cost by less is rounding
 
 
-def answered_per_tensor(question: Question, room: float = 1.0) -> Answered:
-    """The fastest way to get the saved values that was found, with its proof; `Infeasible` where none is known to fit in memory. room: the
-    share of the memory limit in which it is looked for; where that is less, the bound is only one on what fits in there."""
+def answered_per_tensor(question: Question) -> Answered:
+    """The fastest way to get the saved values that was found, with its proof; `Infeasible` where none is known to fit in memory."""
     clock, options = question.clock, question.options
-    limit = options.memory_limit
-    within = question if room == 1.0 or limit is None else question.with_options(memory_limit=room * limit)
-    ways = _AllWays(within)
+    ways = _AllWays(question)
     with clock.phase("solve", "choosing what to keep, recompute and offload", 0.4):
-        search = _Search(within, ways)
+        search = _Search(question, ways)
         selected = search.best()
     if selected is None:
         raise Infeasible("no way to keep, recompute and offload single tensors was found that fits in memory", search.smallest_limit)
     best, answer = selected
-    if within is not question:
-        formulated = replace(best.formulated, problem=replace(best.formulated.problem, usage_limit=limit))
-        best = replace(best, formulated=formulated, judged=evaluate(formulated.problem, best.choice))
     rows: dict[str, dict] = {}
     if options.baselines:
         plain = question.stepped()
@@ -106,6 +102,7 @@ class _Search:
         self.selected: dict[int, _Selected] = {}  # the plans of some of these
         self.lines: set[tuple[float, float]] = set()
         self.bounds: dict[float | None, float] = {}
+        self.asked: list[float] = []  # the shares of these
         self.answer: Answer | None = None
         self.smallest_limit: tuple[float, float] | None = None  # in which nothing need be offloaded; less may do, if not what was asked for
         self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
@@ -115,11 +112,10 @@ class _Search:
         """The fastest way that was found, and its certificate; None where nothing fits in memory."""
         self.ask(None)
         if host_bandwidth(self.question.mesh.device) is not None and not self.met_without_limit():
-            share: float | None = 0.0
+            self.ask(0.0, LINE_GAP)
             for _ in range(MOST_SHARES):
-                if share is None or not self.ask(share) or self.is_met():
+                if (share := self.crossing()) is None or self.is_met() or not self.ask(share):
                     break
-                share = self.crossing()
         best = self.fastest()
         if best is None or self.answer is None:
             return None
@@ -127,12 +123,15 @@ class _Search:
         status = Status.OPTIMAL if cost - bound <= (self.question.options.gap + LEAST_GAIN) * abs(cost) else Status.FEASIBLE
         return best, replace(self.answer, status=status, choice=best.choice, cost=cost, bound=bound, peak=best.judged.peak)
 
-    def ask(self, exposed: float | None) -> bool:
-        """Solve one problem; whether it has an answer."""
+    def ask(self, exposed: float | None, gap: float = 0.0) -> bool:
+        """Solve one problem, to within this gap at least; whether it has an answer."""
         saved, instance = self.ways.exposing(exposed)
         starts = [saved.carried(before, choice) for before, choice in self.starts]
-        answer = solve_instance(self.question, instance, starts, self.prices).in_passing()
-        self.bounds[exposed] = answer.bound - 2 * saved.exposed * hidden_seconds(saved)
+        question = self.question.with_options(gap=max(self.question.options.gap, gap))
+        answer = solve_instance(question, instance, starts, self.prices).in_passing()
+        self.bounds[exposed] = max(self.bounds.get(exposed, -math.inf), answer.bound - 2 * saved.exposed * hidden_seconds(saved))
+        if exposed is not None and not gap:
+            self.asked.append(exposed)
         if answer.choice is None:
             if exposed is None and (known := smallest_limit(answer)) is not None:
                 self.smallest_limit = self.question.options.memory_limit or 0.0, known[1]
@@ -184,11 +183,11 @@ class _Search:
         return best is not None and best.judged.cost <= enough
 
     def crossing(self) -> float | None:
-        """The share at which the least of the known lines is largest; None where it was asked already."""
+        """The share at which the least of the known lines is largest; None where one near it was asked already."""
         lines = self.lines
         shares = {0.0, 1.0} | {(c - a) / (b - d) for a, b in lines for c, d in lines if b > d and 0 < (c - a) / (b - d) < 1}
         best = max(sorted(shares), key=lambda e: min(a + e * b for a, b in lines))
-        return None if any(e is not None and abs(best - e) < 1e-6 for e in self.bounds) else best
+        return None if any(abs(best - e) < NEAR for e in self.asked) else best
 
 
 def _lines(saved: SavedValues, answer: Answer) -> dict[tuple[int, ...], tuple[float, float]]:
