@@ -78,7 +78,7 @@ class OverlappedPlan:
 
     @property
     def is_far(self) -> bool:
-        """Whether so much lies between it and its bound that another try is worth its time."""
+        """Whether it is so far above its bound that another try is worth its time."""
         return self.seconds - self.bound > WIDE * self.seconds
 
     def status(self, gap: float) -> Status:
