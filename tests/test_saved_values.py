@@ -106,18 +106,28 @@ def test_a_name_of_another_model_is_one_sentence():
         selective(small(), Chosen(frozenset({"nothing"})))
 
 
-@pytest.mark.slow
+class Twice(torch.nn.Module):
+    """Two matmuls that can run again: the peak is in the backward pass of the second, where the first one's result need not be there yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.ones(16, 16)) for _ in range(2))
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(torch.nn.functional.gelu(x @ self.first) @ self.second).sum()
+
+
 def test_the_optimum_is_that_of_all_choices_one_by_one():
     """Also the control: the choices differ, and under this limit the best of them recomputes."""
-    graph = small()
+    graph = capture(Twice(), (torch.ones(256, 16),), training=True)
     again, _, _ = saved_of(graph)
-    limit = 0.9 * evaluate(priced(graph).problem, solve(priced(graph).problem).choice).peak
+    limit = 0.8 * evaluate(priced(graph).problem, solve(priced(graph).problem).choice).peak
     subsets = [s for n in range(len(again) + 1) for s in itertools.combinations(sorted(again), n)]
     costs = {s: solve(priced(selective(graph, chosen_with(graph, s)), limit=limit).problem).cost for s in subsets}
     found = solve(joint(graph, limit, None).problem)
     assert found.cost == pytest.approx(min(costs.values()), rel=1e-9)
     assert found.bound == pytest.approx(min(costs.values()), rel=1e-6)
-    assert costs[()] > min(costs.values()) * (1 + 1e-6)
+    assert costs[()] > min(costs.values()) * (1 + 1e-6) and len(set(costs.values())) > 2
 
 
 class Exponential(torch.nn.Module):
