@@ -107,7 +107,7 @@ def test_a_name_of_another_model_is_one_sentence():
 
 
 class Twice(torch.nn.Module):
-    """Two matmuls that can run again: the peak is in the backward pass of the second, where the first one's result need not be there yet."""
+    """Two matmuls that can run again. The peak is in the backward pass of the second, where the result of the first need not be there."""
 
     def __init__(self):
         super().__init__()
