@@ -32,7 +32,7 @@ from autoshard.lower import run_global
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
 from autoshard.planning.few_layers import corresponding_ops
-from autoshard.planning.selecting import _in_few_layers
+from autoshard.planning.selecting import _in_few_layers, answered_per_tensor
 from autoshard.precision import Precision
 from autoshard.problem import evaluate
 from autoshard.simulate.timeline import timeline_of
@@ -41,6 +41,7 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from benchmarks.studies.peaks import measured_peak, measured_peak_on_device
 from models import bert, gpt2, llama, mlp
+from tests.helpers_models import asked
 from tests.helpers_refusals import assert_refused
 from tests.test_memory import as_solution
 
@@ -308,6 +309,12 @@ def test_recomputed_plans_take_fewer_bytes_and_more_seconds_and_verify():
     assert plans[0].peak_bytes > plans[1].peak_bytes > plans[2].peak_bytes
     small, small_inputs = gpt2.tiny(layers=4)
     assert verify(small, small_inputs, plans[2])["ok"]
+
+
+@pytest.mark.parametrize("mesh", [PAIR, Mesh.from_bandwidths((2,))], ids=["host of few figures", "H100"])
+def test_where_nothing_fits_even_recomputed_or_offloaded_that_is_said(mesh):
+    with pytest.raises(Infeasible, match="no way to keep, recompute and offload single tensors was found"):
+        answered_per_tensor(asked(small(), mesh, memory_limit=1e3, recompute="auto", baselines=False))
 
 
 @pytest.mark.slow

@@ -82,6 +82,15 @@ def test_where_the_last_variant_has_no_plan_the_cheapest_of_the_others_is_the_an
     assert tried_by(three) == "y" and not outcomes
 
 
+def test_ctrl_c_in_a_kind_ends_the_kinds_before_it_too(outcomes):
+    def both(question, tried):
+        yield noting("a")
+        yield noting("b")
+
+    outcomes |= {"a x": 1.0, "a y": KeyboardInterrupt()}
+    assert tried_by(both, three) == "a x" and not outcomes  # b is not tried
+
+
 def test_ctrl_c_ends_the_search_with_the_cheapest_that_is_known(outcomes):
     outcomes |= {"x": 1.0, "y": (2.0, True)}
     assert tried_by(three) == "x" and not outcomes
@@ -209,18 +218,18 @@ def test_a_compiled_step_computes_more_again_where_memory_is_short_and_the_last_
 
 
 @pytest.mark.parametrize(
-    ("bound", "peak", "second", "chosen"),
+    ("bound", "peak", "second", "all_blocks"),
     [
-        (9.0, 0.95e9, 8.0, 0),  # far above its bound, and memory is full: all blocks recomputed are faster,
-        (9.0, 0.95e9, 10.5, "auto"),  # slower,
-        (9.0, 0.95e9, Infeasible("too little"), "auto"),  # refused,
-        (9.0, 0.95e9, KeyboardInterrupt(), "auto"),  # interrupted
-        (9.9, 0.95e9, None, "auto"),  # near its bound, or there is room: they are not asked for
-        (9.0, 0.85e9, None, "auto"),
-        (9.0, None, None, "auto"),
+        (9.0, 0.95e9, 8.0, True),  # far above its bound, and memory is full: all blocks recomputed are faster,
+        (9.0, 0.95e9, 10.5, False),  # slower,
+        (9.0, 0.95e9, Infeasible("too little"), False),  # refused,
+        (9.0, 0.95e9, KeyboardInterrupt(), False),  # interrupted
+        (9.9, 0.95e9, None, False),  # near its bound, or there is room: they are not asked for
+        (9.0, 0.85e9, None, False),
+        (9.0, None, None, False),
     ],
 )
-def test_all_blocks_recomputed_compete_where_single_tensors_leave_much_open_and_memory_is_full(bound, peak, second, chosen):
+def test_all_blocks_recomputed_compete_where_single_tensors_leave_much_open_and_memory_is_full(bound, peak, second, all_blocks):
     question = asked(memory_limit=1e9, recompute="auto")
     question = replace(question, model=ModelGraphs(tiny_graph("llama", True)))
     seen = []
@@ -236,4 +245,5 @@ def test_all_blocks_recomputed_compete_where_single_tensors_leave_much_open_and_
     found = search(question, [recomputations], solve)
     blocks = len(forward_blocks(question.graph))
     assert seen == ["auto", blocks][: 1 if second is None else 2] and blocks == 2
-    assert found.question.options.recompute == (blocks if chosen == 0 else "auto")
+    assert found.question.options.recompute == (blocks if all_blocks else "auto")
+    assert found.plan.interrupted == isinstance(second, KeyboardInterrupt)

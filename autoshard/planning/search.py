@@ -41,7 +41,7 @@ def search(question: Question, kinds: Sequence[Kind] = KINDS, solve: Solve | Non
     tried: list[Tried] = []
     for one in trials(question, kinds, tried, solve):
         if one.is_interrupted:
-            break
+            return _best(tried).as_interrupted()
     return _best(tried)
 
 
@@ -98,11 +98,11 @@ def _of_all_seconds(question: Question) -> Answered:
     plan_of = answered_per_tensor if is_auto else best_choice
     if options.objective != "overlapped":
         return plan_of(question)
-    roughly = question.with_options(gap=max(options.gap, options.accepted[0]))
+    roughly, has_limit = question.with_options(gap=max(options.gap, options.accepted[0])), options.time_limit != TIME_LIMIT
     try:
-        best = plan_of(roughly.within(SHARE) if options.time_limit < TIME_LIMIT else roughly)
+        best = plan_of(roughly.within(SHARE) if has_limit else roughly)
     except Infeasible as error:
-        if options.time_limit == TIME_LIMIT or not (is_auto or isinstance(error, NoAnswer)):
+        if not (has_limit and (is_auto or isinstance(error, NoAnswer))):
             raise
         best = plan_of(roughly)
     return replace(best, question=best.question.with_options(time_limit=options.time_limit, gap=options.gap))

@@ -112,10 +112,11 @@ class _Search:
         """The fastest way that was found, and its certificate; None where nothing fits in memory."""
         self.ask(None)
         if host_bandwidth(self.question.mesh.device) is not None and not self.met_without_limit():
-            self.ask(0.0, LINE_GAP)
+            goes_on = self.ask(0.0, LINE_GAP)
             for _ in range(MOST_SHARES):
-                if (share := self.crossing()) is None or self.is_met() or not self.ask(share):
+                if not goes_on or self.is_met() or (share := self.crossing()) is None:
                     break
+                goes_on = self.ask(share)
         best = self.fastest()
         if best is None or self.answer is None:
             return None

@@ -9,7 +9,7 @@ that the next may depend on it. The last variant that it yields is meant to be t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.planning.instance import Instance
 from autoshard.planning.options import Infeasible, NoAnswer
@@ -51,6 +51,11 @@ class Answered:
     def seconds(self) -> float:
         """What the objective counts."""
         return self.answer.cost if self.overlapped is None else self.overlapped.seconds
+
+    def as_interrupted(self) -> "Answered":
+        """The same, as Ctrl-C left it: nothing further is looked for."""
+        plan = replace(self.plan, interrupted=True)
+        return replace(self, answer=plan) if self.overlapped is None else replace(self, overlapped=replace(self.overlapped, answer=plan))
 
     @property
     def choice(self) -> tuple[int, ...]:

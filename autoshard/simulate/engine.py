@@ -12,7 +12,7 @@ waited for), in time linear in the length of the list.
 """
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -109,10 +109,7 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
         start()
         if not left:
             break
-        beside = 1.0 + slowed * sum(link >= 0 and count > 0 for link, count in active.items()) if 0 in left else 1.0
-        shares = {
-            stream: active[link] * beside if (link := link_of[stream]) >= 0 else beside if stream == 0 else 1.0 for stream in left
-        }  # seconds that one second of work takes
+        shares = _shares(left, link_of, active, slowed)
         step = min(left[stream] * share for stream, share in shares.items())
         now += step
         for stream, share in shares.items():
@@ -128,10 +125,15 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
             del left[stream]
             for k in readers[i]:
                 unmet[k] -= 1
-    if any(map(math.isnan, end)):
-        waiting = next(i for i, e in enumerate(end) if math.isnan(e))
+    if (waiting := next((i for i, e in enumerate(end) if math.isnan(e)), None)) is not None:
         raise ValueError(f"task {waiting} waits for ever: the list holds it before a task that it waits for")
     return Times(begin, end, cause)
+
+
+def _shares(running: Collection[int], link_of: Mapping[int, int], active: Mapping[int, int], slowed: float) -> dict[int, float]:
+    """Per running stream the seconds that one second of its work takes. active: how many of them run on each link."""
+    beside = 1.0 + slowed * sum(link >= 0 and count > 0 for link, count in active.items()) if 0 in running else 1.0
+    return {s: active[link] * beside if (link := link_of[s]) >= 0 else beside if s == 0 else 1.0 for s in running}
 
 
 class _Patient:
