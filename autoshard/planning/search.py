@@ -14,7 +14,7 @@ from autoshard.planning.describe import described
 from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
-from autoshard.planning.overlapped import overlapped
+from autoshard.planning.overlapped import GAP, overlapped
 from autoshard.planning.question import Question
 from autoshard.planning.recomputing import chunks, hidden_values, recomputations
 from autoshard.planning.refusal import of_last_resort
@@ -91,14 +91,15 @@ def answered(question: Question) -> Answered:
 
 
 def _of_all_seconds(question: Question) -> Answered:
-    """The best plan of tasks one after the other. For the shortest time line it is a begin: proven to the gap that is accepted after some
-    time, and in a share of a time limit."""
+    """The best plan of tasks one after the other. For the shortest time line it is a begin: proven to GAP, or to the gap that is accepted
+    after some time, and in a share of a time limit."""
     options = question.options
     is_auto = options.recompute == "auto"
     plan_of = answered_per_tensor if is_auto else best_choice
     if options.objective != "overlapped":
         return plan_of(question)
-    roughly, has_limit = question.with_options(gap=max(options.gap, options.accepted[0])), options.time_limit != TIME_LIMIT
+    gap = max(options.gap, options.accepted[0], GAP if question.mesh.num_devices > 1 else 0.0)
+    roughly, has_limit = question.with_options(gap=gap), options.time_limit != TIME_LIMIT
     try:
         best = plan_of(roughly.within(SHARE) if has_limit else roughly)
     except Infeasible as error:
