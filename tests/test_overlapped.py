@@ -27,7 +27,7 @@ from autoshard.problem import evaluate
 from autoshard.report.planned import planned_report, summary
 from autoshard.report.proof import proof, verdict
 from autoshard.report.terminal import as_text
-from autoshard.simulate.chains import full_streams, longest_chain
+from autoshard.simulate.chains import critical_chain, full_streams, longest_chain
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import (
@@ -134,6 +134,19 @@ def test_the_longest_chain_of_one_plan_is_no_longer_than_the_time_line_of_any(ca
         for k, one in enumerate((*of, mean)):
             assert seconds_of_parts(parts[: len(chains)], *one).max() <= seconds_of_parts([parts[k]], *one)[0] * (1 + 1e-9)
     assert violations(formulated, parts, plans) == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_critical_chain_has_the_seconds_of_the_critical_path(case):
+    formulated, plans = instance(*case)
+    streams = stream_seconds(formulated)
+    for choice in plans:
+        timeline = timeline_of(formulated, choice)
+        nodes, edges = seconds_of_choice(formulated.problem, streams.nodes, streams.edges, choice)
+        chain = critical_chain(timeline, streams)
+        of_path = math.fsum(timeline.tasks[i].seconds for i in timeline.critical_path)
+        of_chain = float((chain.nodes * nodes).sum() + (chain.edges * edges).sum())
+        assert of_path * (1 - 1e-9) <= of_chain <= of_path * 1.05  # more where one of two tasks of an op on one stream is in the path
 
 
 @pytest.mark.parametrize("case", CASES[:2])
@@ -283,7 +296,7 @@ def test_exchanges_that_do_not_fit_leave_steps_for_those_that_do(monkeypatch):
     search.offer(slow)
     search.bound, search.simulations = search.shortest / 1e6, 6
     moves = [(0.0, dict(enumerate(largest)))] * 60 + [(0.0, dict(enumerate(fitting[0])))]
-    monkeypatch.setattr(search, "_moves", lambda: (moves, []))
+    monkeypatch.setattr(search, "_moves", lambda x, known: (moves, []))
     search.polish()
     assert search.best == tuple(fitting[0]) != tuple(slow)
 

@@ -31,6 +31,7 @@ class StreamSeconds:
     nodes: tuple[np.ndarray, ...]
     edges: tuple[np.ndarray, ...]
     num: int  # 1 + links + 2
+    of_axis: tuple[int, ...]  # the stream of the link that each mesh axis uses
 
 
 def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
@@ -47,7 +48,8 @@ class _Streams:
         order = sorted(set(links))
         self.num = 3 + len(order)
         self.early = early_casts(formulation.graph)
-        self.to_link = np.eye(self.num)[[0, *(order.index(link) + 1 for link in links)]]  # stream of an axis -> stream of its link
+        self.of_axis = tuple(order.index(link) + 1 for link in links)
+        self.to_link = np.eye(self.num)[[0, *self.of_axis]]  # stream of an axis -> stream of its link
         self.known: dict[tuple, np.ndarray] = {}
 
     def build(self) -> StreamSeconds:
@@ -55,7 +57,7 @@ class _Streams:
         nodes = tuple(self._once(("node", id(costs), v in self.early), self._node, v) for v, costs in enumerate(problem.node_costs))
         links = self.formulation.tensor_edges
         edges = tuple(self._once(("edge", id(e.table), self._updates(t)), self._edge, t, e.table) for e, t in zip(problem.edges, links))
-        return StreamSeconds(nodes, edges, self.num)
+        return StreamSeconds(nodes, edges, self.num, self.of_axis)
 
     def _once(self, key: tuple, of, *arguments) -> np.ndarray:
         if key not in self.known:

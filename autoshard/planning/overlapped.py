@@ -13,7 +13,7 @@ some time, end it earlier.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,8 +25,8 @@ from autoshard.planning.instance import Instance
 from autoshard.planning.question import Question
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.tying import tied_groups
-from autoshard.problem import evaluate
-from autoshard.simulate import full_streams, longest_chain, timeline_of
+from autoshard.problem import Problem, evaluate
+from autoshard.simulate import critical_chain, full_streams, longest_chain, timeline_of
 from autoshard.solvers import (
     Answer,
     Loads,
@@ -59,7 +59,7 @@ MOST_KNOWN = 0.02  # relative: a gap at which that is enough
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EXACT = 2.0**-43  # seconds: sums of multiples up to 1,000 s are exact
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
-Move = tuple[float, dict[int, int]]  # the extra cost of an exchange, and the choices that change
+Move = tuple[np.ndarray, dict[int, int]]  # the extra cost of an exchange, at each of two prices or one, and the choices that change
 CROSSED = 1e-7  # relative: a bound this far above a time line is an error
 
 
@@ -130,7 +130,8 @@ class _Search:
         self.rounds = self.simulations = 0
         self.bound = 0.0
         self.weights = self.parts[0].nodes * 0, self.parts[0].edges * 0  # of all seconds at the prices of the bound
-        self.priced = self.priced_last = instance.problem  # for the order in which exchanges are tried; at the last prices
+        self.priced = [instance.problem]  # for the choice of exchanges; the last for their order
+        self.priced_last = instance.problem  # at the last prices
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
         for k, e in enumerate(self.problem.edges):
             self.edges_of[e.a].append(k)
@@ -283,25 +284,38 @@ class _Search:
         """Exchange parts of the best choice with those of the others until no exchange helps.
 
         They are tried in the order of their cost at the prices of the bound. At these, hidden traffic is free, so many cost nothing; a part
-        of all seconds is added for what that traffic slows.
+        of all seconds is added for what that traffic slows. Where the gap is wide, those that are cheap at the mean of these prices and of
+        the choice's critical path are tried in turn with them; the steps that are left begin again without.
         """
-        self.priced = priced_by_stream(self.problem, *self.tables, *(weights + HIDDEN for weights in self.weights))
-        left, before = [float(self.simulations), float(LAYERS_EXCHANGED)], math.inf
-        while self.shortest < before and not self.is_proven:
-            before = self.shortest
-            for k, moves in enumerate(self._moves()):
+        start, known, simulations = self.best, set(self.seconds), float(self.simulations)
+        for by_path in (True, False) if self.gap > WIDE else (False,):
+            simulations = self._descend(start, set(known), simulations, by_path)
+
+    def _descend(self, x: tuple[int, ...], known: set[tuple[int, ...]], simulations: float, by_path: bool) -> float:
+        """From choice x, with parts of the known ones; returns the simulations that are left."""
+        before, left = math.inf, [simulations, float(LAYERS_EXCHANGED)]
+        while self.seconds[x] < before and not self.is_proven:
+            before, self.priced = self.seconds[x], [self._at(*self.weights)]
+            if by_path:
+                path = critical_chain(timeline_of(self.instance.formulated, x, join=True), self.streams)
+                self.priced.append(self._at((self.weights[0] + path.nodes) / 2, (self.weights[1] + path.edges) / 2))
+            for k, moves in enumerate(self._moves(x, known)):
                 idle = 0.0
                 for _, changes in moves:
                     most = IDLE_SHARE * self.simulations if self.gap > WIDE else IDLE_MOVES
                     if left[k] <= 0 or idle >= most or self.question.is_over:
                         break
-                    mixed, shortest = list(self.best), self.shortest
+                    mixed = list(x)
                     for v, i in changes.items():
                         mixed[v] = i
-                    if tuple(mixed) not in self.seconds:
-                        spent = 1.0 if self.offer(mixed) < math.inf else UNFIT
-                        left[k] -= spent
-                        idle = 0 if self.shortest < (1 - LITTLE) * shortest else idle + spent
+                    is_new = tuple(mixed) not in self.seconds
+                    if (seconds := self.offer(mixed)) < math.inf:
+                        known.add(tuple(mixed))
+                    spent = 1.0 if is_new and seconds < math.inf else UNFIT
+                    left[k] -= spent
+                    idle = 0 if seconds < (1 - LITTLE) * self.seconds[x] else idle + spent
+                    x = tuple(mixed) if seconds < self.seconds[x] else x
+        return left[0]
 
     def plainest(self) -> tuple[int, ...]:
         """The best choice, or the one in which all equal layers are as one of its layers, where that is as good as was asked for."""
@@ -316,10 +330,10 @@ class _Search:
         seconds, plain = min(alike)
         return plain if seconds <= (1 + self.question.options.gap) * self.seconds[best] else self.best
 
-    def _moves(self) -> tuple[list[Move], list[Move]]:
+    def _moves(self, x: tuple[int, ...], known: Set[tuple[int, ...]]) -> tuple[list[Move], list[Move]]:
         """Exchanges of every second layer, where the gap is wide: their traffic costs nothing only once it is hidden, so at no prices do
         they look good. And the other exchanges that may help, and other choices of equal nodes, least extra cost first."""
-        x, moves, first = self.best, self._flips(self.best), []
+        moves, first = self._flips(x), []
         mixed = list(x)
 
         def exchanged(other: tuple[int, ...], nodes: list[int]) -> Move:
@@ -330,30 +344,43 @@ class _Search:
                 mixed[v] = x[v]
             return extra, {v: other[v] for v in nodes}
 
-        for other in sorted(self.seconds, key=lambda choice: self.seconds[choice])[1:EXCHANGED]:
+        for other in sorted(known - {x}, key=lambda choice: (self.seconds[choice], choice))[: EXCHANGED - 1]:
             moves += [exchanged(other, nodes) for nodes in self._exchanges(x, other)]
             if self.gap > WIDE:
                 first += [exchanged(other, nodes) for nodes in self._every_second_layer(x, other)]
-        slack = self.shortest - self.bound
-        every_second, others = (sorted((m for m in some if m[0] < slack), key=lambda m: m[0]) for some in (first, moves))
-        return others, every_second
+        slack = self.seconds[x] - self.bound
+        return tuple(self._in_turn([move for move in some if move[0][0] < slack]) for some in (moves, first))
+
+    def _in_turn(self, moves: list[Move]) -> list[Move]:
+        """The least extra cost first: one at the first prices, one at the next."""
+        extra = np.array([extra for extra, _ in moves]).reshape(len(moves), len(self.priced))
+        ranks = np.argsort(np.argsort(extra, axis=0, kind="stable"), axis=0)
+        return [moves[k] for k in np.argsort(ranks.min(axis=1), kind="stable")]
 
     def _flips(self, x: Sequence[int]) -> list[Move]:
         """Every other choice of a group of equal nodes, all else as in x, with about its extra cost."""
         extra: dict[int, np.ndarray] = {}
-        for v, (group, costs) in enumerate(zip(self.groups, self.priced.node_costs)):
-            tables = [self.priced.edges[k] for k in self.edges_of[v]]
-            costs = costs + sum(e.table[:, x[e.b]] if e.a == v else e.table[x[e.a]] for e in tables)
-            extra[group] = extra.get(group, 0.0) + costs - costs[x[v]]
+        for v, group in enumerate(self.groups):
+            more = np.array([self._of_choices(priced, v, x) for priced in self.priced])
+            extra[group] = extra.get(group, 0.0) + more - more[:, x[v], None]
         members = grouped((group, v) for v, group in enumerate(self.groups))
-        return [(float(more), dict.fromkeys(members[g], i)) for g, row in extra.items() for i, more in enumerate(row)]
+        return [(more, dict.fromkeys(members[g], i)) for g, rows in extra.items() for i, more in enumerate(rows.T)]
 
-    def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> float:
+    def _of_choices(self, priced: Problem, v: int, x: Sequence[int]) -> np.ndarray:
+        """About the cost of each choice of node v, all else as in x."""
+        tables = [priced.edges[k] for k in self.edges_of[v]]
+        return priced.node_costs[v] + sum(e.table[:, x[e.b]] if e.a == v else e.table[x[e.a]] for e in tables)
+
+    def _priced(self, choice: Sequence[int], nodes: Iterable[int]) -> np.ndarray:
         """The cost of these nodes and their edges."""
-        edges = {k for v in nodes for k in self.edges_of[v]}
-        costs, tables = self.priced.node_costs, self.priced.edges
-        of_edges = math.fsum(float(tables[k].table[choice[tables[k].a], choice[tables[k].b]]) for k in edges)
-        return math.fsum(float(costs[v][choice[v]]) for v in nodes) + of_edges
+        edges, costs = {k for v in nodes for k in self.edges_of[v]}, []
+        for one in self.priced:
+            of_edges = math.fsum(float(one.edges[k].table[choice[one.edges[k].a], choice[one.edges[k].b]]) for k in edges)
+            costs.append(math.fsum(float(one.node_costs[v][choice[v]]) for v in nodes) + of_edges)
+        return np.array(costs)
+
+    def _at(self, of_nodes: np.ndarray, of_edges: np.ndarray) -> Problem:
+        return priced_by_stream(self.problem, *self.tables, of_nodes + HIDDEN, of_edges + HIDDEN)
 
     def _exchanges(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:
         """Sets of nodes of which y's choices can take the place of x's: the parts of equal layers together, then the first and last."""

@@ -7,7 +7,8 @@ A chain leads from task to task in two ways:
 
 so a collective whose result the next kernel reads is added to the seconds of the kernels, and one that waits is not. Which tasks a
 chain has is fixed; the seconds of each depend on the plan. `longest_chain` is the longest of all chains under one plan, or under the mean
-of several; under any other plan the same chain is a bound too.
+of several; under any other plan the same chain is a bound too. `critical_chain` is no bound: it is what the time line of one plan waits
+for, the order of its streams included.
 
     begin_i = max(S, inputs_i)         kernel i; S: the end of the kernels before it; inputs_i: when its last input is there
     ready_i = begin_i + c_i            its outputs are there; S becomes the end of its kernel
@@ -32,13 +33,14 @@ stand before it, is always beside the chain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.formulate import EARLY, Formulation, StreamSeconds
 from autoshard.graph import ACCUMULATED, KEPT
+from autoshard.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,24 @@ def longest_chain(formulation: Formulation, streams: StreamSeconds, nodes: np.nd
     chain = _Longest(formulation, streams, nodes, edges).chain()
     weighted = [Chain(beside + more * chain.nodes, beside + more * chain.edges) for beside, more in _weights(formulation, streams)]
     return max(weighted, key=lambda one: float((one.nodes * nodes).sum() + (one.edges * edges).sum()))
+
+
+def critical_chain(timeline: Timeline, streams: StreamSeconds) -> Chain:
+    """The critical path of a time line: per node, edge and stream the share of microbatches in which tasks of that stream are in it.
+    Whatever shortens the step shortens some of these, or changes the order in which tasks run."""
+    program, path, problem = timeline.program, set(timeline.critical_path), timeline.program.formulation.problem
+    columns = [[0, EARLY, -1], *([k] for k in 2 * streams.of_axis), [], []]  # by the stream of a task; the host's two have none
+
+    def shares(num: int, spans: Iterable[Sequence[tuple[int, int]]]) -> np.ndarray:
+        of = np.zeros((num, streams.num))
+        for k, spans_of_k in enumerate(zip(*spans)):
+            ran = [range(*span) for span in spans_of_k if span[0] < span[1]]
+            for tasks in ran:
+                of[k, list({c for t in tasks if t in path for c in columns[program.tasks[t].stream]})] += 1 / len(ran)
+        return of
+
+    ops, links = zip(*program.earlier, (program.of_op, program.of_link))
+    return Chain(shares(len(problem.node_costs), ops), shares(len(problem.edges), links))
 
 
 def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain]:
