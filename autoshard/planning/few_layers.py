@@ -243,17 +243,6 @@ def corresponding_ops_of(deep: Formulation, few_layers: Formulation) -> tuple[li
     return ops, equal
 
 
-def op_choices(deep: Formulation, few_layers: Formulation, choice: Sequence[int]) -> dict[int, int]:
-    """The choices of the deep problem's ops, those of the corresponding ops; and of outputs, those of the same name."""
-    choices = dict(enumerate(choice[op] for op in corresponding_ops_of(deep, few_layers)[0]))
-    outputs = {few_layers.graph.results[k].name: k for k in few_layers.results if few_layers.graph.results[k].kind == "output"}
-    for k, node in deep.results.items():
-        output = outputs.get(deep.graph.results[k].name) if deep.graph.results[k].kind == "output" else None
-        if output is not None and few_layers.result_layouts[output] == deep.result_layouts[k]:
-            choices[node] = choice[few_layers.results[output]]
-    return choices
-
-
 def completed(formulated: Formulation, known: Mapping[int, int]) -> tuple[int, ...]:
     """The choice in which every other node (a hub; no two of them are neighbours) has what is cheapest beside the known choices."""
     nodes = range(len(formulated.problem.node_costs))
