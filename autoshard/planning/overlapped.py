@@ -289,7 +289,8 @@ class _Search:
         """
         start, known, simulations = self.best, set(self.seconds), float(self.simulations)
         for by_path in (True, False) if self.gap > WIDE else (False,):
-            simulations = self._descend(start, set(known), simulations, by_path)
+            if simulations > 0 and not self.question.is_over:
+                simulations = self._descend(start, set(known), simulations, by_path)
 
     def _descend(self, x: tuple[int, ...], known: set[tuple[int, ...]], simulations: float, by_path: bool) -> float:
         """From choice x, with parts of the known ones; returns the simulations that are left."""
