@@ -350,10 +350,11 @@ class _Search:
             if self.gap > WIDE:
                 first += [exchanged(other, nodes) for nodes in self._every_second_layer(x, other)]
         slack = self.seconds[x] - self.bound
-        return tuple(self._in_turn([move for move in some if move[0][0] < slack]) for some in (moves, first))
+        return self._in_turn(moves, slack), self._in_turn(first, slack)
 
-    def _in_turn(self, moves: list[Move]) -> list[Move]:
-        """The least extra cost first: one at the first prices, one at the next."""
+    def _in_turn(self, moves: list[Move], slack: float) -> list[Move]:
+        """Those that may help at the first prices, the least extra cost first: one at these prices, one at the next."""
+        moves = [move for move in moves if move[0][0] < slack]
         extra = np.array([extra for extra, _ in moves]).reshape(len(moves), len(self.priced))
         ranks = np.argsort(np.argsort(extra, axis=0, kind="stable"), axis=0)
         return [moves[k] for k in np.argsort(ranks.min(axis=1), kind="stable")]
