@@ -9,7 +9,7 @@ import pytest
 from autoshard.capture import capture
 from autoshard.mesh import Mesh
 from autoshard.pipeline.choices import grid_of, speed_ups
-from autoshard.pipeline.configurations import Configuration, equal_parts
+from autoshard.pipeline.configurations import Combination, Configuration, equal_parts
 from autoshard.pipeline.layers import _thin_positions, layers_of
 from autoshard.pipeline.schedule_times import run
 from autoshard.pipeline.schedules import schedule_of
@@ -19,7 +19,7 @@ from autoshard.pipeline.stage_division import step_seconds
 from autoshard.pipeline.stage_planner import StagePlanner
 from autoshard.pipeline.stage_plans import Job, JobRunner, SharedOnMesh, StageProblem, options_on_mesh
 from autoshard.pipeline.stage_programs import second_half, stage_program
-from autoshard.pipeline.stage_tables import StageTable
+from autoshard.pipeline.stage_tables import StageTable, Sums
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.problem import evaluate
 from autoshard.solvers import solve
@@ -199,6 +199,25 @@ def test_leaving_out_what_cannot_pay_changes_no_best(devices, share, links):
     best = min((c.seconds for c in every if c.fits), default=None)
     assert min((c.seconds for c in some if c.fits), default=None) == best and len(some) <= len(every)
     assert (share, devices) != (None, 8) or len(some) < len(every)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+def test_a_share_fits_where_a_layer_more_and_half_as_many_again_in_flight_do(microbatches):
+    """Layers that hold a byte per microbatch in flight: of 4 devices, a stage of s has 8 s / 4 layers, and one more; 4 / s stages are in
+    flight, and interleaved half as many again."""
+    layers = layers_of(capture(*mlp.tiny(layers=8, batch=16), training=True), 8)
+    table = StageTable(Cluster.of(4), layers, microbatches, optimizer="adamw", limit=None, recompute="never")
+    L = layers.count
+    bytes_of = np.maximum(np.arange(L + 1) - np.arange(L)[:, None], 0.0)
+    nothing = np.zeros_like(bytes_of)
+    ours = Sums(Combination(Mesh.from_bandwidths((2,)), False, 0.0), {"static_bytes": nothing, "saved_bytes": bytes_of}, nothing)
+    bigger = Sums(ours.combination, {"static_bytes": nothing + 1e6, "saved_bytes": bytes_of}, nothing)
+    for u, submesh in enumerate(table.cluster.submeshes):
+        of_share = {1: 3, 2: 5, 4: 8}[submesh.size] * min(microbatches, {1: 6, 2: 3, 4: 2}[submesh.size])
+        for limit in (of_share - 1, of_share, of_share + 1):
+            limited = replace(table, limit=float(limit))
+            assert limited.share_fits(u, ours) == limited.share_fits(u, bigger, ours) == (limit >= of_share)
+            assert not limited.share_fits(u, bigger)
 
 
 @pytest.mark.parametrize(("room", "fits"), [(0.5, False), (0.8, True), (2.0, True)])
