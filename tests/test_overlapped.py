@@ -301,6 +301,30 @@ def test_exchanges_that_do_not_fit_leave_steps_for_those_that_do(monkeypatch):
     assert search.best == tuple(fitting[0]) != tuple(slow)
 
 
+def small_search():
+    question = asked(tiny_graph("mlp", True), mesh_of((2, 2)), objective="overlapped", baselines=False)
+    return import_module("autoshard.planning.overlapped")._Search(question, instance_of(question.stepped()))
+
+
+@pytest.mark.parametrize(("bound", "by_path"), [(0.97, [True, False]), (0.99, [False])])
+def test_exchanges_are_tried_by_the_critical_path_too_where_the_gap_is_wide(monkeypatch, bound, by_path):
+    search, seen = small_search(), []
+    search.offer(random_choice(search.instance.formulated, 0))
+    search.bound, search.simulations = bound * search.shortest, 8
+    monkeypatch.setattr(search, "_descend", lambda x, known, left, by_path: seen.append((left, by_path)) or left - 5)
+    search.polish()
+    assert seen == list(zip((8, 3), by_path))
+
+
+def test_exchanges_come_in_turn_from_the_orders_of_both_prices_and_those_that_cannot_help_not_at_all():
+    search = small_search()
+    search.priced = [search.problem] * 2
+    moves = [(np.array(extra), {k: k}) for k, extra in enumerate([(0.0, 9.0), (1.0, 8.0), (2.0, 1.0), (3.0, 2.0), (5.0, 0.0)])]
+    assert [list(changes) for _, changes in search._in_turn(moves, slack=4.0)] == [[0], [2], [1], [3]]
+    search.priced, moves = [search.problem], [(extra[:1], changes) for extra, changes in reversed(moves)]
+    assert [list(changes) for _, changes in search._in_turn(moves, slack=4.0)] == [[0], [1], [2], [3]]
+
+
 # -- against all plans ---------------------------------------------------------------------------------------------------------------
 
 

@@ -130,7 +130,7 @@ class _Search:
         self.rounds = self.simulations = 0
         self.bound = 0.0
         self.weights = self.parts[0].nodes * 0, self.parts[0].edges * 0  # of all seconds at the prices of the bound
-        self.priced = [instance.problem]  # for the choice of exchanges; the last for their order
+        self.priced = [instance.problem]  # for the order in which exchanges are tried, and the first for whether they are
         self.priced_last = instance.problem  # at the last prices
         self.edges_of: list[list[int]] = [[] for _ in self.problem.node_costs]
         for k, e in enumerate(self.problem.edges):
@@ -382,6 +382,7 @@ class _Search:
         return np.array(costs)
 
     def _at(self, of_nodes: np.ndarray, of_edges: np.ndarray) -> Problem:
+        """The problem at these weights of the seconds of each node and edge; what is hidden costs a little too."""
         return priced_by_stream(self.problem, *self.tables, of_nodes + HIDDEN, of_edges + HIDDEN)
 
     def _exchanges(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:

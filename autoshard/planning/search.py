@@ -98,7 +98,7 @@ def _of_all_seconds(question: Question) -> Answered:
     plan_of = answered_per_tensor if is_auto else best_choice
     if options.objective != "overlapped":
         return plan_of(question)
-    gap = max(options.gap, options.accepted[0], GAP if question.mesh.num_devices > 1 else 0.0)
+    gap = max(options.gap, options.accepted[0], GAP if question.mesh.num_devices > 1 else 0.0)  # of one device its bound is the last word
     roughly, has_limit = question.with_options(gap=gap), options.time_limit != TIME_LIMIT
     try:
         best = plan_of(roughly.within(SHARE) if has_limit else roughly)
