@@ -306,11 +306,11 @@ def small_search():
     return import_module("autoshard.planning.overlapped")._Search(question, instance_of(question.stepped()))
 
 
-@pytest.mark.parametrize(("bound", "by_path"), [(0.97, [True, False]), (0.99, [False])])
-def test_exchanges_are_tried_by_the_critical_path_too_where_the_gap_is_wide(monkeypatch, bound, by_path):
+@pytest.mark.parametrize(("bound", "more_rounds", "by_path"), [(0.97, 1, [True, False]), (0.99, 1, [False]), (0.97, 0, [False])])
+def test_exchanges_are_tried_by_the_critical_path_too_where_the_gap_of_a_small_model_is_wide(monkeypatch, bound, more_rounds, by_path):
     search, seen = small_search(), []
     search.offer(random_choice(search.instance.formulated, 0))
-    search.bound, search.simulations = bound * search.shortest, 8
+    search.bound, search.simulations, search.more_rounds = bound * search.shortest, 8, more_rounds
     monkeypatch.setattr(search, "_descend", lambda x, known, left, by_path: seen.append((left, by_path)) or left - 5)
     search.polish()
     assert seen == list(zip((8, 3), by_path))

@@ -13,7 +13,7 @@ some time, end it earlier.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -127,7 +127,7 @@ class _Search:
         self.by_stream: list[tuple[np.ndarray, np.ndarray]] = []  # of these
         self.by_time: list[np.ndarray] = []  # of these, how full the memory is at every time
         self.times: list[int] = []  # at which bytes have a price
-        self.rounds = self.simulations = 0
+        self.rounds = self.more_rounds = self.simulations = 0
         self.bound = 0.0
         self.weights = self.parts[0].nodes * 0, self.parts[0].edges * 0  # of all seconds at the prices of the bound
         self.priced = [instance.problem]  # for the order in which exchanges are tried, and the first for whether they are
@@ -150,6 +150,11 @@ class _Search:
         """Within the gap that is enough."""
         options = self.question.options
         return self.gap <= max(options.gap, options.accepted[0] if self.question.clock.elapsed > options.accepted[1] else 0.0)
+
+    @property
+    def is_small(self) -> bool:
+        """A model whose problems are solved and simulated quickly: it gets more steps while the gap is wide."""
+        return self.more_rounds > self.rounds
 
     @property
     def gap(self) -> float:
@@ -193,7 +198,7 @@ class _Search:
         least = math.inf  # that a mixture of known plans takes
         for k in range(self.more_rounds):
             *best, most = self._best_prices()
-            is_wide = self.more_rounds > self.rounds and self.gap > WIDE
+            is_wide = self.is_small and self.gap > WIDE
             idle = 0 if is_wide and most < (1 - LITTLE) * least else idle
             if most - self.bound <= AGREED * most or self.is_proven or idle >= MOST_IDLE[is_wide] or self.question.is_over:
                 return
@@ -284,15 +289,15 @@ class _Search:
         """Exchange parts of the best choice with those of the others until no exchange helps.
 
         They are tried in the order of their cost at the prices of the bound. At these, hidden traffic is free, so many cost nothing; a part
-        of all seconds is added for what that traffic slows. Where the gap is wide, those that are cheap at the mean of these prices and of
-        the choice's critical path are tried in turn with them; the steps that are left begin again without.
+        of all seconds is added for what that traffic slows. In a small model whose gap is wide, those that are cheap at the mean of these
+        prices and of the choice's critical path are tried in turn with them; the steps that are left begin again without.
         """
-        start, known, simulations = self.best, set(self.seconds), float(self.simulations)
-        for by_path in (True, False) if self.gap > WIDE else (False,):
+        start, known, simulations = self.best, list(self.seconds), float(self.simulations)
+        for by_path in (True, False) if self.is_small and self.gap > WIDE else (False,):
             if simulations > 0 and not self.question.is_over:
-                simulations = self._descend(start, set(known), simulations, by_path)
+                simulations = self._descend(start, list(known), simulations, by_path)
 
-    def _descend(self, x: tuple[int, ...], known: set[tuple[int, ...]], simulations: float, by_path: bool) -> float:
+    def _descend(self, x: tuple[int, ...], known: list[tuple[int, ...]], simulations: float, by_path: bool) -> float:
         """From choice x, with parts of the known ones; returns the simulations that are left."""
         before, left = math.inf, [simulations, float(LAYERS_EXCHANGED)]
         while self.seconds[x] < before and not self.is_proven:
@@ -310,11 +315,13 @@ class _Search:
                     for v, i in changes.items():
                         mixed[v] = i
                     is_new = tuple(mixed) not in self.seconds
-                    if (seconds := self.offer(mixed)) < math.inf:
-                        known.add(tuple(mixed))
-                    spent = 1.0 if is_new and seconds < math.inf else UNFIT
-                    left[k] -= spent
-                    idle = 0 if seconds < (1 - LITTLE) * self.seconds[x] else idle + spent
+                    seconds = self.offer(mixed)
+                    if is_new:
+                        spent = 1.0 if seconds < math.inf else UNFIT
+                        left[k] -= spent
+                        idle = 0 if seconds < (1 - LITTLE) * self.seconds[x] else idle + spent
+                    if seconds < math.inf and tuple(mixed) not in known:
+                        known.append(tuple(mixed))
                     x = tuple(mixed) if seconds < self.seconds[x] else x
         return left[0]
 
@@ -331,7 +338,7 @@ class _Search:
         seconds, plain = min(alike)
         return plain if seconds <= (1 + self.question.options.gap) * self.seconds[best] else self.best
 
-    def _moves(self, x: tuple[int, ...], known: Set[tuple[int, ...]]) -> tuple[list[Move], list[Move]]:
+    def _moves(self, x: tuple[int, ...], known: Sequence[tuple[int, ...]]) -> tuple[list[Move], list[Move]]:
         """Exchanges of every second layer, where the gap is wide: their traffic costs nothing only once it is hidden, so at no prices do
         they look good. And the other exchanges that may help, and other choices of equal nodes, least extra cost first."""
         moves, first = self._flips(x), []
@@ -345,7 +352,7 @@ class _Search:
                 mixed[v] = x[v]
             return extra, {v: other[v] for v in nodes}
 
-        for other in sorted(known - {x}, key=lambda choice: (self.seconds[choice], choice))[: EXCHANGED - 1]:
+        for other in sorted((one for one in known if one != x), key=lambda choice: self.seconds[choice])[: EXCHANGED - 1]:
             moves += [exchanged(other, nodes) for nodes in self._exchanges(x, other)]
             if self.gap > WIDE:
                 first += [exchanged(other, nodes) for nodes in self._every_second_layer(x, other)]
