@@ -46,7 +46,7 @@ docs-serve: docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # DATA is handed to every script as its data's path. Those that need a GPU, or other versions of torch, are run by themselves.
-BENCHES := $(filter-out $(patsubst %,benchmarks/%.py,matrix torch_versions gpu fake_cuda mutation study inductor_kernels),$(wildcard benchmarks/*.py))
+BENCHES := $(filter-out $(patsubst %,benchmarks/%.py,matrix torch_versions gpu fake_cuda mutation quick_suite study inductor_kernels),$(wildcard benchmarks/*.py))
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHES) 'benchmarks/study.py all'; do echo "== $$script"; $(BIN)/python $$script $(DATA); done
 

@@ -42,7 +42,8 @@ class Network:
             for name in self.names:
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "dev", "lo", "up")
-                _checked(["ip", "netns", "exec", name, "sh", "-c", f"echo {CONGESTION_CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control"])
+                setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+                _checked(["ip", "netns", "exec", name, "sh", "-c", f"echo {CONGESTION_CONTROL} > {setting}"])
             ends = [("name", LINK, "netns", name) for name in self.names]
             ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
             for node, name in enumerate(self.names):
