@@ -98,7 +98,8 @@ def cost_by_definition(graph: Graph, layouts: dict, results: dict, mesh: Mesh) -
         local_in = [(local_shape(t.shape, parse(w), mesh), t.dtype) for t, w in zip(inputs, placed.inputs, strict=True)]
         local_out = [t and (local_shape(t.shape, parse(w), mesh), t.dtype) for t, w in zip(op.outputs, placed.outputs, strict=True)]
         seconds.append(op_seconds(op.target, local_in, local_out, op.alias, mesh.device))
-        if "softmax" in op.target and any(p.is_shard(len(inputs[0].shape) - 1) for p in parse(placed.inputs[0])):  # the classes, in several kernels
+        if "softmax" in op.target and any(p.is_shard(len(inputs[0].shape) - 1) for p in parse(placed.inputs[0])):
+            # the classes, in several kernels
             passes = {"aten._softmax.default": 6, "aten._log_softmax.default": 6, "aten._log_softmax_backward_data.default": 5}[op.target]
             seconds.append(passes * 4 * int(np.prod(local_in[0][0])) / mesh.device.memory_rate)
         for collective, axis, size in internal_collectives(op, inputs, tuple(map(parse, placed.inputs)), mesh):
