@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -139,12 +140,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = measured()
     suite = chosen(rows, options.seconds)
-    cases: dict[str, list[str]] = {}
-    for i, row in enumerate(rows):
-        test, _, case = row["test"].partition("[")
-        cases.setdefault(test, []).append("" if i in suite else case[:-1] or "all")
-    slow = {test: [case for case in those if case] if "" in those else [] for test, those in sorted(cases.items()) if any(those)}
-    text = ",\n".join(f"  {json.dumps(test)}: {json.dumps(those)}" for test, those in slow.items())
+    names = [row["test"].partition("[") for row in rows]
+    total = Counter(test for test, _, _ in names)
+    slow: dict[str, list[str]] = {}
+    for test, case in sorted((test, case[:-1]) for i, (test, _, case) in enumerate(names) if i not in suite):
+        slow.setdefault(test, []).append(case)
+    slow = {test: cases if len(cases) < total[test] else [] for test, cases in slow.items()}
+    text = ",\n".join(f"  {json.dumps(test)}: {json.dumps(cases)}" for test, cases in slow.items())
     SLOW.with_suffix(".new").write_text("{\n" + text + "\n}\n")
     SLOW.with_suffix(".new").replace(SLOW)
 
