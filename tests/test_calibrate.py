@@ -285,15 +285,30 @@ class Told:
         self.now, self.calls = self.now + seconds, self.calls + 1
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(2**-16, 2 + 5 * 1000), (2**-10, 2 + 5 * 20), (2**-3, 2 + 5), (0.25, 2 + 2)])
+@pytest.mark.parametrize(("seconds", "calls"), [(2**-16, 2 + 5 * 1000), (2**-10, 2 + 5 * 20), (2**-3, 2 + 5), (0.25, 2 + 3)])
 def test_an_op_is_called_for_five_rounds_of_a_fiftieth_of_a_second_or_less_often_where_it_is_slow(seconds, calls):
     clock = Told()
     assert device_rates.median_seconds(partial(clock.op, seconds), CPU, clock) == seconds and clock.calls == calls
 
 
-@pytest.mark.parametrize(("share", "sizes"), [(9.0, 1), (9.2, 2), (19.0, 2), (19.2, 3), (39.0, 3), (39.2, 4)])
+@pytest.mark.parametrize("seconds", [2**-16, 2**-10, 2**-3, 0.25])
+def test_a_call_is_timed_right_after_another_one_as_in_a_step_and_not_after_a_pause(seconds):
+    clock, rested = Told(), []
+
+    def agree(number):
+        rested.append(True)
+        return number
+
+    def op():
+        clock.op(seconds / 2 if rested else seconds)
+        rested.clear()
+
+    assert device_rates.median_seconds(op, CPU, clock, agree) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(("share", "sizes"), [(11.3, 1), (11.4, 2), (23.8, 2), (23.9, 3), (48.8, 3), (48.9, 4)])
 def test_larger_sizes_are_measured_while_the_next_one_may_fit_into_the_share(share, sizes):
-    clock = Told()  # four calls of each; after them 1 + 8 + 0.1 s, 3 + 16 + 0.1 s, 7 + 32 + 0.1 s
+    clock = Told()  # five calls of each; after them 1.25 + 10 + 0.1 s, 3.75 + 20 + 0.1 s, 8.75 + 40 + 0.1 s
     ops = (("mm", "float32", k, 0.0, 0.0, partial(clock.op, one)) for k, one in enumerate((0.25, 0.5, 1.0, 2.0)))
     assert [size for size, _ in device_rates._while_it_fits(ops, CPU, clock, share, float)] == list(range(sizes))
 

@@ -32,22 +32,22 @@ Agree = Callable[[float], float]
 
 
 def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float) -> float:
-    """Seconds of one call. agree: the largest of all ranks' numbers, where several ranks measure together."""
+    """Seconds of one call among others, as in a step: after a pause a link may be quicker. agree: the largest of all ranks' numbers, where
+    several ranks measure together."""
 
-    def run(count: int) -> float:
-        agree(0.0)  # all ranks start at the same time
+    def taken(count: int) -> float:
         began = clock()
         for _ in range(count):
             op()
         sync(device)
-        return agree((clock() - began) / count)
+        return (clock() - began) / count
 
-    run(1)  # warm-up: allocation, kernel choice, connections
-    estimate = run(1)
+    taken(1)  # warm-up: allocation, kernel choice, connections
+    agree(0.0)  # all ranks start at the same time
+    estimate = agree(taken(1))
     count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
-    if estimate > 10 * ROUND:  # slow: one call is a round
-        return statistics.median([estimate, run(1), run(1)])
-    return statistics.median(run(count) for _ in range(ROUNDS))
+    rounds = 3 if estimate > 10 * ROUND else ROUNDS
+    return agree(statistics.median(taken(count) for _ in range(rounds)))
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -75,7 +75,7 @@ def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share:
         sample = OpSample(name, dtype, flops, moved, median_seconds(call, device, clock, agree))
         yield size, sample
         spent = agree(clock() - began)
-        if spent + 8 * 4 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 4 calls
+        if spent + 8 * 5 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 5 calls
             return
 
 
