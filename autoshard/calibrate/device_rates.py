@@ -5,7 +5,8 @@
     memory       y = x, s bytes                    0                      2 s
     launch       x += 1, one element               0                      0
 
-The seconds of an op are the median of several rounds. A round repeats the op for about ROUND seconds and divides, so that the
+The seconds of an op are the mean of five rounds without the fastest and the slowest: over gloo a collective takes one of two times, by
+which rank comes first, and a step of many takes their mean. A round repeats the op for about ROUND seconds and divides, so that the
 resolution of the clock does not matter.
 """
 
@@ -31,7 +32,7 @@ Clock = Callable[[], float]
 Agree = Callable[[float], float]
 
 
-def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float) -> float:
+def typical_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float) -> float:
     """Seconds of one call among others, as in a step: after a pause a link may be quicker. agree: the largest of all ranks' numbers, where
     several ranks measure together."""
 
@@ -46,8 +47,7 @@ def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock,
     agree(0.0)  # all ranks start at the same time
     estimate = agree(taken(1))
     count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
-    rounds = 3 if estimate > 10 * ROUND else ROUNDS
-    return agree(statistics.median(taken(count) for _ in range(rounds)))
+    return agree(statistics.mean(sorted(taken(count) for _ in range(ROUNDS))[1:-1]))
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -58,7 +58,7 @@ def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 def measure_device(device: torch.device, *, clock: Clock, seconds: float, agree: Agree = float) -> Iterator[tuple[int, OpSample]]:
     """Sizes and times of ops, small sizes first, each kind within its share of `seconds`; sizes that would exceed it are left out."""
     one = torch.zeros(1, device=device)
-    yield 1, OpSample("launch", "float32", 0, 0, median_seconds(lambda: one.add_(1), device, clock, agree))
+    yield 1, OpSample("launch", "float32", 0, 0, typical_seconds(lambda: one.add_(1), device, clock, agree))
     share = seconds / (1 + 2 * len(dtypes(device)))
     yield from _while_it_fits(_memory_ops(device), device, clock, share, agree)
     for dtype in dtypes(device):
@@ -72,10 +72,10 @@ Op = tuple[str, str, int, float, float, Callable[[], object]]
 def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share: float, agree: Agree) -> Iterator[tuple[int, OpSample]]:
     began = clock()
     for name, dtype, size, flops, moved, call in ops:
-        sample = OpSample(name, dtype, flops, moved, median_seconds(call, device, clock, agree))
+        sample = OpSample(name, dtype, flops, moved, typical_seconds(call, device, clock, agree))
         yield size, sample
         spent = agree(clock() - began)
-        if spent + 8 * 5 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 5 calls
+        if spent + 8 * 7 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 7 calls
             return
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.calibrate.device_rates import measure_device, median_seconds
+from autoshard.calibrate.device_rates import measure_device, typical_seconds
 from autoshard.calibrate.rates import OpSample
 from autoshard.lower import CollectiveCall, Groups
 from autoshard.mesh import shape_text
@@ -75,7 +75,7 @@ def measure(
         n = device_mesh.shape[axis]
         size = max(1, round(size / (4 * n))) * 4.0 * n  # whole floats on every rank
         ask = CollectiveCall(collective, axis, buffer_of(collective, int(size) // 4, n, device))
-        measured.collectives[key][size] = median_seconds(lambda: groups.answer(ask), device, clock, agree)
+        measured.collectives[key][size] = typical_seconds(lambda: groups.answer(ask), device, clock, agree)
         return f"{collective} on axis {axis}: {size:.0f} bytes"
 
     def time_alone(axis: int, size: float) -> str:
@@ -83,7 +83,7 @@ def measure(
         assert where is not None, "every rank is in the mesh"
         is_first = not any(c for k, c in enumerate(where) if k != axis)
         ask = CollectiveCall("all_gather", axis, buffer_of("all_gather", int(size) // 4, n, device))
-        taken = median_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
+        taken = typical_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
         measured.alone.setdefault(axis, {})[size] = taken
         return f"all_gather on axis {axis}, one group alone: {size:.0f} bytes"
 
@@ -95,13 +95,13 @@ def measure(
         for key in keys:
             times = measured.collectives[key]
             expected = max(times.values()) * size / max(times) if times else 0.0  # in proportion to the size
-            if 5 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
+            if 7 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
                 yield report(time(key, size))
         size *= 4
     for axis, n in enumerate(device_mesh.shape):
         times = measured.collectives.get((axis, "all_gather"), {})
         for size in sorted(times)[-SHARED:] if math.prod(device_mesh.shape) > n else ():
-            if 5 * times[size] < left():
+            if 7 * times[size] < left():
                 yield report(time_alone(axis, size))
     while (gap := _gap(measured.collectives, left())) is not None:
         yield report(time(*gap))
@@ -128,7 +128,7 @@ def _gap(curves: dict[tuple[int, str], dict[float, float]], left: float) -> tupl
         for i in range(len(sizes) - 1):
             wide = math.log(sizes[i + 1] / sizes[i])
             score = (max(bends[i], bends[i + 1]) + 0.01) * wide
-            if sizes[i + 1] / sizes[i] > FINE and 8 * times[sizes[i + 1]] < left and score > best:
+            if sizes[i + 1] / sizes[i] > FINE and 7 * times[sizes[i + 1]] < left and score > best:
                 best, gap = score, (key, math.sqrt(sizes[i] * sizes[i + 1]))
     return gap if left > 0.2 else None
 

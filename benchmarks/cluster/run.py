@@ -165,7 +165,7 @@ def parser_of(description: str | None, *, speeds: str, models: Collection[str]) 
     parser.add_argument("--speeds", default=speeds, help="megabits per second, each way")
     parser.add_argument("--models", default=",".join(models), help=f"some of {', '.join(models)}")
     parser.add_argument("--calibrate", type=float, default=60.0, help="seconds to measure collectives in, at each speed")
-    parser.add_argument("--largest", type=float, default=4e6, help="bytes of the largest collective measured")
+    parser.add_argument("--largest", type=float, default=2.0**22, help="bytes of the largest collective measured")
     parser.add_argument("--json", action="store_true", help="one object instead of text")
     return parser
 
