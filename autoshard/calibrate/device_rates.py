@@ -5,9 +5,9 @@
     memory       y = x, s bytes                    0                      2 s
     launch       x += 1, one element               0                      0
 
-The seconds of an op are the mean of five rounds without the fastest and the slowest: over gloo a collective takes one of two times, by
-which rank comes first, and a step of many takes their mean. A round repeats the op for about ROUND seconds and divides, so that the
-resolution of the clock does not matter.
+The seconds of an op are the mean of five rounds without the fastest and the slowest, or the median of three where a call is slow. A round
+repeats the op for about ROUND seconds and divides, so that the resolution of the clock does not matter, and at least twice: after a barrier
+a collective over gloo is up to twice as fast as right after another one, when one rank is first, and steps have both.
 """
 
 import statistics
@@ -33,21 +33,22 @@ Agree = Callable[[float], float]
 
 
 def typical_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float) -> float:
-    """Seconds of one call among others, as in a step: after a pause a link may be quicker. agree: the largest of all ranks' numbers, where
-    several ranks measure together."""
+    """Seconds of one call. agree: the largest of all ranks' numbers, where several ranks measure together."""
 
-    def taken(count: int) -> float:
+    def run(count: int) -> float:
+        agree(0.0)  # all ranks start at the same time
         began = clock()
         for _ in range(count):
             op()
         sync(device)
-        return (clock() - began) / count
+        return agree((clock() - began) / count)
 
-    taken(1)  # warm-up: allocation, kernel choice, connections
-    agree(0.0)  # all ranks start at the same time
-    estimate = agree(taken(1))
-    count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
-    return agree(statistics.mean(sorted(taken(count) for _ in range(ROUNDS))[1:-1]))
+    run(1)  # warm-up: allocation, kernel choice, connections
+    estimate = run(1)
+    count = int(max(2, min(1000, ROUND / max(estimate, 1e-9))))
+    if estimate > 10 * ROUND:
+        return statistics.median(run(count) for _ in range(3))
+    return statistics.mean(sorted(run(count) for _ in range(ROUNDS))[1:-1])
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -75,7 +76,7 @@ def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share:
         sample = OpSample(name, dtype, flops, moved, typical_seconds(call, device, clock, agree))
         yield size, sample
         spent = agree(clock() - began)
-        if spent + 8 * 7 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 7 calls
+        if spent + 8 * 8 * sample.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 8 calls
             return
 
 

@@ -95,13 +95,13 @@ def measure(
         for key in keys:
             times = measured.collectives[key]
             expected = max(times.values()) * size / max(times) if times else 0.0  # in proportion to the size
-            if 7 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
+            if 8 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
                 yield report(time(key, size))
         size *= 4
     for axis, n in enumerate(device_mesh.shape):
         times = measured.collectives.get((axis, "all_gather"), {})
         for size in sorted(times)[-SHARED:] if math.prod(device_mesh.shape) > n else ():
-            if 7 * times[size] < left():
+            if 8 * times[size] < left():
                 yield report(time_alone(axis, size))
     while (gap := _gap(measured.collectives, left())) is not None:
         yield report(time(*gap))
@@ -128,7 +128,7 @@ def _gap(curves: dict[tuple[int, str], dict[float, float]], left: float) -> tupl
         for i in range(len(sizes) - 1):
             wide = math.log(sizes[i + 1] / sizes[i])
             score = (max(bends[i], bends[i + 1]) + 0.01) * wide
-            if sizes[i + 1] / sizes[i] > FINE and 7 * times[sizes[i + 1]] < left and score > best:
+            if sizes[i + 1] / sizes[i] > FINE and 8 * times[sizes[i + 1]] < left and score > best:
                 best, gap = score, (key, math.sqrt(sizes[i] * sizes[i + 1]))
     return gap if left > 0.2 else None
 
