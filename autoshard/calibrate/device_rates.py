@@ -5,7 +5,7 @@
     memory       y = x, s bytes                    0                      2 s
     launch       x += 1, one element               0                      0
 
-The seconds of an op are the mean of five rounds without the fastest and the slowest, or the median of three where a call is slow. A round
+The seconds of an op are the mean of five rounds, of three where a call is slow, without the fastest and the slowest. A round
 repeats the op for about ROUND seconds and divides, so that the resolution of the clock does not matter, and at least twice: after a barrier
 a collective over gloo is up to twice as fast as right after another one, when one rank is first, and steps have both.
 """
@@ -46,9 +46,8 @@ def typical_seconds(op: Callable[[], object], device: torch.device, clock: Clock
     run(1)  # warm-up: allocation, kernel choice, connections
     estimate = run(1)
     count = int(max(2, min(1000, ROUND / max(estimate, 1e-9))))
-    if estimate > 10 * ROUND:
-        return statistics.median(run(count) for _ in range(3))
-    return statistics.mean(sorted(run(count) for _ in range(ROUNDS))[1:-1])
+    rounds = sorted(run(count) for _ in range(3 if estimate > 10 * ROUND else ROUNDS))
+    return statistics.mean(rounds[1:-1])
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
