@@ -8,11 +8,13 @@ what each executed is kept in build/quick_suite/ for as long as neither the pack
     of each statement that it executes NEW, or 1/2, or 1/4, where none, one or two tests of other names in the suite do so already
     + OWN / 4^m, for what it asserts, m cases of its test being in the suite already
 
-and those of the most worth per CPU second are chosen, until their seconds are up. What takes less than CHEAP seconds, guards the house or
-compares with what was kept (ALWAYS) stays. The others are written to tests/slow.json: names of cases by test, none where all of them are.
+and those of the most worth per CPU second are chosen, until their seconds are up. What takes less than CHEAP seconds, fails with the marks,
+guards the house or compares with what was kept (ALWAYS) stays. The others are written to tests/slow.json: names of cases by test, none where
+all of them are.
 """
 
 import argparse
+import builtins
 import hashlib
 import heapq
 import json
@@ -62,8 +64,6 @@ def pytest_unconfigure(config: Any) -> None:
 
 
 def _close() -> None:
-    import builtins
-
     if not hasattr(builtins, "_marks"):
         __import__("autoshard.graph")
     marks = builtins._marks  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def chosen(rows: list[dict], limit: float) -> set[int]:
 
     suite: set[int] = set()
     for i, row in enumerate(rows):
-        if row["seconds"] < CHEAP or ALWAYS.match(row["test"]):
+        if row["seconds"] < CHEAP or row.get("failed") or ALWAYS.match(row["test"]):
             limit -= take(i)
     queue = [(-worth(i) / row["seconds"], i) for i, row in enumerate(rows) if i not in suite]
     heapq.heapify(queue)
