@@ -9,8 +9,8 @@ what each executed is kept in build/quick_suite/ for as long as neither the pack
     + OWN / 4^m, for what it asserts, m cases of its test being in the suite already
 
 and those of the most worth per CPU second are chosen, until their seconds are up. What takes less than CHEAP seconds, fails with the marks,
-guards the house or compares with what was kept (ALWAYS) stays. The others are written to tests/slow.json: names of cases by test, none where
-all of them are.
+guards the house or compares with what was kept (ALWAYS) stays. The others are written to tests/slow.json: the names of a test's cases, or
+none where all of them are.
 """
 
 import argparse
