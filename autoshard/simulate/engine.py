@@ -74,10 +74,11 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     queues: dict[int, list[int]] = {stream: [] for stream in sorted(link_of, key=lambda stream: (stream in background, stream))}
     unmet = [0] * len(tasks)  # how many of those that a task waits for have not ended
     readers: list[list[int]] = [[] for _ in tasks]
+    after, work = [task.after for task in tasks], [task.seconds for task in tasks]
     for i, task in enumerate(tasks):
         queues[task.stream].append(i)
-        unmet[i] = len(task.after)
-        for j in task.after:
+        unmet[i] = len(after[i])
+        for j in after[i]:
             readers[j].append(i)
     place = dict.fromkeys(queues, 0)
     free: dict[int, tuple[float, int]] = dict.fromkeys(queues, (0.0, -1))
@@ -87,6 +88,7 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     patient = _Patient(tasks, link_of, background)
     left: dict[int, float] = {}  # running task of a stream: seconds of work left
     now, ended = 0.0, -1  # the last task that did
+    known: dict[tuple[int, ...], list[float]] = {}  # by the streams that run: how long a second of each one's work takes
 
     def start() -> None:
         for stream, queue in queues.items():
@@ -96,12 +98,12 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
             if waits[stream] and (urgent[link] or 0 in left and patient.stands_back(i, place[0], left[0])):
                 continue
             at, why = free[stream]
-            for j in tasks[i].after:
+            for j in after[i]:
                 if end[j] > at or why < 0:
                     at, why = max(at, end[j]), j
             if waits[stream] and now > at:
                 why = ended
-            begin[i], cause[i], left[stream] = now, why, tasks[i].seconds
+            begin[i], cause[i], left[stream] = now, why, work[i]
             urgent[link] += not waits[stream]
             active[link] += 1
 
@@ -109,11 +111,15 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
         start()
         if not left:
             break
-        shares = _shares(left, link_of, active, slowed)
-        step = min(left[stream] * share for stream, share in shares.items())
+        running = tuple(left)
+        if running not in known:
+            known[running] = _shares(running, link_of, active, slowed)
+        shares = known[running]
+        lasts = [seconds * share for seconds, share in zip(left.values(), shares)]
+        step = min(lasts)
         now += step
-        for stream, share in shares.items():
-            if left[stream] * share > step:
+        for stream, share, seconds in zip(running, shares, lasts):
+            if seconds > step:
                 left[stream] -= step / share
                 continue
             i = queues[stream][place[stream]]  # it ends now, exactly
@@ -130,10 +136,10 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     return Times(begin, end, cause)
 
 
-def _shares(running: Collection[int], link_of: Mapping[int, int], active: Mapping[int, int], slowed: float) -> dict[int, float]:
+def _shares(running: Collection[int], link_of: Mapping[int, int], active: Mapping[int, int], slowed: float) -> list[float]:
     """Per running stream the seconds that one second of its work takes. active: how many of them run on each link."""
     beside = 1.0 + slowed * sum(link >= 0 and count > 0 for link, count in active.items()) if 0 in running else 1.0
-    return {s: active[link] * beside if (link := link_of[s]) >= 0 else beside if s == 0 else 1.0 for s in running}
+    return [active[link] * beside if (link := link_of[s]) >= 0 else beside if s == 0 else 1.0 for s in running]
 
 
 class _Patient:

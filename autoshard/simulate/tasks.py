@@ -31,6 +31,7 @@ the same at the same times, so one is simulated.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from autoshard.layout import Layout, local_numel, replicated, text
 from autoshard.problem import held, usage_profile
 from autoshard.routes import Step
 
+REST = "rest"  # the phase of what is there when a step begins
 COMPUTE = 0  # stream; of n mesh axes, axis k has the streams k + 1 and, for what no kernel waits for soon, n + k + 1
 PREFETCH = 12  # fetches of parameters ahead of their readers: about a block of a transformer, as fully_shard has it
 
@@ -90,10 +92,11 @@ class _Builder:
         self.formulation, self.choice, self.overlap = formulation, choice, overlap
         self.graph, self.links = formulation.graph, formulation.tensor_edges
         self.tasks: list[Task] = []
-        self.routes: dict[tuple, tuple[Step, ...]] = {}
-        self.internal: dict[tuple, tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]] = {}
-        self.steps = [self._steps(link) for link in self.links]
-        self.places = _Places(formulation, choice, self.steps, overlap, max(prefetch, 1))
+        if formulation not in KNOWN:
+            KNOWN[formulation] = _Facts(formulation)
+        self.facts = KNOWN[formulation]
+        self.places = _Places(formulation, self.facts, choice, overlap, max(prefetch, 1))
+        self.steps = self.places.steps
         self.ready: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is available
         self.of_op = [(0, 0)] * len(self.graph.ops)
         self.of_link = [(0, 0)] * len(self.links)
@@ -119,18 +122,18 @@ class _Builder:
 
     def _fetch(self) -> None:
         """The kept copies, all of which the first op waits for."""
-        self._move_all(self.places.fetches)
-        ends = tuple(self.of_link[k][1] - 1 for k in self.places.fetches if self.steps[k])
-        self.ready |= dict.fromkeys((self.links[k].b for k in self.places.fetches), ends)
+        self._move_all(self.facts.fetches)
+        ends = tuple(self.of_link[k][1] - 1 for k in self.facts.fetches if self.steps[k])
+        self.ready |= dict.fromkeys((self.links[k].b for k in self.facts.fetches), ends)
 
     def _microbatch(self, slots: dict[int, list[int]]) -> None:
         n, waiting = len(self.graph.ops), []
         self._move_all(slots.get(-1, ()))
         for i, op in enumerate(self.graph.ops):
             self._move_all(slots.get(2 * i, ()))
-            if op.kind == ACCUMULATED and any(self.steps[k] for k in self.places.inputs[i]):
+            if op.kind == ACCUMULATED and any(self.steps[k] for k in self.facts.inputs[i]):
                 waiting.append(i)
-            elif not op.is_placeholder and op.kind != KEPT and i not in self.ready:  # a cast may have run
+            elif self.facts.phases[i] != REST and i not in self.ready:  # a cast may have run
                 self._run(i)
             self._move_all(slots.get(2 * i + 1, ()))
         self._move_all(slots.get(2 * n, ()))
@@ -140,26 +143,10 @@ class _Builder:
     def _reduce(self) -> None:
         """The sums of gradients, one after the other, once the last microbatch has ended."""
         ended = self.last_compute
-        for k in self.places.reductions:
+        for k in self.facts.reductions:
             self.ready[self.links[k].a] = ended
             self._move(k)
             ended = self._ends(k)
-
-    def _steps(self, link: TensorEdge) -> tuple[Step, ...]:
-        layouts = (id(link.source_layouts), self.choice[link.a], id(link.target_layouts), self.choice[link.b])  # shared by the layers
-        key = (id(link.tensor), *layouts)
-        if key not in self.routes:
-            self.routes[key] = self._route(link, link.source_layouts[self.choice[link.a]], link.target_layouts[self.choice[link.b]])
-        return self.routes[key]
-
-    def _route(self, link: TensorEdge, source: Layout, target: Layout) -> tuple[Step, ...]:
-        if source == target:
-            return ()
-        route = self.formulation.routes.route(link.tensor.shape, link.tensor.itemsize, source, target)
-        if route is None:
-            name = self.graph.ops[link.value[0]].name
-            raise ValueError(f"the plan moves {name} from {text(source)} to {text(target)}, for which there is no route; plan again")
-        return route.steps
 
     def _move_all(self, links: Sequence[int]) -> None:
         for k in links:
@@ -180,7 +167,7 @@ class _Builder:
         after = self._available(link.a) or self.begins_after
         if k in self.places.later:  # not before the compute stream has reached this position
             after = tuple(sorted({*after, *self.last_compute}))
-        name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
+        name, reader = self.graph.ops[link.value[0]].name, self.facts.reader[k]
         reader = reader if reader < len(self.graph.ops) else link.value[0]
         for n, step in enumerate(self.steps[k]):
             sends = any(one.collective != "split" for one in self.steps[k][: n + 1])
@@ -188,15 +175,18 @@ class _Builder:
             self._add(Task(name, step.collective, step.seconds, stream, after, self.places.phase_of_move(k), reader, step.bytes))
             after = (len(self.tasks) - 1,)
         self.of_link[k] = (first, len(self.tasks))
-        if k in self.places.hub_links:
+        if k in self.facts.hub_links:
             self.ready[link.b] = after
 
     def _available(self, node: int) -> tuple[int, ...]:
         """The tasks after which the value of a node is available; of a view whose turn is still to come, those of its inputs."""
         node = node if node in self.ready else self.places.cast_of.get(node, node)
-        if node in self.ready or node not in self.places.inputs:
-            return self.ready.get(node, ())
-        return tuple(sorted({t for k in self.places.inputs[node] for t in self._ends(k)}))
+        return self.ready[node] if node in self.ready else self._all_ends(node)
+
+    def _all_ends(self, i: int) -> tuple[int, ...]:
+        """The tasks after which all inputs of op i are available."""
+        links = self.facts.inputs.get(i, ())
+        return self._ends(links[0]) if len(links) == 1 else tuple(sorted({t for k in links for t in self._ends(k)}))
 
     def _ends(self, k: int) -> tuple[int, ...]:
         """The tasks after which the value of link k is available in its target layout."""
@@ -208,25 +198,24 @@ class _Builder:
         op, layout = self.graph.ops[i], self.formulation.candidate(i, self.choice).outputs[0]
         assert layout is not None
         size = local_numel(op.output.shape, layout, self.formulation.mesh) * op.output.itemsize
-        after = {t for k in self.places.inputs.get(i, ()) for t in self._ends(k)} | set(self.last_compute if op.kind == RELOADED else ())
+        after = {*self._all_ends(i), *(self.last_compute if op.kind == RELOADED else ())}
         stream = 2 * self.axes + (1 if op.kind == OFFLOADED else 2)
         self.of_op[i] = (len(self.tasks), len(self.tasks) + 1)
         seconds = host_seconds(size, self.formulation.mesh.device)
-        self._add(Task(op.name, op.kind, seconds, stream, tuple(sorted(after)), self.places.phases[i], i, float(size)))
+        self._add(Task(op.name, op.kind, seconds, stream, tuple(sorted(after)), self.facts.phases[i], i, float(size)))
         self.ready[i] = (len(self.tasks) - 1,)
 
     def _run(self, i: int) -> None:
         if self.overlap and self.graph.ops[i].kind in (OFFLOADED, RELOADED):
             self._copy(i)
             return
-        op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
-        after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
+        op, phase, first, after = self.graph.ops[i], self.facts.phases[i], len(self.tasks), self._all_ends(i)
         seconds = float(self.formulation.problem.node_costs[i][self.choice[i]]) / self.formulation.microbatches
         collectives, stages = self._internal(i)
         if stages and self.overlap:
             self._run_stages(i, stages, after)
             return
-        kernel = max(seconds - sum(one.seconds for one in collectives), 0.0)
+        kernel = max(seconds - sum([one.seconds for one in collectives]), 0.0) if collectives else seconds
         if kernel:
             self._add(Task(op.name, "accumulation" if op.kind == ACCUMULATED else "compute", kernel, COMPUTE, after, phase, i))
             after = (len(self.tasks) - 1,)
@@ -237,7 +226,7 @@ class _Builder:
         self.ready[i] = after
 
     def _run_stages(self, i: int, stages: Sequence[TimedStage], after: tuple[int, ...]) -> None:
-        name, phase, first = self.graph.ops[i].name, self.places.phases[i], len(self.tasks)
+        name, phase, first = self.graph.ops[i].name, self.facts.phases[i], len(self.tasks)
         for one in stages:
             waits = tuple(first + k for k in one.after) or after
             self._add(Task(name, one.collective or "compute", one.seconds, one.axis + 1, waits, phase, i, one.sent))
@@ -248,60 +237,51 @@ class _Builder:
     def _internal(self, i: int) -> tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]:
         """The internal collectives of op i, and its stages where it computes while it sends."""
         key = (id(self.formulation.candidates.of[i]), self.choice[i])
-        if key not in self.internal:
+        if key not in self.facts.internal:
             candidate, mesh = self.formulation.candidate(i, self.choice), self.formulation.mesh
             op = self.graph.ops[i], self.graph.input_tensors(i)
-            self.internal[key] = op_collectives(*op, candidate, mesh), op_stages(*op, candidate, mesh)
-        return self.internal[key]
+            self.facts.internal[key] = op_collectives(*op, candidate, mesh), op_stages(*op, candidate, mesh)
+        return self.facts.internal[key]
 
     def _update(self, i: int) -> None:
         """The optimizer's step, once the gradient is in the parameter's layout."""
         seconds = float(self.formulation.problem.node_costs[i][self.choice[i]])
         if seconds:
-            after = self._ends(self.places.gradients[i]) if i in self.places.gradients else ()
+            after = self._ends(self.facts.gradients[i]) if i in self.facts.gradients else ()
             self.of_op[i] = (len(self.tasks), len(self.tasks) + 1)
             self._add(Task(self.graph.ops[i].name, "optimizer", seconds, COMPUTE, after, "update", i))
 
 
-class _Places:
-    """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
+class _Facts:
+    """What all plans of a formulation have in common. It doesn't hold the formulation, with which it is forgotten."""
 
-    def __init__(self, formulation: Formulation, choice: tuple[int, ...], steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
-        self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
-        n = len(self.graph.ops)
+    def __init__(self, formulation: Formulation):
+        self.graph, self.links, self.routes = formulation.graph, formulation.tensor_edges, formulation.routes
+        ops, n = self.graph.ops, len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
-        self.phases = [
-            "rest" if op.is_placeholder or op.kind == KEPT else "backward" if op.backward else "forward" for op in self.graph.ops
-        ]
+        self.phases = [REST if op.is_placeholder or op.kind == KEPT else "backward" if op.backward else "forward" for op in ops]
+        self.last_phase = "backward" if "backward" in self.phases else "forward"
         self.reader = [n] * len(self.links)  # the first op that reads the moved value; n where none does
         self.inputs: dict[int, list[int]] = {}  # op -> the links of its inputs
         self.gradients: dict[int, int] = {}  # parameter -> the link of its gradient
         self.hub_links = frozenset(k for k, link in enumerate(self.links) if link.b in self.hubs)
         self.results = [False] * len(self.links)
-        kinds = {i: op.kind for i, op in enumerate(self.graph.ops)}
-        self.fetches = [k for k, link in enumerate(self.links) if kinds.get(link.b) == KEPT]
-        self.reductions = [k for k, link in enumerate(self.links) if kinds.get(link.a) == ACCUMULATED]
         for k, link in enumerate(self.links):
             self._read(k, link, n)
-        self.origins = self._origins()
-        self.cast_of: dict[int, int] = {}  # of nodes whose value is a cast of a parameter, which runs where its first fetch begins
-        self.early = self._early(formulation, choice, early_casts(self.graph) if overlap else set())
-        self.late: set[int] = set()  # fetches
-        self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
-        times, total = usage_profile(formulation.problem, choice)
-        total = np.append(total, 0.0)  # at -1: before the first time
-        self.limit = total.max() + spare_bytes(total.max(), formulation.problem.usage_limit)
-        self.live = total[np.searchsorted(times, np.arange(n), side="right") - 1]  # bytes during each op, with what begins early
-        self.sizes = [0.0] * len(self.links)
-        for usage, amount in zip(formulation.problem.usages, held(formulation.problem, choice).tolist()):
-            if usage.edge is not None:
-                self.sizes[usage.edge] += amount
-        self.slots = self._overlapped(prefetch) if overlap else [self._at_need(k) for k in range(len(self.links))]
-        filled = {self.links[k].b: self.slots[k] for k in self.hub_links}
-        self.slots = [max(slot, filled.get(link.a, -1)) for slot, link in zip(self.slots, self.links)]
+        kinds = {i: op.kind for i, op in enumerate(ops)}
+        self.fetches = [k for k, link in enumerate(self.links) if kinds.get(link.b) == KEPT]
+        self.reductions = [k for k, link in enumerate(self.links) if kinds.get(link.a) == ACCUMULATED]
         sums = {i for i, kind in kinds.items() if kind in (ACCUMULATED, REDUCE_THEN_CAST)}
-        gradients = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
-        self.unhurried = {*self.late, *gradients} if overlap else set()
+        self.of_gradients = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
+        self.bases = {i: op.inputs[op.alias or 0][0] for i, op in enumerate(ops) if op.is_view}
+        self.casts = early_casts(self.graph)
+        self.copies = np.array([-1 if usage.edge is None else usage.edge for usage in formulation.problem.usages], dtype=np.int64)
+        self.ends = np.array([(link.a, link.b) for link in self.links], dtype=np.int64).reshape(-1, 2).T
+        numbers: dict[tuple, int] = {}  # links between layers of equal tensors and layouts have one
+        alike = ((id(link.tensor), id(link.source_layouts), id(link.target_layouts)) for link in self.links)
+        self.alike = [numbers.setdefault(key, len(numbers)) for key in alike]
+        self.known: dict[tuple, tuple[Step, ...]] = {}
+        self.internal: dict[tuple, tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]] = {}
 
     def _read(self, k: int, link: TensorEdge, n: int) -> None:
         if k in self.hub_links:
@@ -314,93 +294,136 @@ class _Places:
             if link.b < n:
                 self.gradients[link.b] = k
 
+    def steps(self, choice: Sequence[int]) -> list[tuple[Step, ...]]:
+        """The steps of the route of each link."""
+        keys = list(zip(self.alike, *np.asarray(choice, dtype=np.int64)[self.ends].tolist()))
+        for link, key in zip(self.links, keys):
+            if key not in self.known:
+                self.known[key] = self._route(link, link.source_layouts[key[1]], link.target_layouts[key[2]])
+        return [self.known[key] for key in keys]
+
+    def _route(self, link: TensorEdge, source: Layout, target: Layout) -> tuple[Step, ...]:
+        if source == target:
+            return ()
+        route = self.routes.route(link.tensor.shape, link.tensor.itemsize, source, target)
+        if route is None:
+            name = self.graph.ops[link.value[0]].name
+            raise ValueError(f"the plan moves {name} from {text(source)} to {text(target)}, for which there is no route; plan again")
+        return route.steps
+
+
+KNOWN: WeakKeyDictionary[Formulation, _Facts] = WeakKeyDictionary()  # of formulations of which a plan was simulated
+
+
+class _Places:
+    """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
+
+    def __init__(self, formulation: Formulation, facts: _Facts, choice: tuple[int, ...], overlap: bool, prefetch: int):
+        self.facts, self.graph, self.links = facts, formulation.graph, formulation.tensor_edges
+        self.steps, n = facts.steps(choice), len(self.graph.ops)
+        self.moved = sorted(facts.hub_links.union(k for k, steps in enumerate(self.steps) if steps))  # or read as they are by several ops
+        self.moved_hubs = {self.links[k].b for k in facts.hub_links if self.steps[k]}
+        self.origins = self._origins()
+        self.cast_of: dict[int, int] = {}  # of nodes whose value is a cast of a parameter, which runs where its first fetch begins
+        self.early = self._early(formulation, choice, facts.casts if overlap else set())
+        self.late: set[int] = set()  # fetches
+        self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
+        times, total = usage_profile(formulation.problem, choice)
+        total = np.append(total, 0.0)  # at -1: before the first time
+        self.limit = total.max() + spare_bytes(total.max(), formulation.problem.usage_limit)
+        self.live = total[np.searchsorted(times, np.arange(n), side="right") - 1]  # bytes during each op, with what begins early
+        of, amounts = facts.copies, held(formulation.problem, choice)
+        self.sizes = np.bincount(of[of >= 0], amounts[of >= 0], len(self.links)).tolist()
+        self.slots = self._overlapped(prefetch) if overlap else {k: self._at_need(k) for k in self.moved}
+        filled = {self.links[k].b: self.slots[k] for k in facts.hub_links}
+        self.slots = {k: max(slot, filled.get(self.links[k].a, -1)) for k, slot in self.slots.items()}
+        self.unhurried = self.late | facts.of_gradients if overlap else set()
+
     def _at_need(self, k: int) -> int:
-        return self._when_produced(k) if self.results[k] or self.reader[k] == len(self.graph.ops) else 2 * self.reader[k]
+        reader = self.facts.reader[k]
+        return self._when_produced(k) if self.facts.results[k] or reader == len(self.graph.ops) else 2 * reader
 
     def _when_produced(self, k: int) -> int:
         """After the op that produces the value: a parameter or input, or a view of it, is there at the begin; returned, at the end."""
         i = self.links[k].value[0]
         if i in self.early:
-            return 2 * len(self.graph.ops) if self.results[k] else -1
+            return 2 * len(self.graph.ops) if self.facts.results[k] else -1
         return 2 * self.origins.get(i, i) + 1
 
     def _early(self, formulation: Formulation, choice: tuple[int, ...], casts: set[int]) -> set[int]:
         """Ops whose values can be fetched from the begin on: parameters and inputs, views of them and casts of shards of these."""
-        early, moved = {i for i, phase in enumerate(self.phases) if phase == "rest"}, self._moved_hubs()
-        full = replicated(len(formulation.mesh.axes))
-        for i, op in enumerate(self.graph.ops):
-            if any(self.steps[k] or self.links[k].a in moved for k in self.inputs.get(i, ())):
+        early, full = {i for i, phase in enumerate(self.facts.phases) if phase == REST}, replicated(len(formulation.mesh.axes))
+        for i in sorted(self.facts.bases.keys() | casts):
+            if self._moves_an_input(i):
                 continue
-            base = op.inputs[op.alias or 0][0] if op.is_view else -1
+            base = self.facts.bases.get(i, -1)
             if base in early:
                 early.add(i)
                 self.cast_of |= {i: self.cast_of[base]} if base in self.cast_of else {}
-            elif i in casts and op.inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != full:
+            elif i in casts and self.graph.ops[i].inputs[0][0] in early and formulation.candidate(i, choice).outputs[0] != full:
                 early.add(i)
                 self.cast_of[i] = i
-        of_ops = {hub: self.cast_of[i] for hub, (i, _) in self.hubs.items() if hub not in moved and i in self.cast_of}
+        of_ops = {hub: self.cast_of[i] for hub, (i, _) in self.facts.hubs.items() if hub not in self.moved_hubs and i in self.cast_of}
         self.cast_of |= of_ops
         return early
 
-    def _moved_hubs(self) -> set[int]:
-        return {link.b for k, link in enumerate(self.links) if k in self.hub_links and self.steps[k]}
+    def _moves_an_input(self, i: int) -> bool:
+        return any(self.steps[k] or self.links[k].a in self.moved_hubs for k in self.facts.inputs.get(i, ()))
 
     def _origins(self) -> dict[int, int]:
         """Of each view of a value that nothing moves, the op that computes it: both are there at once."""
-        moved = self._moved_hubs()
         origins: dict[int, int] = {}
-        for i, op in enumerate(self.graph.ops):
-            inputs = self.inputs.get(i, ())
-            if op.is_view and not any(self.steps[k] or self.links[k].a in moved for k in inputs):
-                base = op.inputs[op.alias or 0][0]
+        for i, base in self.facts.bases.items():
+            if not self._moves_an_input(i):
                 origins[i] = origins.get(base, base)
         return origins
 
-    def _overlapped(self, prefetch: int) -> list[int]:
-        slots = [0] * len(self.links)
-        phase = {i: "rest" if i in self.early else phase for i, phase in enumerate(self.phases)}  # of nodes: the phase of their value
-        waiting, fetches = [], set(self.fetches)
-        for k, link in enumerate(self.links):  # those into hubs come first
-            read = self._phase_of(self.reader[k], phase[link.a])
-            if k in self.hub_links:
+    def _overlapped(self, prefetch: int) -> dict[int, int]:
+        slots, reader = {}, self.facts.reader
+        phase = {i: REST if i in self.early else phase for i, phase in enumerate(self.facts.phases)}  # of nodes: the phase of their value
+        waiting, fetches = [], set(self.facts.fetches)
+        for k in self.moved:  # those into hubs come first
+            link, read = self.links[k], self._phase_of(reader[k], phase[self.links[k].a])
+            if k in self.facts.hub_links:
                 phase[link.b] = read if self.steps[k] else phase[link.a]
             slots[k] = self._when_produced(k)
-            if self.results[k] or not self.steps[k] or k in fetches:
+            if self.facts.results[k] or not self.steps[k] or k in fetches:
                 continue
             if phase[link.a] != read:
                 waiting.append(k)
             elif (first := self._first_with_room(k, (slots[k] + 1) // 2)) > (slots[k] + 1) // 2:
                 slots[k] = 2 * first
                 self.later.add(k)
-        waiting.sort(key=lambda k: self.reader[k])
+        waiting.sort(key=lambda k: reader[k])
         self.late = set(waiting)
         self.later |= self.late
         first = 0
         for n, k in enumerate(waiting):
-            first = self._first_with_room(k, max(first, self.reader[waiting[n - prefetch]] if n >= prefetch else 0))
+            first = self._first_with_room(k, max(first, reader[waiting[n - prefetch]] if n >= prefetch else 0))
             slots[k] = 2 * first or -1
         return slots
 
     def _first_with_room(self, k: int, first: int) -> int:
         """The first op, from `first` on, from which on the bytes of link k fit until its reader; they count from there on."""
-        full = np.flatnonzero(self.live[first : self.reader[k]] + self.sizes[k] > self.limit)
+        full = np.flatnonzero(self.live[first : self.facts.reader[k]] + self.sizes[k] > self.limit)
         first += int(full[-1]) + 1 if len(full) else 0
-        self.live[first : self.reader[k]] += self.sizes[k]
+        self.live[first : self.facts.reader[k]] += self.sizes[k]
         return first
 
     def _phase_of(self, reader: int, otherwise: str) -> str:
-        if reader == len(self.phases):
+        if reader == len(self.facts.phases):
             return otherwise
         return "backward" if self.graph.ops[reader].backward else "forward"
 
     def phase_of_move(self, k: int) -> str:
-        if self.results[k]:
-            return "update" if self.gradients.get(self.links[k].b) == k else "backward" if "backward" in self.phases else "forward"
-        return self._phase_of(self.reader[k], self.phases[self.links[k].value[0]])
+        if self.facts.results[k]:
+            return "update" if self.facts.gradients.get(self.links[k].b) == k else self.facts.last_phase
+        return self._phase_of(self.facts.reader[k], self.facts.phases[self.links[k].value[0]])
 
     def by_slot(self) -> dict[int, list[int]]:
         by_slot: dict[int, list[int]] = {}
-        once = {*self.fetches, *self.reductions}
-        for k in sorted(set(range(len(self.links))) - once, key=lambda k: (self.slots[k], self.reader[k], k not in self.hub_links, k)):
-            by_slot.setdefault(self.slots[k], []).append(k)
+        once, reader, hub_links = {*self.facts.fetches, *self.facts.reductions}, self.facts.reader, self.facts.hub_links
+        for k in sorted(self.moved, key=lambda k: (self.slots[k], reader[k], k not in hub_links, k)):
+            if k not in once:
+                by_slot.setdefault(self.slots[k], []).append(k)
         return by_slot
