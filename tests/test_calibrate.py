@@ -138,6 +138,8 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path, content, sentence):
 
 def test_every_preset_has_a_source():
     names = [one.name for one in presets.all_presets()]
+    between = {one.name: one.inter_node_bandwidth / 0.75e9 for one in presets.all_presets()}  # of a data sheet three quarters
+    assert between == dict.fromkeys(("h100", "h200", "b200", "mi300x"), 400) | {"a100": 200, "l40s": 200, "rtx": 12.5, "cpu": 12.5}
     assert names == ["a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu"]
     for one in presets.all_presets():
         assert one.source and one.device.flops > 0 and one.intra_node_bandwidth > 0 and one.inter_node_bandwidth > 0

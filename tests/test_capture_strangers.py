@@ -116,9 +116,9 @@ def decoder(**options):
 
 
 class Pair:
-    """What a stranger keeps tensors in: slots, a list, and things that can't be copied."""
+    """What a stranger keeps tensors in: slots, one of them empty, a list, and things that can't be copied."""
 
-    __slots__ = ("first", "rest", "lock")
+    __slots__ = ("first", "rest", "lock", "empty")
 
     def __init__(self, *tensors):
         self.first, self.rest, self.lock = tensors[0], list(tensors[1:]), threading.Lock()

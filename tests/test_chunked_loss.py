@@ -60,14 +60,16 @@ def test_a_graph_with_a_chunked_loss_computes_what_it_did(name):
 
 
 class Head(nn.Module):
-    def __init__(self, returns_logits=False, weights=None, **options):
+    def __init__(self, returns_logits=False, weights=None, penalty=0.0, **options):
         super().__init__()
         self.body, self.head, self.returns_logits, self.options = nn.Linear(4, 4), nn.Linear(4, 8, bias=False), returns_logits, options
+        self.penalty = penalty
         self.register_buffer("weights", weights)
 
     def forward(self, x, targets):
         logits = self.head(self.body(x))
         loss = F.cross_entropy(logits, targets, self.weights, **self.options)
+        loss = loss + self.penalty * logits.square().mean() if self.penalty else loss
         return (loss, logits) if self.returns_logits else loss
 
 
@@ -77,7 +79,7 @@ def head_graph(**settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"returns_logits": True}, {"weights": torch.ones(8)}, {"label_smoothing": 0.1}, {"reduction": "none"}],
+    [{"returns_logits": True}, {"weights": torch.ones(8)}, {"label_smoothing": 0.1}, {"reduction": "none"}, {"penalty": 0.1}],
     ids=str,
 )
 def test_other_losses_stay_as_they_are(settings):

@@ -257,7 +257,7 @@ def question(model: str, options: Options, progress=None) -> tuple[Question, Ins
 
 
 def case(model: str, kind):
-    slow = not model.startswith("mlp forward")
+    slow = not model.startswith("mlp forward") and (model, kind) != ("mlp training 2", too_little_without_recomputing)
     return pytest.param(model, kind, marks=[pytest.mark.slow] if slow else [], id=f"{model}-{kind.__name__}")
 
 

@@ -63,6 +63,7 @@ def test_prices_of_links_devices_and_states_stay_what_they_are():
     told["losses"] = [loss_kernels(one[:1] * backward + one, backward=backward) for one in losses for backward in (False, True)]
     stages = [("", -1, 0.5, ()), ("all_gather", 0, 1e6, ()), ("", -1, 0.25, (1,)), ("all_to_all", 1, 2e6, (0,)), ("", -1, 0.25, (2, 3))]
     run = cost.timed(stages, lambda share: 1e-5 * share, plain)
+    assert [one.sent for one in run] == [0, 1e6, 0, 2e6, 0]
     told["stages"] = [cost.makespan(run, plain), [tuple(one) for one in cost.in_the_open(run, plain)], cost.makespan((), plain)]
     assert_stays("rooms/prices.json", told)
 

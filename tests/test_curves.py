@@ -164,6 +164,13 @@ def test_a_pooled_curve_keeps_its_own_sizes_and_is_monotone(data, like):
     np.testing.assert_allclose(pooled.seconds(last * 3), alone.seconds(last * 3), rtol=1e-12)
 
 
+@pytest.mark.parametrize(("count", "is_pooled"), [(4, False), (5, True)])
+def test_five_sizes_are_enough_to_compare_curves_at(count, is_pooled):
+    sizes, between = np.geomspace(1e3, 1e7, count), np.geomspace(1e3, 1e7, 21)
+    pooled = fit(sizes, 1e-5 + sizes / 1e9, others=[(between, 2e-5 + between / 5e8)])
+    assert (len(pooled.sizes) > count) == is_pooled
+
+
 def steps(scale: float, at: float) -> np.ndarray:
     """Two protocols: the second starts at a size and is dearer there."""
     return scale * np.where(x < at, 1e-5 + x / 1e10, 2e-5 + x / 4e10)

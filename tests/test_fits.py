@@ -182,7 +182,9 @@ def test_fits_prints_its_keys_and_a_table_by_kind():
 
 def test_stages_and_configurations():
     record = record_of(*BIG, "--launcher", "megatron", "--pp", "4", "--tp", "2")
-    assert [stage["stage"] for stage in record["stages"]] == ["first", "inner", "last"]
+    assert [stage["stage"] for stage in record["stages"]] == ["first", "inner", "last"] and record["configuration"]["zero"] == 0
+    sharded = [record_of(*BIG, *words)["configuration"] for words in ((), ("--pp", "2"), ("--tp", "8"))]
+    assert [(one["zero"], one["shard"], one["dp"]) for one in sharded] == [(3, 8, 8), (2, 4, 4), (0, 1, 1)]
     read = record_of("fits", str(TITAN), "--devices", "8", "--memory", "180GB")
     assert read["launcher"] == "torchtitan" and read["verdict"] in ("yes", "tight", "no")
     illegal = record_of("fits", TINY, "--devices", "8", "--tp", "8", code=1)

@@ -21,6 +21,7 @@ from autoshard.tables.bound import Bound, dual_feasible
 from autoshard.tables.exact import search_all
 from autoshard.tables.explain import _on_option, _on_place
 from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
+from autoshard.tables.with_dense import WithTables
 from models import dlrm
 from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import refusals
@@ -336,6 +337,13 @@ def test_planned_together_is_no_slower_than_planned_apart(shape):
     for one in found.tried:
         assert one.peak_bytes <= 1e6 and set(one.tables.tables) == {t.name for t in tables}
         assert (one.route_seconds == 0) == (one.pooled == ",".join(["S(0)"] * len(shape)))
+
+
+def test_dense_model_tables_and_the_route_between_them_take_their_time_and_bytes_together():
+    devices = [SimpleNamespace(hbm_bytes=bytes) for bytes in (30.0, 50.0)]
+    tables = SimpleNamespace(slowest_device_seconds=0.25, devices=devices)
+    found = WithTables(SimpleNamespace(cost=1.0, peak_bytes=100.0), tables, "R", 0.125, 200.0, "")
+    assert (found.seconds, found.peak_bytes) == (1.375, 150.0)
 
 
 def test_the_dense_part_computes_what_the_whole_model_does():

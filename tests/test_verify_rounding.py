@@ -125,7 +125,7 @@ def test_what_nothing_reads_is_not_compared(monkeypatch):
 def test_noise_counts_what_differs():
     x = torch.tensor([1.0, 2.0])
     assert difference(x, x.double() + 0.5) == 0.5 and difference(x == 1, x == x) == 1 and noise_of(x, []) == 0
-    assert noise_of(x.long(), [x.long(), x.long() + 1]) == 2
+    assert noise_of(x.long(), [x.long(), x.long() + 1]) == 2 and noise_of(x.long(), [x.long()]) == 0
 
 
 def test_a_graph_in_float64_has_no_narrower_floats():
