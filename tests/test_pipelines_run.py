@@ -1,6 +1,7 @@
 """Pipelines on gloo ranks train as the model does in one process: losses, norms of gradients, parameters, checkpoints."""
 
 import copy
+import math
 import os
 import time
 
@@ -48,16 +49,18 @@ def _gradients(rank):
     model, inputs, plan = sharing()
     sharded, _ = as_pipeline(model, inputs, plan)
     assert "input_0 requires a gradient, and a pipeline has none" in said(sharded.step, inputs[0].clone().requires_grad_(), inputs[1])
-    return sharded.step(*inputs), {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
+    loss, norms = sharded.step(*inputs), [sharded.clip_grad_norm_(math.inf, kind).item() for kind in (2.0, math.inf)]
+    return loss, {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}, norms
 
 
 def test_stages_share_layers_and_the_loss_alone_is_differentiated():
     model, inputs, _ = sharing()
     loss = model(*inputs)["loss"]
     expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
-    held = results(2, _gradients)
-    assert {name for _, gradients in held for name in gradients} == set(expected)
-    for found, gradients in held:
+    held, every = results(2, _gradients), torch.cat([gradient.flatten() for gradient in expected.values()])
+    assert {name for _, gradients, _ in held for name in gradients} == set(expected)
+    for found, gradients, norms in held:
+        assert norms == pytest.approx([every.norm().item(), every.abs().max().item()], rel=1e-5)
         torch.testing.assert_close((found, gradients), (loss.detach(), {name: expected[name] for name in gradients}))
 
 
