@@ -215,7 +215,7 @@ def test_every_rule_forbids_something():
         "virtual": [1, 2, 3],
         "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True],
-        "group": [1, 2], "alltoall": [1, 2, 3],
+        "group": [1, 2], "alltoall": [1, 2, 3], "compiled": [False, True],
     }  # fmt: skip
     choices |= {"precision": sorted(PRECISIONS), "gather8": [False, True], "recompute": RECOMPUTE}
     rng, number = np.random.default_rng(0), 25_000

@@ -1,5 +1,6 @@
 """`degrees` and `check --launcher` on the command line, and the regret of the best launch against what `plan` says."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -44,6 +45,35 @@ def test_degrees_prints_exactly_the_documented_keys(launcher):
     for row in record["configurations"]:
         assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8
         assert row["tp"] <= 4 or launcher == "megatron"  # the model has 4 key-value heads, which Megatron may replicate
+
+
+SUFFIXES = {"megatron": "sh", "deepspeed": "json"}
+WRITTEN = {
+    "accelerate": ("--compile",), "deepspeed": ("--compile", "--precision", "fp16"), "automodel": ("--compile", "--pp", "2"),
+    "megatron": ("--tp", "2", "--pp", "1"), "nanotron": ("--tp", "2", "--pp", "2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", WRITTEN)
+def test_a_launch_costs_what_its_written_configuration_does(launcher, tmp_path):
+    """Of a model whose vocabulary is odd, which some launchers pad, and compiled, which some do without the loss."""
+    config = {
+        "model_type": "llama", "vocab_size": 5121, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "intermediate_size": 1024, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, on = f"hf:{tmp_path}", ("--devices", "8", "--launcher", launcher)
+    out = str(tmp_path / f"written.{SUFFIXES.get(launcher, 'yaml')}")
+    sizes = ("--seq", "1024", "--global-batch", "64")
+    row = record_of("degrees", model, *on, *sizes, *WRITTEN[launcher], "--no-bound", "--out", out)["configurations"][0]
+    known = () if launcher in ("megatron", "nanotron") else (*sizes, "--microbatch", str(row["microbatch"]))
+    again = record_of("check", out, model, *on, *known)
+    assert again["legal"] and again["configuration"]["tp"] == row["tp"]
+    assert [again[key] for key in ("seconds", "memory_bytes")] == pytest.approx([row[key] for key in ("seconds", "memory_bytes")], rel=1e-9)
+
+
+def test_what_a_launcher_cannot_compile_is_refused():
+    assert "its configuration has nothing that compiles blocks" in refusal("degrees", TINY, *ON_8, "--launcher", "megatron", "--compile")
 
 
 @pytest.mark.parametrize("words", [("check", "--launcher", "nanotron"), ("fits", "--launcher", "nanotron")])

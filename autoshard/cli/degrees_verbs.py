@@ -65,10 +65,10 @@ def _described(room: Any, asked: Asked, launcher: str) -> Any:
         asked.devices, asked.seq or 8192, asked.global_batch or data * microbatch * (2 * asked.pp if asked.pp > 1 else 1), microbatch,
         data=data, shard=data if zero else 1, zero=zero, tensor=asked.tp, pipeline=asked.pp, context=asked.cp, recompute=asked.recompute,
         expert_tensor=asked.tp if launcher in room.DIVIDE_EXPERTS else 1, precision=asked.precision, compiled=asked.compiled,
-        sequence_parallel=asked.tp > 1 and launcher not in ("accelerate", "deepspeed"), compiled_loss=asked.compiled,
+        sequence_parallel=asked.tp > 1 and launcher not in ("accelerate", "deepspeed"),
+        compiled_loss=asked.compiled and launcher in room.COMPILE_LOSSES,
     )  # fmt: skip
-    sizes = sizes_of(asked.target, asked.settings)
-    return room.LaunchConfig(launch, sizes.with_padded_vocab(room.PADDED * asked.tp) if launcher == "megatron" else sizes)
+    return room.LaunchConfig(launch, sizes_of(asked.target, asked.settings).padded_for(launcher, asked.tp))
 
 
 def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def degrees(asked: Asked, output: Output) -> int:
     output.write(asked.plot, lambda plot: report.launchers.draw(answer, plot))
     if asked.html is not None:
         ranked = report.launchers.ranked_launches(answer, asked.top or TABLE_ROWS)
-        of_best = room.LaunchConfig(best, answer.ranked.sizes)
+        of_best = room.LaunchConfig(best, sizes.padded_for(launcher, best.tensor))
         checked = room.check_launch(of_best, launcher, answer.ranked.site, ranked=answer.ranked, changes=False)
         write_page(output, asked.html, checked.to_dict(), f"{asked.model}, launch {shown + 1}", ranked=ranked)
     output.answer(record, lambda: report.launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))

@@ -6,8 +6,7 @@ from .checked_launch import check_launch
 from .configurations import configuration_text, edited_text, read_configuration
 from .fitting import will_fit
 from .launch_prices import Site
-from .legality import DIVIDE_EXPERTS, why_illegal
-from .megatron import PADDED
+from .legality import COMPILE_LOSSES, DIVIDE_EXPERTS, why_illegal
 from .model_sizes import ModelSizes, sizes_of_config, sizes_of_module
 from .observed import Evidence, Observed
 from .runs import Launch, LaunchConfig, Overrides

@@ -13,7 +13,6 @@ import numpy as np
 from autoshard.mesh import Mesh
 
 from .launch_prices import Only, Site
-from .megatron import PADDED
 from .model_sizes import ModelSizes
 from .ranking import Ranking, ranking
 from .runs import Launch
@@ -81,7 +80,6 @@ def degrees(
     {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch is legal.
     """
     began = time.process_time()
-    sizes = sizes.with_padded_vocab(PADDED) if launcher == "megatron" else sizes
     ranked = ranking(launch, sizes, site, launcher, executor, only)
     if model_of is None:
         return Degrees(ranked, None, None, time.process_time() - began)

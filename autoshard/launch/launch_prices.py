@@ -79,13 +79,15 @@ class LaunchPrices(NamedTuple):
 
 
 def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> TrainingRuns:
-    """The launches with all columns that seconds and bytes are computed from, of the dense model of a token's width."""
+    """The launches with all columns that seconds and bytes are computed from, of the dense model of a token's width; those of the model
+    that they have are kept."""
     numbers = {name: by_value(lambda c: c.astype(float), column) for name, column in launches.values.items() if column.dtype.kind in "biu"}
     fixed = {name: getattr(sizes, name) for name in OF_MODEL}
     fixed |= {"layers": sizes.layers + sizes.mtp, "predictions": 1 + sizes.mtp, "ffn": sizes.active_ffn, "held_ffn": sizes.held_ffn}
     fixed |= {"positions": sizes.learned_positions, "per_node": site.per_node, "network": site.network}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1.0)
-    return launches.with_columns(**numbers, **{name: float(value) for name, value in fixed.items()}, sharing=sharing)
+    of_model = {name: float(value) for name, value in fixed.items() if name not in numbers}
+    return launches.with_columns(**numbers, **of_model, sharing=sharing)
 
 
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:

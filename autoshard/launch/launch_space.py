@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from .blocks_of_stages import ENDS
-from .legality import DIVIDE_EXPERTS, RECOMPUTED, broken_rules, legal
+from .legality import COMPILE_LOSSES, DIVIDE_EXPERTS, RECOMPUTED, broken_rules, legal
 from .model_sizes import ModelSizes
 from .runs import FIELDS, Launch, TrainingRuns
 
@@ -50,6 +50,7 @@ def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     varied["expert_tensor"] = tensor if launcher in DIVIDE_EXPERTS else 1
     varied["sequence_parallel"] = (tensor > 1) & (launcher not in ("accelerate", "deepspeed"))
     varied |= {"alltoall": varied["context"] if launcher == "deepspeed" else 1, "async_tensor": (tensor > 1) & fixed.async_tensor}
+    varied["compiled_loss"] = fixed.compiled_loss and launcher in COMPILE_LOSSES
     plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1, gather8=False, async_expert=False, deepep=deepep)
     return TrainingRuns({name: np.broadcast_to(varied.get(name, getattr(plain, name)), len(tensor)) for name in FIELDS})
 
@@ -81,6 +82,7 @@ def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: 
     """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal, in parts of about CHUNK
     launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal."""
     kept = structures[legal(structures, sizes, launcher)]
+    kept = kept.with_columns(vocab=sizes.padded_vocab(launcher, kept.tensor))
     if launcher == "megatron" and not sizes.latent:
         exchanging = kept[kept.context > 1]
         exchanging = exchanging.with_columns(alltoall=exchanging.context)

@@ -16,6 +16,7 @@ from .runs import LOOPED, MODULAR, SINGLE, V_SHAPED, Launch, TrainingRuns, disti
 
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron", "deepspeed", "automodel")
 DIVIDE_EXPERTS = ("torchtitan", "megatron")  # over tensor parallel ranks; by the others each of these has all of an expert
+COMPILE_LOSSES = ("torchtitan", "accelerate")  # with what else is compiled
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ RULES = (
          lambda a, m: f"dp_replicate_size {a.data} with dp_shard_size 1 does not go with tp_size {a.tensor} or cp_size {a.context}"),
     Rule("recompute", ACCELERATE, lambda c, m: (c.recompute != "none") & (c.zero == 0) & (c.tensor * c.context == 1),
          lambda a, m: "only an fsdp_config says what is recomputed, and there is none"),
+    Rule("compile", ("megatron", "nanotron"), lambda c, m: c.compiled,
+         lambda a, m: "its configuration has nothing that compiles blocks; leave compile out"),
     Rule("async tensor parallelism", TITAN, lambda c, m: c.async_tensor & ~c.compiled,
          lambda a, m: "asynchronous tensor parallelism needs compile"),
 )  # fmt: skip

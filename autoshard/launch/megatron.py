@@ -11,13 +11,12 @@ from itertools import groupby
 from typing import Any
 
 from .blocks_of_stages import counts_of, split_of
-from .model_sizes import ModelSizes
+from .model_sizes import PADDED, ModelSizes
 from .runs import MODEL, MODULES, Launch, LaunchConfig, Overrides
 from .texts import arguments_of, flat, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
 MOST_LAYERS = 10_000
-PADDED = 128  # --make-vocab-size-divisible-by
 LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
 DATA = (".json", ".yaml", ".yml")
 GROUP = "microbatch-group-size-per-virtual-pipeline-stage"
@@ -144,7 +143,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     devices = devices or known.need("devices", path, "--devices")
     data = max(devices // (tensor * pipeline * context), 1)
     microbatch = a.number("micro-batch-size", known.microbatch or 1)
-    sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED) * tensor)
+    sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED["megatron"]) * tensor)
     zero, instances = _zero(a), a.number(INSTANCES, 1, 1)
     _check_conflicts(a, path)
     if zero and data * context % instances:
@@ -335,7 +334,8 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,
         "disable-bias-linear": m.gated, "qk-layernorm": m.qk_norm,
         "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": "learned_absolute" if m.learned_positions else "rope",
-        "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED, "seq-length": launch.seq, "max-position-embeddings": launch.seq,
+        "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED["megatron"],
+        "seq-length": launch.seq, "max-position-embeddings": launch.seq,
         "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,
         "tensor-model-parallel-size": launch.tensor, "pipeline-model-parallel-size": launch.pipeline,
         "num-virtual-stages-per-pipeline-rank": launch.virtual if launch.virtual > 1 and not launch.split else None,

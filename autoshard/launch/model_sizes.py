@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from .texts import integer
 
+PADDED = {"megatron": 128, "nanotron": 1}  # of what, times the tensor parallel ranks, launchers make the vocabulary a multiple by default
 NAMES = {  # of Hugging Face's configs; the first that a config has
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
@@ -125,6 +128,15 @@ class ModelSizes:
         """
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
         return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
+
+    def padded_vocab(self, launcher: str, tensor: Any) -> Any:
+        """The vocabulary as the launcher pads it by itself for tensor parallel ranks, a number or an array."""
+        multiple = np.maximum(PADDED.get(launcher, 0) * tensor, 1)
+        return -(-self.vocab // multiple) * multiple
+
+    def padded_for(self, launcher: str, tensor: int) -> ModelSizes:
+        """With the vocabulary that the launcher makes of it."""
+        return replace(self, vocab=int(self.padded_vocab(launcher, tensor)))
 
     def with_padded_vocab(self, multiple: int) -> ModelSizes:
         if multiple < 1:

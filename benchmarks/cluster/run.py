@@ -45,7 +45,7 @@ from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402
 
 PER_NODE = 2
 LONGEST = 40.0  # seconds that the timed steps of one plan may take
-ROUNDS = 3  # in which they are run and their bytes counted
+ROUNDS, MOST = 3, 45  # in which they are run and their bytes counted; and steps of all of them: one of .15 s varies by a third
 
 
 def say(line: str) -> None:
@@ -114,7 +114,7 @@ def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "
     path = folder / "plan.pkl"
     path.write_bytes(pickle.dumps((graph, one.solution)))
     ranks.do("load", plan=str(path), model=model, timeout=600)
-    count = int(min(9, max(3, LONGEST / max(one.seconds, 1e-3) / 4))) // ROUNDS
+    count = int(min(MOST, max(ROUNDS, LONGEST / max(one.seconds, 1e-3) / 4))) // ROUNDS
     seconds: list[float] = []
 
     def sent(**job: dict[str, int]) -> float:
