@@ -80,7 +80,7 @@ def degrees(
     {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch is legal.
     """
     began = time.process_time()
-    ranked = ranking(launch, sizes, site, launcher, executor, only)
+    ranked = ranking(launch, sizes, site, launcher, executor, only, pads=True)
     if model_of is None:
         return Degrees(ranked, None, None, time.process_time() - began)
     c = ranked.columns

@@ -78,11 +78,14 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
 
 
-def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False) -> Iterator[TrainingRuns]:
+def launches(
+    structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False, pads: bool = False
+) -> Iterator[TrainingRuns]:  # fmt: skip
     """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal, in parts of about CHUNK
-    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal."""
+    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal; pads: with the launcher's vocabulary."""
     kept = structures[legal(structures, sizes, launcher)]
-    kept = kept.with_columns(vocab=sizes.padded_vocab(launcher, kept.tensor))
+    if pads:
+        kept = kept.with_columns(vocab=sizes.padded_vocab(launcher, kept.tensor))
     if launcher == "megatron" and not sizes.latent:
         exchanging = kept[kept.context > 1]
         exchanging = exchanging.with_columns(alltoall=exchanging.context)
