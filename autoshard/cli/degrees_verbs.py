@@ -68,7 +68,8 @@ def _described(room: Any, asked: Asked, launcher: str) -> Any:
         sequence_parallel=asked.tp > 1 and launcher not in ("accelerate", "deepspeed"),
         compiled_loss=asked.compiled and launcher in room.COMPILE_LOSSES,
     )  # fmt: skip
-    return room.LaunchConfig(launch, sizes_of(asked.target, asked.settings).padded_for(launcher, asked.tp))
+    sizes = sizes_of(asked.target, asked.settings)
+    return room.LaunchConfig(launch, sizes.with_padded_vocab(room.PADDED.get(launcher, 0), asked.tp))
 
 
 def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def degrees(asked: Asked, output: Output) -> int:
     output.write(asked.plot, lambda plot: report.launchers.draw(answer, plot))
     if asked.html is not None:
         ranked = report.launchers.ranked_launches(answer, asked.top or TABLE_ROWS)
-        of_best = room.LaunchConfig(best, sizes.padded_for(launcher, best.tensor))
+        of_best = room.LaunchConfig(best, answer.ranked.sizes.with_padded_vocab(answer.ranked.sizes.multiple, best.tensor))
         checked = room.check_launch(of_best, launcher, answer.ranked.site, ranked=answer.ranked, changes=False)
         write_page(output, asked.html, checked.to_dict(), f"{asked.model}, launch {shown + 1}", ranked=ranked)
     output.answer(record, lambda: report.launchers.degrees_table(answer, asked.top or TABLE_ROWS, record.get("row")))

@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.mesh import Mesh
 
 from .launch_prices import Only, Site
-from .model_sizes import ModelSizes
+from .model_sizes import PADDED, ModelSizes
 from .ranking import Ranking, ranking
 from .runs import Launch
 
@@ -80,7 +80,7 @@ def degrees(
     {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch is legal.
     """
     began = time.process_time()
-    ranked = ranking(launch, sizes, site, launcher, executor, only, pads=True)
+    ranked = ranking(launch, sizes.with_padded_vocab(PADDED.get(launcher, 0), 1), site, launcher, executor, only)
     if model_of is None:
         return Degrees(ranked, None, None, time.process_time() - began)
     c = ranked.columns

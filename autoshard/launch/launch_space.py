@@ -78,14 +78,11 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
 
 
-def launches(
-    structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False, pads: bool = False
-) -> Iterator[TrainingRuns]:  # fmt: skip
+def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False) -> Iterator[TrainingRuns]:
     """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal, in parts of about CHUNK
-    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal; pads: with the launcher's vocabulary."""
+    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal."""
     kept = structures[legal(structures, sizes, launcher)]
-    if pads:
-        kept = kept.with_columns(vocab=sizes.padded_vocab(launcher, kept.tensor))
+    kept = kept.with_columns(vocab=sizes.vocab_of(kept.tensor))
     if launcher == "megatron" and not sizes.latent:
         exchanging = kept[kept.context > 1]
         exchanging = exchanging.with_columns(alltoall=exchanging.context)

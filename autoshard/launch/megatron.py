@@ -143,7 +143,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     devices = devices or known.need("devices", path, "--devices")
     data = max(devices // (tensor * pipeline * context), 1)
     microbatch = a.number("micro-batch-size", known.microbatch or 1)
-    sizes = (known.sizes or _sizes(a, path)).with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED["megatron"]) * tensor)
+    sizes = known.sizes or _sizes(a, path)
+    sizes = sizes.with_padded_vocab(a.number("make-vocab-size-divisible-by", PADDED["megatron"], least=1), tensor)
     zero, instances = _zero(a), a.number(INSTANCES, 1, 1)
     _check_conflicts(a, path)
     if zero and data * context % instances:

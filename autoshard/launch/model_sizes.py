@@ -10,7 +10,7 @@ h width, d head_dim, V vocab. Of `experts`, each token uses `active`; the first 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class ModelSizes:
     dense_layers: int = 0
     mtp: int = 0  # modules that predict further tokens, each a block and the head again
     latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
+    multiple: int = field(default=0, compare=False, repr=False)  # of which, times tensor parallel ranks, the vocabulary is one
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -129,19 +130,15 @@ class ModelSizes:
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
         return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
 
-    def padded_vocab(self, launcher: str, tensor: Any) -> Any:
-        """The vocabulary as the launcher pads it by itself for tensor parallel ranks, a number or an array."""
-        multiple = np.maximum(PADDED.get(launcher, 0) * tensor, 1)
+    def with_padded_vocab(self, multiple: int, tensor: int) -> ModelSizes:
+        """Of a launcher that pads the vocabulary to a multiple of so many per tensor parallel rank; 0: it doesn't."""
+        padding = replace(self, multiple=multiple)
+        return replace(padding, vocab=int(padding.vocab_of(tensor)))
+
+    def vocab_of(self, tensor: Any) -> Any:
+        """The vocabulary with so many tensor parallel ranks, a number or an array."""
+        multiple = np.maximum(self.multiple * tensor, 1)
         return -(-self.vocab // multiple) * multiple
-
-    def padded_for(self, launcher: str, tensor: int) -> ModelSizes:
-        """With the vocabulary that the launcher makes of it."""
-        return replace(self, vocab=int(self.padded_vocab(launcher, tensor)))
-
-    def with_padded_vocab(self, multiple: int) -> ModelSizes:
-        if multiple < 1:
-            raise ValueError(f"the vocabulary is padded to a multiple of {multiple}; expected 1 or more")
-        return replace(self, vocab=-(-self.vocab // multiple) * multiple)
 
 
 def latent_parameters(width: int, heads: int, q_rank: int, kv_rank: int, rope_dim: int, nope_dim: int, value_dim: int) -> int:

@@ -26,7 +26,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         raise ValueError(f"{path}: pp_engine is {engine!r}; expected one of {', '.join(ENGINES)}")
     config, moe = section.section("model.model_config"), section.section("model.model_config.moe_config")
     sizes = known.sizes or sizes_of_config({**config, **_of_experts(config, moe)}, f"{path}: model_config")
-    sizes = sizes.with_padded_vocab(section.number("model.make_vocab_size_divisible_by", default=PADDED["nanotron"]) * tp)
+    sizes = sizes.with_padded_vocab(section.number("model.make_vocab_size_divisible_by", default=PADDED["nanotron"], least=1), tp)
     microbatch = section.number("tokens.micro_batch_size", least=1)
     accumulated = section.number("tokens.batch_accumulation_per_replica", default=1, least=1)
     zero = min(section.number("optimizer.zero_stage", default=0), 1)  # helpers.py:409: any stage is the first

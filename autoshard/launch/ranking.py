@@ -108,18 +108,18 @@ class Ranking:
 
 def ranking(
     fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executor: Executor | None = None, only: Only | None = None,
-    fitting: bool = False, pads: bool = False,
+    fitting: bool = False,
 ) -> Ranking:  # fmt: skip
     """Every legal launch with the devices, sequence, global batch, precision and flags of `fixed`, best first.
 
-    only: {"tp": (1, 2)}. fitting: without those that don't fit, but for one where none does. pads: the launcher pads the vocabulary.
+    only: {"tp": (1, 2)}. fitting: without those that don't fit, but for one where none does.
     executor: prices chunks of launches with its map (processes, or a Dask or Ray cluster); without one they are priced here. The order
     doesn't depend on it. ValueError where no launch is legal.
     """
     splits = structures(fixed, launcher)
     illegal = illegal_by_rule(splits, sizes, launcher)
     of_part = partial(priced_launches, sizes=sizes, site=site, launcher=launcher, fitted=True, only=only or {}, fitting=fitting)
-    parts = [*(map if executor is None else executor.map)(of_part, launches(splits, sizes, launcher, fixed.gather8, pads))]
+    parts = [*(map if executor is None else executor.map)(of_part, launches(splits, sizes, launcher, fixed.gather8))]
     if not parts:
         count = ", ".join(f"{rule} {n}" for rule, n in illegal.items())
         raise ValueError(
