@@ -13,6 +13,9 @@ import pytest
 import yaml
 
 from autoshard.cli import main
+from autoshard.cost.compute import PRICES
+from autoshard.strategies.register import REGISTERED
+from autoshard.strategies.rows import EVEN_ONLY, RULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,6 +81,12 @@ def beside_the_models(tmp_path, monkeypatch):
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    registered = RULES, PRICES, REGISTERED, EVEN_ONLY
+    kept = [table.copy() for table in registered]
+    yield
+    for table, before in zip(registered, kept):  # what a page registers is another page's to register
+        table.clear()
+        table.update(before)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and not is_slow(page)], ids=name)

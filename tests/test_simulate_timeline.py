@@ -1,9 +1,11 @@
 """Time lines of plans: equal to the plan's cost and peak without overlap, never impossible with it."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
-from autoshard.simulate.tasks import _Builder, program_of
+from autoshard.simulate.tasks import KNOWN, _Builder, program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
 from tests.helpers_kept import assert_stays
@@ -366,3 +368,13 @@ def test_small_gradient_reductions_go_as_one(plans, scheme):
 def test_without_overlap_nothing_is_joined(plans):
     graph, solution = plans("gpt2", "2x2", "data_parallel")
     assert timeline_of_solution(graph, solution, overlap=False, join=True).seconds == pytest.approx(solution.cost)
+
+
+def test_what_is_known_of_a_formulation_is_forgotten_with_it(plans):
+    formulation, choice = formulation_of_solution(*plans("mlp", "4", "fsdp"))
+    program = program_of(formulation, choice)
+    assert formulation in KNOWN and program_of(formulation, choice).tasks == program.tasks
+    held = weakref.ref(formulation)
+    del formulation, program
+    gc.collect()
+    assert held() is None

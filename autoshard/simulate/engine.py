@@ -12,6 +12,7 @@ waited for), in time linear in the length of the list.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -84,7 +85,6 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     free: dict[int, tuple[float, int]] = dict.fromkeys(queues, (0.0, -1))
     waits = {stream: stream in background for stream in queues}
     urgent = dict.fromkeys(link_of.values(), 0)  # streams that run on a link and aren't in the background
-    active = dict.fromkeys(link_of.values(), 0)  # streams that run on a link
     patient = _Patient(tasks, link_of, background)
     left: dict[int, float] = {}  # running task of a stream: seconds of work left
     now, ended = 0.0, -1  # the last task that did
@@ -105,7 +105,6 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
                 why = ended
             begin[i], cause[i], left[stream] = now, why, work[i]
             urgent[link] += not waits[stream]
-            active[link] += 1
 
     while True:
         start()
@@ -113,7 +112,7 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
             break
         running = tuple(left)
         if running not in known:
-            known[running] = _shares(running, link_of, active, slowed)
+            known[running] = _shares(running, link_of, slowed)
         shares = known[running]
         lasts = [seconds * share for seconds, share in zip(left.values(), shares)]
         step = min(lasts)
@@ -126,7 +125,6 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
             end[i], free[stream] = now, (now, i)
             place[stream] += 1
             urgent[link_of[stream]] -= not waits[stream]
-            active[link_of[stream]] -= 1
             ended = i
             del left[stream]
             for k in readers[i]:
@@ -136,9 +134,10 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int], slowed: float, b
     return Times(begin, end, cause)
 
 
-def _shares(running: Collection[int], link_of: Mapping[int, int], active: Mapping[int, int], slowed: float) -> list[float]:
-    """Per running stream the seconds that one second of its work takes. active: how many of them run on each link."""
-    beside = 1.0 + slowed * sum(link >= 0 and count > 0 for link, count in active.items()) if 0 in running else 1.0
+def _shares(running: Collection[int], link_of: Mapping[int, int], slowed: float) -> list[float]:
+    """Per running stream the seconds that one second of its work takes."""
+    active = Counter(link_of[stream] for stream in running if link_of[stream] >= 0)
+    beside = 1.0 + slowed * len(active) if 0 in running else 1.0
     return [active[link] * beside if (link := link_of[s]) >= 0 else beside if s == 0 else 1.0 for s in running]
 
 

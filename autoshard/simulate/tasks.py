@@ -38,7 +38,7 @@ import numpy as np
 from autoshard.cost import PricedCollective, TimedStage, host_seconds, spare_bytes
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
 from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, Graph, early_casts
-from autoshard.layout import Layout, local_numel, replicated, text
+from autoshard.layout import local_numel, replicated, text
 from autoshard.problem import held, usage_profile
 from autoshard.routes import Step
 
@@ -256,7 +256,7 @@ class _Facts:
     """What all plans of a formulation have in common. It doesn't hold the formulation, with which it is forgotten."""
 
     def __init__(self, formulation: Formulation):
-        self.graph, self.links, self.routes = formulation.graph, formulation.tensor_edges, formulation.routes
+        self.graph, self.links = formulation.graph, formulation.tensor_edges
         ops, n = self.graph.ops, len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
         self.phases = [REST if op.is_placeholder or op.kind == KEPT else "backward" if op.backward else "forward" for op in ops]
@@ -294,22 +294,17 @@ class _Facts:
             if link.b < n:
                 self.gradients[link.b] = k
 
-    def steps(self, choice: Sequence[int]) -> list[tuple[Step, ...]]:
+    def steps(self, formulation: Formulation, choice: Sequence[int]) -> list[tuple[Step, ...]]:
         """The steps of the route of each link."""
         keys = list(zip(self.alike, *np.asarray(choice, dtype=np.int64)[self.ends].tolist()))
         for link, key in zip(self.links, keys):
             if key not in self.known:
-                self.known[key] = self._route(link, link.source_layouts[key[1]], link.target_layouts[key[2]])
+                if (route := formulation.route(link, choice)) is None:
+                    name, *ends = self.graph.ops[link.value[0]].name, link.source_layouts[key[1]], link.target_layouts[key[2]]
+                    between = " to ".join(map(text, ends))
+                    raise ValueError(f"the plan moves {name} from {between}, for which there is no route; plan again")
+                self.known[key] = route.steps
         return [self.known[key] for key in keys]
-
-    def _route(self, link: TensorEdge, source: Layout, target: Layout) -> tuple[Step, ...]:
-        if source == target:
-            return ()
-        route = self.routes.route(link.tensor.shape, link.tensor.itemsize, source, target)
-        if route is None:
-            name = self.graph.ops[link.value[0]].name
-            raise ValueError(f"the plan moves {name} from {text(source)} to {text(target)}, for which there is no route; plan again")
-        return route.steps
 
 
 KNOWN: WeakKeyDictionary[Formulation, _Facts] = WeakKeyDictionary()  # of formulations of which a plan was simulated
@@ -320,7 +315,7 @@ class _Places:
 
     def __init__(self, formulation: Formulation, facts: _Facts, choice: tuple[int, ...], overlap: bool, prefetch: int):
         self.facts, self.graph, self.links = facts, formulation.graph, formulation.tensor_edges
-        self.steps, n = facts.steps(choice), len(self.graph.ops)
+        self.steps, n = facts.steps(formulation, choice), len(self.graph.ops)
         self.moved = sorted(facts.hub_links.union(k for k, steps in enumerate(self.steps) if steps))  # or read as they are by several ops
         self.moved_hubs = {self.links[k].b for k in facts.hub_links if self.steps[k]}
         self.origins = self._origins()
