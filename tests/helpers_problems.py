@@ -72,13 +72,13 @@ def every_answer(problem: Problem) -> list[Evaluation]:
     return [found for x in every_choice(problem) if math.isfinite((found := evaluate(problem, x)).cost)]
 
 
-def incumbent_of(problem: Problem, clock=time.monotonic) -> Incumbent:
+def incumbent_of(problem: Problem, clock=time.monotonic, gap: float = 0.0) -> Incumbent:
     """Without an answer yet, and with all the time that it needs."""
-    return Incumbent(problem, Record(problem, 1e9, 0.0, clock))
+    return Incumbent(problem, Record(problem, 1e9, gap, clock))
 
 
-def ascended(problem: Problem, sweeps: int) -> tuple[Messages, Incumbent]:
+def ascended(problem: Problem, sweeps: int, gap: float = 0.0) -> tuple[Messages, Incumbent]:
     """What so many sweeps of dual ascent leave."""
-    messages, incumbent = Messages(problem), incumbent_of(problem)
+    messages, incumbent = Messages(problem), incumbent_of(problem, gap=gap)
     ascend(messages, incumbent, sweeps)
     return messages, incumbent

@@ -61,6 +61,16 @@ def test_where_the_work_is_not_enough_the_bound_holds_and_nothing_is_claimed(see
     assert not settled or incumbent.cost == pytest.approx(reference.cost, rel=1e-9)
 
 
+@pytest.mark.parametrize(("gap", "seed"), [(0.05, 6), (0.06, 6), (0.06, 33), (0.08, 6), *((0.06, seed) for seed in range(6))])
+def test_halves_of_which_one_ends_within_the_gap_prove_no_more_than_that(gap, seed, monkeypatch):
+    problem = frustrated(seed, side=4, num_choices=4)
+    best = solve(problem, solver="ilp").cost
+    monkeypatch.setattr(narrow_module, "LARGEST_TABLE", 12)
+    messages, incumbent = ascended(problem, 1, gap)
+    assert narrow(messages, incumbent, Work(PLENTY), shares=())
+    assert incumbent.proven and incumbent.bound <= best * (1 + 1e-9) and incumbent.cost <= best / (1 - gap) * (1 + 1e-9)
+
+
 def test_auto_closes_the_gap_of_dual_ascent_without_branch_and_bound(monkeypatch):
     def called(*_, **__):
         raise AssertionError("HiGHS was asked")

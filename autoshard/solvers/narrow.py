@@ -91,7 +91,8 @@ def _exhaust(messages: Messages, incumbent: Incumbent, work: Work) -> bool:
         ascend(first, half, SWEEPS)
         if not _exhaust(first, half, work):
             return False
-    part.close()
+    if not part.proven:  # else a half may have ended there, within the gap and not at the best
+        part.close()
     return True
 
 

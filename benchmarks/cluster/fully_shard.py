@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from network import Network, why_not  # noqa: E402
 from plans import MODELS, SLOW, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from run import asked, interpreted, measured_mesh, parser_of, say, single  # noqa: E402
+from run import asked, measured_mesh, parser_of, say, single, within_steps  # noqa: E402
 
 from autoshard.capture import capture_deep  # noqa: E402
 from autoshard.cost import collective_seconds  # noqa: E402
@@ -144,7 +144,7 @@ def main() -> int:
             say(f"measuring collectives at {speed:g} Mbit/s")
             network.limit(speed * 1e6 / 8)
             mesh = measured_mesh(ranks, options.calibrate, options.largest)
-            mesh = interpreted(mesh, ranks, options.folder)
+            mesh = within_steps(mesh, ranks, options.folder)
             for name in names:
                 stretches, sizes = passes(graphs[name], mesh)
                 seconds = measured(ranks, name)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from plans import IDLE, MIDDLE_PIPELINES, MODELS, PIPELINED, SLOW, TINY_PIPELINES
+from plans import IDLE, MIDDLE_PIPELINES, MODELS, OTHERS, PIPELINED, SLOW, TINY_PIPELINES
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -104,7 +104,7 @@ class Rank:
 
     def module_step(self, solution: Solution, model: str) -> Callable[[], None]:
         """What a user runs: the model parallelized, loss.backward(), the optimizer."""
-        module, inputs = MODELS[model]()
+        module, inputs = {**MODELS, **OTHERS}[model]()
         sharded = autoshard.parallelize(module, solution, self.device_mesh)
         generator = torch.Generator().manual_seed(self.rank)
         with torch.no_grad():

@@ -32,13 +32,12 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import numpy as np  # noqa: E402
 from judge import judged, plot, table  # noqa: E402
 from network import Network, why_not  # noqa: E402
-from plans import IDLE, MIDDLE_PIPELINES, MODELS, SLOW, TINY, Planned, graph_of, plans  # noqa: E402
+from plans import IDLE, MODELS, OTHERS, SLOW, Planned, graph_of, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from scipy.optimize import nnls  # noqa: E402
 
 from autoshard.calibrate.cluster import cluster  # noqa: E402
 from autoshard.calibrate.rates import OpSample  # noqa: E402
-from autoshard.capture import capture_deep  # noqa: E402
 from autoshard.graph import Graph  # noqa: E402
 from autoshard.mesh import Mesh  # noqa: E402
 from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402
@@ -75,25 +74,28 @@ def changed(mesh: Mesh, launch: float, ratio: float = 1.0) -> Mesh:
     return replace(mesh, device=replace(device, launch=launch, **rates))
 
 
-def with_kernels(mesh: Mesh, graphs: list[Graph], seconds: Callable[[Graph, Planned], float]) -> Mesh:
+def with_kernels(mesh: Mesh, graphs: Mapping[str, Graph], seconds: Callable[[str, Planned], float]) -> Mesh:
     """With kernels as steps of models of one device show them that are none of the cells. A step of n kernels whose rooflines take t
     seconds takes n l + r t: l is what Python takes to launch one, r how much longer it takes within a step, beside the other ranks' and
     with its data in no cache, than alone. Both are those of the least relative squares. seconds: of a plan's step.
     """
     rows = []
-    for graph in graphs:
+    for name, graph in graphs.items():
         (alone,) = [one for one in plans(graph, single(mesh), time_limit=5.0) if one.name == "data_parallel"]
-        n, took = sum(not op.is_placeholder and op.alias is None for op in graph.ops), seconds(graph, alone)
+        n, took = sum(not op.is_placeholder and op.alias is None for op in graph.ops), seconds(name, alone)
         rows.append([n / took, (alone.seconds - n * mesh.device.launch) / took])
     launch, ratio = (float(x) for x in nnls(np.array(rows), np.ones(len(rows)))[0])
     return changed(mesh, max(launch, mesh.device.launch), max(ratio, 1.0))
 
 
-def interpreted(mesh: Mesh, ranks: Ranks, folder: Path) -> Mesh:
-    """With what a kernel costs in the program of a rank, to interpret and to run."""
-    middle = (build(loss=True) for build in MIDDLE_PIPELINES.values())
-    graphs = [graph_of(TINY), *(capture_deep(*model, training=True)[0] for model in middle)]
-    return with_kernels(mesh, graphs, lambda graph, one: statistics.median(timed(ranks, replace_mesh(one, mesh), graph, folder)[0]))
+def within_steps(mesh: Mesh, ranks: Ranks, folder: Path, runner: str = "program") -> Mesh:
+    """With what a kernel costs within the step of a rank, to launch and to run, by the runner whose steps are predicted."""
+    graphs = {name: graph_of(build) for name, build in OTHERS.items()}
+
+    def seconds(name: str, one: Planned) -> float:
+        return statistics.median(timed(ranks, replace_mesh(one, mesh), graphs[name], folder, name if runner == "parallelize" else "")[0])
+
+    return with_kernels(mesh, graphs, seconds)
 
 
 def single(mesh: Mesh) -> Mesh:
@@ -204,10 +206,10 @@ def main() -> int:
                     continue
                 say(f"measuring collectives at {speed:g} Mbit/s")
                 network.limit(speed * 1e6 / 8)
-                mesh = measured_mesh(ranks, options.calibrate, options.largest)
-                mesh = interpreted(mesh, ranks, options.folder)
-                (options.folder / f"mesh-{speed:g}.json").write_text(json.dumps(mesh.to_dict(), indent=1))
-                for name in wanted:
+                alone = measured_mesh(ranks, options.calibrate, options.largest)
+                for name in wanted:  # measured again beside each: what else the machine does changes what kernels take
+                    mesh = within_steps(alone, ranks, options.folder, options.runner)
+                    (options.folder / f"mesh-{speed:g}-{name}.json").write_text(json.dumps(mesh.to_dict(), indent=1))
                     rows += cell(ranks, name, graphs[name], mesh, speed, options)
                     rows_file.write_text(json.dumps(rows, indent=1))
             ranks.stop()
