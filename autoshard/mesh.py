@@ -68,6 +68,7 @@ MOST_DIGITS = 18  # of a number in a mesh's text; Python refuses to read thousan
 # of an MLP, as published with DistIR.
 UNMEASURED_LINK, UNMEASURED_DEVICE = 0.37, 0.46
 
+MOST_SLOWED = 0.5  # beside traffic on two links a kernel then takes twice as long, and there is nothing to gain
 BACKENDS = ("nccl", "gloo")
 
 INTRA_LATENCY = 5e-6  # seconds; NVLink-class, order of magnitude of nccl-tests on small messages
@@ -118,16 +119,16 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves, devices without an error, TF32, kernels or a host link, and balanced experts
-        don't mention them."""
+        """Plain data for `from_dict`; axes without curves, devices without an error, TF32, kernels, a host link or what slows them, and
+        balanced experts don't mention them."""
         data = asdict(replace(self, cost_model=None))
         del data["cost_model"]
         if self.cost_model is not None:
             data["cost_model"] = {"name": self.cost_model.name, "fingerprint": self.cost_model.fingerprint}
         if self.expert_imbalance == 1:
             del data["expert_imbalance"]
-        for key in ("error", "flops_tf32", "tf32", "kernels", "host_bandwidth"):
-            if data["device"][key] in (None, False):
+        for key in ("error", "flops_tf32", "tf32", "kernels", "host_bandwidth", "slowed"):
+            if data["device"][key] is None or data["device"][key] is False:
                 del data["device"][key]
         data["axes"] = [{key: value for key, value in axis.items() if key != "curves" or value} for axis in data["axes"]]
         return data
@@ -233,6 +234,8 @@ def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
 
 
 def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
+    if (slowed := fields.get("slowed")) is not None and not (isinstance(slowed, (int, float)) and 0 <= slowed <= MOST_SLOWED):
+        raise ValueError(f"slowed of the device is {slowed!r}; expected a number of 0 to {MOST_SLOWED}")
     if kernels is None:
         return Device(**fields)
     if not isinstance(kernels, Mapping):

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -65,6 +66,11 @@ def test_ranks_are_row_major_as_torch_counts_them():
     assert (mesh.num_devices, mesh.shape, mesh.axis_names) == (24, (2, 3, 4), ("axis0", "axis1", "axis2"))
 
 
+def slowed_by(slowed) -> Mesh:
+    data = Mesh.from_bandwidths((2,)).to_dict()
+    return Mesh.from_dict({**data, "device": {**data["device"], "slowed": slowed}})
+
+
 BAD = [
     (dict(shape=()), "mesh shape is ()"),
     (dict(shape=(0, 4)), "mesh shape is (0, 4)"),
@@ -102,7 +108,13 @@ test_a_mesh_that_cannot_be_is_one_sentence = refusals(
     *((partial(parse_shape, text), "mesh is .*; expected sizes joined by x") for text in NO_SHAPE),
     (lambda: parse_shape("0x4"), "mesh shape is"),
     *((partial(Mesh.from_dict, data), "^not a mesh: ") for data in NO_MESH),
+    *((partial(slowed_by, slowed), "^slowed of the device is .*; expected a number of 0 to 0.5$") for slowed in (-0.1, 0.6, "a")),
 )
+
+
+def test_what_slows_kernels_beside_collectives_is_of_the_device_or_else_of_its_kernels():
+    assert [slowed_by(slowed).device.beside for slowed in (0.0, 0.3, None)] == [0.0, 0.3, DEVICES["h100"].kernels.slowed]
+    assert Device("mine", 1e12, 5e11, 1e12, 16e9).beside == 0.0
 
 
 @pytest.mark.parametrize(("text", "shape"), [("2x4", (2, 4)), ("8", (8,)), ("2 x 2 X 2", (2, 2, 2)), ("2,4", (2, 4)), ("2*4", (2, 4))])
@@ -111,7 +123,9 @@ def test_a_shape_is_read(text, shape):
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
-@pytest.mark.parametrize("device", [*DEVICES, Device("mine", 1e12, 5e11, 1e12, 16e9)], ids=str)
+@pytest.mark.parametrize(
+    "device", [*DEVICES, Device("mine", 1e12, 5e11, 1e12, 16e9), replace(DEVICES["h100"], slowed=0.0, error=0.0)], ids=str
+)
 def test_a_mesh_survives_its_dict(shape, device):
     mesh = Mesh.from_bandwidths(shape, device=device, backend="gloo")
     assert Mesh.from_dict(mesh.to_dict()) == mesh

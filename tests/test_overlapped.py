@@ -130,10 +130,21 @@ def test_the_longest_chain_of_one_plan_is_no_longer_than_the_time_line_of_any(ca
     mean = tuple(sum(one[k] for one in of) / len(of) for k in (0, 1))
     chains = [longest_chain(formulated, streams, *one) for one in (*of, mean)]
     parts = [Part(chain.nodes, chain.edges) for chain in (*chains, *full_streams(formulated, streams))]
-    if formulated.mesh.device.kernels.slowed == 0 or streams.num == 4:  # else a longest chain is that without what slows it
+    if formulated.mesh.device.beside == 0 or streams.num == 4:  # else a longest chain is that without what slows it
         for k, one in enumerate((*of, mean)):
             assert seconds_of_parts(parts[: len(chains)], *one).max() <= seconds_of_parts([parts[k]], *one)[0] * (1 + 1e-9)
     assert violations(formulated, parts, plans) == 0
+
+
+@pytest.mark.parametrize("slowed", [0.0, 0.5])
+def test_chains_are_bounds_however_much_collectives_slow_kernels(slowed):
+    formulated, plans = instance("mlp", (2, 2), 1)
+    device = replace(formulated.mesh.device, slowed=slowed)
+    formulated = replace(formulated, mesh=replace(formulated.mesh, device=device))
+    streams = stream_seconds(formulated, joined=True)
+    of = [seconds_of_choice(formulated.problem, streams.nodes, streams.edges, choice) for choice in plans]
+    chains = [*(longest_chain(formulated, streams, *one) for one in of), *full_streams(formulated, streams)]
+    assert violations(formulated, [Part(chain.nodes, chain.edges) for chain in chains], plans) == 0
 
 
 @pytest.mark.parametrize("case", CASES)

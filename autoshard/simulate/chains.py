@@ -84,7 +84,7 @@ def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain
         rows.append(beside + more * kernels)
     for link in range(1, streams.num - 2):
         row = np.zeros(streams.num)
-        row[[0, EARLY]], row[link] = _slowed(formulation), 1.0
+        row[[0, EARLY]], row[link] = formulation.mesh.device.beside, 1.0
         rows.append(row)
     problem = formulation.problem
     return [Chain(np.tile(row, (len(problem.node_costs), 1)), np.tile(row, (len(problem.edges), 1))) for row in rows]
@@ -92,16 +92,11 @@ def full_streams(formulation: Formulation, streams: StreamSeconds) -> list[Chain
 
 def _weights(formulation: Formulation, streams: StreamSeconds) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each L: by stream the weights of what is beside a chain, and by how much more that in it counts."""
-    s, links = _slowed(formulation), list(range(1, streams.num - 2))
+    s, links = formulation.mesh.device.beside, list(range(1, streams.num - 2))
     for counted in [[], *([link] for link in links), *[links] * (len(links) > 1)]:
         beside, more = np.zeros(streams.num), np.full(streams.num, 1.0 - s * len(counted))
         beside[[0, EARLY, *counted]], more[[0, EARLY]] = s, 1.0 - s
         yield beside, more
-
-
-def _slowed(formulation: Formulation) -> float:
-    kernels = formulation.mesh.device.kernels
-    return kernels.slowed if kernels else 0.0
 
 
 @dataclass(frozen=True, slots=True)

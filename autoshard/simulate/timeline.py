@@ -145,8 +145,8 @@ def run_program(program: TaskProgram, links: Sequence[int] | None = None) -> Tim
 
 def run_streams(tasks: Sequence[Task], mesh: Mesh, links: Sequence[int] | None = None) -> Times:
     """Times of tasks of one device. links: per mesh axis the number of its link; default `shared_links`."""
-    links, kernels, n = shared_links(mesh) if links is None else tuple(links), mesh.device.kernels, len(mesh.axes)
-    return run_tasks(tasks, (-1, *links, *links), slowed=kernels.slowed if kernels else 0.0, background=range(n + 1, 2 * n + 1))
+    links, n = shared_links(mesh) if links is None else tuple(links), len(mesh.axes)
+    return run_tasks(tasks, (-1, *links, *links), slowed=mesh.device.beside, background=range(n + 1, 2 * n + 1))
 
 
 def _covered(times: Times, tasks: Sequence[int]) -> float:

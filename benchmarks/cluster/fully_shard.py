@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from network import Network, why_not  # noqa: E402
 from plans import MODELS, SLOW, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from run import asked, measured_mesh, parser_of, say, single, within_steps  # noqa: E402
+from run import Steps, asked, measured_mesh, parser_of, say, single  # noqa: E402
 
 from autoshard.capture import capture_deep  # noqa: E402
 from autoshard.cost import collective_seconds  # noqa: E402
@@ -122,7 +122,7 @@ def measured(ranks: Ranks, name: str) -> dict[str, float]:
         ranks.do("fully_shard", model=name, way=way, timeout=600)
     for _ in range(ROUNDS):
         for way, seconds in found.items():
-            seconds += ranks.do("steps", count=STEPS, pipeline=f"{name} {way}", timeout=600)["seconds"]
+            seconds += ranks.do("steps", count=STEPS, key=f"{name} {way}", timeout=600)["seconds"]
     return {way: statistics.median(seconds) for way, seconds in found.items()}
 
 
@@ -144,7 +144,7 @@ def main() -> int:
             say(f"measuring collectives at {speed:g} Mbit/s")
             network.limit(speed * 1e6 / 8)
             mesh = measured_mesh(ranks, options.calibrate, options.largest)
-            mesh = within_steps(mesh, ranks, options.folder)
+            mesh = Steps(mesh, ranks, options.folder, "program").mesh
             for name in names:
                 stretches, sizes = passes(graphs[name], mesh)
                 seconds = measured(ranks, name)

@@ -95,7 +95,7 @@ def measured(ranks: Ranks, jobs: Mapping[str, Job], folder: Path) -> dict[str, f
     seconds: dict[str, list[float]] = {key: [] for key in jobs}
     for _ in range(ROUNDS):
         for key in jobs:
-            seconds[key] += ranks.do("steps", count=STEPS, pipeline=key, timeout=600)["seconds"]
+            seconds[key] += ranks.do("steps", count=STEPS, key=key, timeout=600)["seconds"]
     return {key: statistics.median(each) for key, each in seconds.items()}
 
 

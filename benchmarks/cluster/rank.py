@@ -1,12 +1,12 @@
 """One rank: it joins the process group, then does what comes as JSON lines on stdin and answers on stdout.
 
     {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "alone": ..., "device": ...}
-    {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
-    {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
-    {"do": "pipeline", "plan": "plan.pkl", "model": "mlp", "key": "a"}    {"stages": ...}: a step of a pipeline, kept under a key
+    {"do": "load", "plan": "plan.pkl", "key": "a"}        {"loaded": ...}: a step of a plan, kept under a key; runs it twice, so that all
+                                                          is warm; with "model": "mlp" through `autoshard.parallelize`, which overlaps
+    {"do": "pipeline", "plan": "plan.pkl", "model": "mlp", "key": "a"}    {"loaded": ...}: a step of a pipeline, kept under a key
     {"do": "fully_shard", "model": "mlp", "way": "ahead"} {"groups": ...}: a step of torch's FSDP2, kept under the model and the way
-    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it;
-                                                          "pipeline": of that key
+    {"do": "steps", "count": 5, "key": "a"}               {"seconds": [...]}: of the slowest rank, step by step, after one more; or
+                                                          "idle": of small collectives only
     {"do": "stop"}
 """
 
@@ -49,7 +49,7 @@ class Rank:
         self.device_mesh: DeviceMesh = init_device_mesh("cpu", shape)
         self.whole: DeviceMesh = init_device_mesh("cpu", (size,))
         self.rank, self.agree = rank, agree_on(torch.device("cpu"))
-        self.pipelines: dict[str, Callable[[], None]] = {}
+        self.kept: dict[str, Callable[[], None]] = {}  # steps by their keys
 
     def measure(self, seconds: float, largest: float) -> dict:
         for _, _, found in measure(self.device_mesh, clock=time.perf_counter, seconds=seconds, largest=largest):
@@ -73,15 +73,19 @@ class Rank:
             found.append(statistics.median(seconds))
         return {"seconds": found}
 
-    def load(self, plan: str, model: str = "") -> dict:
+    def load(self, plan: str, key: str, model: str = "") -> dict:
         """The step of a plan on this rank: forward and backward, then AdamW on the parameters."""
         with open(plan, "rb") as file:
             graph, solution = pickle.load(file)
-        self.step = self.module_step(solution, model) if model else self.program_step(graph, solution)
-        self.step()
-        self.step()
+        return self.keep(key, self.module_step(solution, model) if model else self.program_step(graph, solution))
+
+    def keep(self, key: str, step: Callable[[], None]) -> dict:
+        """Run it twice, so that all is warm."""
+        self.kept[key] = step
+        step()
+        step()
         dist.barrier()
-        return {"loaded": plan}
+        return {"loaded": key}
 
     def program_step(self, graph: Graph, solution: Solution) -> Callable[[], None]:
         """The plan's program, record by record: its collectives one after the other, as they are priced."""
@@ -145,7 +149,7 @@ class Rank:
             module(*given).backward()
             optimizer.step()
 
-        self.pipelines[f"{model} {way}"] = step
+        self.kept[f"{model} {way}"] = step
         return {"groups": len(blocks) + 1}
 
     def pipeline(self, plan: str, model: str, key: str) -> dict:
@@ -168,30 +172,24 @@ class Rank:
             sharded.step(*given)
             optimizer.step()
 
-        self.pipelines[key] = step
-        step()
-        step()
-        dist.barrier()
-        return {"stages": len(planned.stages)}
+        return self.keep(key, step)
 
-    def steps(self, count: int, idle: dict[str, int] | None = None, pipeline: str | None = None) -> dict:
-        """idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats in the largest buffer. pipeline: the
-        key of the one whose steps are timed, after one more that isn't."""
-        if pipeline is not None:
-            self.step = self.pipelines[pipeline]
-            self.step()
-        seconds, groups, n = [], Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
+    def steps(self, count: int, key: str = "", idle: dict[str, int] | None = None) -> dict:
+        """After one more, which isn't timed. idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats
+        in the largest buffer."""
+        groups, n = Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
         small = {kind: buffer_of(kind, IDLE, n, torch.device("cpu")) for kind in idle or {}}
         asks = [CollectiveCall(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
-        for _ in range(count):
+        seconds = []
+        for _ in range(count + 1):
             dist.barrier()
             began = time.perf_counter()
             if idle is None:
-                self.step()
+                self.kept[key]()
             for ask in asks:
                 groups.answer(ask)
             seconds.append(self.agree(time.perf_counter() - began))
-        return {"seconds": seconds}
+        return {"seconds": seconds[1:]}
 
 
 def part(slot, kind: str, generator: torch.Generator) -> torch.Tensor:

@@ -17,20 +17,22 @@ defaults on two cores. Needs root and iproute2, and leaves no namespace behind.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pickle
 import statistics
 import sys
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import numpy as np  # noqa: E402
-from judge import judged, plot, table  # noqa: E402
+from judge import OURS, judged, plot, table  # noqa: E402
 from network import Network, why_not  # noqa: E402
 from plans import IDLE, MODELS, OTHERS, SLOW, Planned, graph_of, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
@@ -39,10 +41,12 @@ from scipy.optimize import nnls  # noqa: E402
 from autoshard.calibrate.cluster import cluster  # noqa: E402
 from autoshard.calibrate.rates import OpSample  # noqa: E402
 from autoshard.graph import Graph  # noqa: E402
-from autoshard.mesh import Mesh  # noqa: E402
+from autoshard.mesh import Axis, Mesh  # noqa: E402
 from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402
 
 PER_NODE = 2
+WAIT = 1e-3  # seconds: any at which time lines are about affine in it
+SLOWED = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 LONGEST = 40.0  # seconds that the timed steps of one plan may take
 ROUNDS, MOST = 3, 45  # in which they are run and their bytes counted; and steps of all of them: one of .15 s varies by a third
 
@@ -74,59 +78,125 @@ def changed(mesh: Mesh, launch: float, ratio: float = 1.0) -> Mesh:
     return replace(mesh, device=replace(device, launch=launch, **rates))
 
 
-def with_kernels(mesh: Mesh, graphs: Mapping[str, Graph], seconds: Callable[[str, Planned], float]) -> Mesh:
-    """With kernels as steps of models of one device show them that are none of the cells. A step of n kernels whose rooflines take t
-    seconds takes n l + r t: l is what Python takes to launch one, r how much longer it takes within a step, beside the other ranks' and
-    with its data in no cache, than alone. Both are those of the least relative squares. seconds: of a plan's step.
+@dataclass(frozen=True)
+class Job:
+    """A plan whose steps are timed. model: its name, to run it through `parallelize`."""
+
+    planned: Planned
+    graph: Graph
+    model: str = ""
+    counted: bool = False  # the bytes that its steps send
+
+
+class Taken(NamedTuple):
+    """Seconds of steps, one by one, and bytes of data that left a node in each."""
+
+    seconds: list[float]
+    sent: float
+
+
+def raised(mesh: Mesh, wait: float) -> Mesh:
+    """With collectives that take so many seconds more."""
+
+    def of(axis: Axis) -> Axis:
+        return replace(axis, curves=tuple(replace(one, seconds=tuple(s + wait for s in one.seconds)) for one in axis.curves))
+
+    return replace(mesh, axes=tuple(map(of, mesh.axes)))
+
+
+class Steps:
+    """Prices within a step, from steps of models that are none of the cells.
+
+    l, r   a step of n kernels whose rooflines take t seconds takes n l + r t where every rank takes all of it: l is what Python takes to
+           launch one, r how much longer it takes within a step, beside the other ranks' and with its data in no cache, than alone
+    w      seconds by which a collective takes longer within a step than where all ranks do nothing else: they aren't in step, and the
+           cores do other work
+    s      how much longer kernels and collectives take beside each other, of the shorter one, where they overlap: the cores that run
+           kernels move the bytes, too. A step of a plan with collectives takes t + w g seconds: t those of its time line, g their slope
+
+    All are those of the least relative squares, s of SLOWED.
     """
-    rows = []
-    for name, graph in graphs.items():
-        (alone,) = [one for one in plans(graph, single(mesh), time_limit=5.0) if one.name == "data_parallel"]
-        n, took = sum(not op.is_placeholder and op.alias is None for op in graph.ops), seconds(name, alone)
-        rows.append([n / took, (alone.seconds - n * mesh.device.launch) / took])
-    launch, ratio = (float(x) for x in nnls(np.array(rows), np.ones(len(rows)))[0])
-    return changed(mesh, max(launch, mesh.device.launch), max(ratio, 1.0))
+
+    def __init__(self, alone: Mesh, ranks: Ranks, folder: Path, runner: str):
+        self.alone, self.overlaps, self.whole, self.sharded = alone, runner == "parallelize", {}, {}
+        graphs = {name: (graph_of(build), name if self.overlaps else "") for name, build in OTHERS.items()}
+        for name, job in graphs.items():
+            (one,) = [one for one in plans(job[0], single(alone), time_limit=5.0) if one.name == "data_parallel"]
+            self.whole[f"{name} whole"] = Job(replace(one, solution=replace(one.solution, mesh=alone)), *job)
+        mesh = self.kernels(in_turns(ranks, self.whole, folder))
+        for name, job in graphs.items():
+            for one in plans(job[0], mesh, time_limit=5.0, overlaps=self.overlaps):
+                if one.name in OURS:
+                    self.sharded[f"{name} {one.name}"] = Job(one, *job)
+        self.mesh = self.fitted(in_turns(ranks, self.jobs, folder))
+
+    @property
+    def jobs(self) -> dict[str, Job]:
+        return self.whole | self.sharded
+
+    def kernels(self, taken: Mapping[str, Taken]) -> Mesh:
+        """With l and r."""
+        rows = []
+        for key, job in self.whole.items():
+            n, took = sum(not op.is_placeholder and op.alias is None for op in job.graph.ops), statistics.median(taken[key].seconds)
+            rows.append([n / took, (job.planned.seconds - n * self.alone.device.launch) / took])
+        launch, ratio = (float(x) for x in nnls(np.array(rows), np.ones(len(rows)))[0])
+        return changed(self.alone, max(launch, self.alone.device.launch), max(ratio, 1.0))
+
+    def fitted(self, taken: Mapping[str, Taken]) -> Mesh:
+        """With l, r, w and s."""
+        kernels, found = self.kernels(taken), []
+        took = np.array([statistics.median(taken[key].seconds) for key in self.sharded])
+        for slowed in SLOWED if self.overlaps else (0.0,):
+            mesh = replace(kernels, device=replace(kernels.device, slowed=slowed))
+            t, later = (
+                np.array([simulated(job, one, self.overlaps) for job in self.sharded.values()]) for one in (mesh, raised(mesh, WAIT))
+            )
+            slopes, missing = (later - t) / WAIT / took, 1 - t / took
+            wait = max(0.0, float(slopes @ missing / (slopes @ slopes)))
+            found.append((float(((missing - wait * slopes) ** 2).sum()), slowed, wait, mesh))
+        _, slowed, wait, mesh = min(found, key=lambda one: one[0])
+        say(f"{1e6 * mesh.device.launch:.0f} us to launch a kernel, {1e3 * wait:.2f} ms more for a collective, slowed by {slowed:g}")
+        return raised(mesh, wait)
 
 
-def within_steps(mesh: Mesh, ranks: Ranks, folder: Path, runner: str = "program") -> Mesh:
-    """With what a kernel costs within the step of a rank, to launch and to run, by the runner whose steps are predicted."""
-    graphs = {name: graph_of(build) for name, build in OTHERS.items()}
-
-    def seconds(name: str, one: Planned) -> float:
-        return statistics.median(timed(ranks, replace_mesh(one, mesh), graphs[name], folder, name if runner == "parallelize" else "")[0])
-
-    return with_kernels(mesh, graphs, seconds)
+def simulated(job: Job, mesh: Mesh, overlaps: bool) -> float:
+    """Seconds of its time line."""
+    return timeline_of_solution(job.graph, job.planned.solution, mesh, overlap=overlaps, join=overlaps).seconds
 
 
 def single(mesh: Mesh) -> Mesh:
     return Mesh(tuple(replace(axis, size=1, curves=()) for axis in mesh.axes), mesh.device)
 
 
-def replace_mesh(one: Planned, mesh: Mesh) -> Planned:
-    """The plan of one device, on all devices: everything is whole."""
-    return replace(one, solution=replace(one.solution, mesh=mesh))
+def in_turns(ranks: Ranks, jobs: Mapping[str, Job], folder: Path) -> dict[str, Taken]:
+    """What some steps of each job take. Bytes are less what measuring and gloo's own words take, which are what as many small collectives
+    send beyond their data.
 
-
-def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "") -> tuple[list[float], float]:
-    """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take, which are what as
-    many small collectives send beyond their data.
-
-    Of both the median of ROUNDS counts, as what TCP sends again is no data. model: its name, to run it through `parallelize`.
+    They take turns, so that what else the machine does reaches all of them alike. Of the bytes the median of ROUNDS counts, as what TCP
+    sends again is no data.
     """
     path = folder / "plan.pkl"
-    path.write_bytes(pickle.dumps((graph, one.solution)))
-    ranks.do("load", plan=str(path), model=model, timeout=600)
-    count = int(min(MOST, max(ROUNDS, LONGEST / max(one.seconds, 1e-3) / 4))) // ROUNDS
-    seconds: list[float] = []
-
-    def sent(**job: dict[str, int]) -> float:
+    for key, job in jobs.items():
+        path.write_bytes(pickle.dumps((job.graph, job.planned.solution)))
+        ranks.do("load", plan=str(path), model=job.model, key=key, timeout=600)
+    seconds: dict[str, list[float]] = {key: [] for key in jobs}
+    sent: dict[tuple[str, bool], list[float]] = {(key, idle): [] for key in jobs for idle in (False, True)}
+    for _, (key, job), idle in itertools.product(range(ROUNDS), jobs.items(), (True, False)):
+        if idle and not job.counted:
+            continue
+        count = int(min(MOST, max(ROUNDS, LONGEST / max(job.planned.seconds, 1e-3) / 4))) // ROUNDS
         before = ranks.network.bytes_sent()
-        found = ranks.do("steps", count=count, timeout=600, **job)["seconds"]
-        seconds.extend(found if not job else [])
-        return statistics.mean(b - a for a, b in zip(before, ranks.network.bytes_sent())) / count
+        what = {"idle": job.planned.link_calls} if idle else {"key": key}
+        found = ranks.do("steps", count=count, timeout=600, **what)["seconds"]
+        sent[key, idle].append(statistics.mean(b - a for a, b in zip(before, ranks.network.bytes_sent())) / (count + 1))
+        seconds[key] += found if not idle else []
 
-    words = statistics.median(sent(idle=one.link_calls) for _ in range(ROUNDS)) - idle_bytes(one.link_calls, ranks.shape)
-    return seconds, statistics.median([sent() for _ in range(ROUNDS)]) - words
+    def data(key: str, job: Job) -> float:
+        words = statistics.median(sent[key, True]) - idle_bytes(job.planned.link_calls, ranks.shape) if job.counted else 0.0
+        return statistics.median(sent[key, False]) - words
+
+    return {key: Taken(seconds[key], data(key, job)) for key, job in jobs.items()}
 
 
 def idle_bytes(calls: Mapping[str, int], shape: tuple[int, ...]) -> float:
@@ -136,27 +206,34 @@ def idle_bytes(calls: Mapping[str, int], shape: tuple[int, ...]) -> float:
     return times * 4 * IDLE * (n - 1) / n * math.prod(shape) / n
 
 
-def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, options: argparse.Namespace) -> list[dict]:
-    rows, overlaps = [], options.runner == "parallelize"  # which joins small collectives, too
-    for one in plans(graph, mesh, time_limit=options.time_limit, overlaps=overlaps):
-        seconds, sent = timed(ranks, one, graph, options.folder, name if options.runner == "parallelize" else "")
+def cell(ranks: Ranks, name: str, graph: Graph, steps: Steps, megabits: float, options: argparse.Namespace) -> list[dict]:
+    """The rows of a model: planned with the prices so far, predicted with those of the steps that take turns with its plans."""
+    rows, overlaps = [], steps.overlaps  # which joins small collectives, too
+    found = list(plans(graph, steps.mesh, time_limit=options.time_limit, overlaps=overlaps))
+    jobs = {one.name: Job(one, graph, name if overlaps else "", counted=True) for one in found}
+    taken = in_turns(ranks, jobs | steps.jobs, options.folder)
+    mesh = steps.fitted(taken)
+    (options.folder / f"mesh-{megabits:g}-{name}.json").write_text(json.dumps(mesh.to_dict(), indent=1))
+    for one in found:
+        seconds, sent = taken[one.name]
         rows.append(
             {
                 "model": name,
                 "megabits": megabits,
                 "plan": one.name,
                 "runner": options.runner,
-                "predicted_seconds": one.seconds,
+                "predicted_seconds": simulated(jobs[one.name], mesh, False),
                 "measured_seconds": statistics.median(seconds),
                 "predicted_link_seconds": one.link_seconds,
-                "simulated_seconds": timeline_of_solution(graph, one.solution, mesh, overlap=overlaps, join=overlaps).seconds,
+                "simulated_seconds": simulated(jobs[one.name], mesh, overlaps),
                 "predicted_bytes": one.link_bytes,
                 "measured_bytes": sent,
                 "peak_bytes": one.solution.peak_bytes,
                 "all_measured_seconds": seconds,
             }
         )
-        say(f"{name} at {megabits:g} Mbit/s, {one.name}: predicted {one.seconds:.3f} s, measured {rows[-1]['measured_seconds']:.3f} s")
+        predicted, measured = rows[-1]["simulated_seconds"], rows[-1]["measured_seconds"]
+        say(f"{name} at {megabits:g} Mbit/s, {one.name}: predicted {predicted:.3f} s, measured {measured:.3f} s")
     return rows
 
 
@@ -207,10 +284,9 @@ def main() -> int:
                 say(f"measuring collectives at {speed:g} Mbit/s")
                 network.limit(speed * 1e6 / 8)
                 alone = measured_mesh(ranks, options.calibrate, options.largest)
-                for name in wanted:  # measured again beside each: what else the machine does changes what kernels take
-                    mesh = within_steps(alone, ranks, options.folder, options.runner)
-                    (options.folder / f"mesh-{speed:g}-{name}.json").write_text(json.dumps(mesh.to_dict(), indent=1))
-                    rows += cell(ranks, name, graphs[name], mesh, speed, options)
+                steps = Steps(alone, ranks, options.folder, options.runner)
+                for name in wanted:
+                    rows += cell(ranks, name, graphs[name], steps, speed, options)
                     rows_file.write_text(json.dumps(rows, indent=1))
             ranks.stop()
     found = judged(rows)
