@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+import autoshard
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_global, verify_program
@@ -14,6 +15,7 @@ from autoshard.lower.run import SimulatedRanks
 from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
+from models import dlrm
 from tests.helpers import tiny_graph
 from tests.helpers_kept import assert_stays
 from tests.helpers_local_tensor import run_local_tensor
@@ -273,6 +275,14 @@ def test_values_that_do_not_fit_are_refused():
 def test_a_run_stops_at_the_first_wrong_shape():
     program = lower(two_ops(), with_placed(LAYOUTS, "relu", outputs=("R",), hubs=(None,)), {}, mesh_of(2))
     assert_refused("op relu gave relu:0 as .*the row or a size literal of the op is wrong", run_simulated, program, {"x": torch.ones(4, 4)})
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_shapes_that_the_kernel_of_a_device_chooses_are_no_mismatch(training):
+    model, inputs = dlrm.tiny(batch=4, dtype="bfloat16")  # of fake tensors the bags of all indexes have another shape than on a CPU
+    solution = autoshard.plan(model, inputs, mesh_of(4), training=training, baselines=False)
+    report = autoshard.verify(model, inputs, solution)
+    assert report["ok"] and not report["plans"][0]["placement_mismatches"]
 
 
 def test_devices_in_literals_are_where_it_runs():

@@ -14,7 +14,7 @@ are listed per rank.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,9 @@ from autoshard.solution import Placed
 
 parsed = cache(parse)
 
+# (target, output): the bag of each index, sizes and maxima, of which torch's kernels for a CPU, CUDA and fake tensors fill different ones
+OF_KERNEL = {(f"aten._embedding_bag{which}.default", k) for which in ("", "_forward_only") for k in (1, 2, 3)}
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -40,6 +43,7 @@ class Slot:
     shape: tuple[int, ...]  # on each rank, or on the first, which has the largest
     dtype: str
     shapes: tuple[tuple[int, ...], ...] = ()  # by rank, where they differ
+    of_kernel: bool = False  # its shape is what a device's kernel makes it, whatever was planned
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         return self.shapes[rank] if self.shapes else self.shape
@@ -197,7 +201,8 @@ class _Lowering:
         why = why_illegal(tensor.shape, layout, self.mesh)
         if why is not None:
             raise ValueError(f"{name}: {why}")
-        return slot_of(name, value, tensor, layout, self.mesh)
+        of_kernel = (self.graph.ops[value[0]].target, value[1]) in OF_KERNEL
+        return replace(slot_of(name, value, tensor, layout, self.mesh), of_kernel=of_kernel)
 
     def _move(self, source: Slot, name: str, layout: Layout) -> Slot:
         """`source` in another layout; `source` itself when it already has that layout."""
