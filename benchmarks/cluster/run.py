@@ -3,15 +3,16 @@
     sudo .venv/bin/python benchmarks/cluster/run.py FOLDER [--speeds 20,50,100,200] [--models mlp,gpt2,llama] [--json] [--plot FILE.png]
 
 For each speed of the link between the nodes: measures every collective on both mesh axes and the devices, makes prices of that (as
-`autoshard calibrate measure` does), plans each model as data parallel, FSDP, Megatron (with and without sequence parallelism) and as
-autoshard would within Megatron's memory, runs every plan, and counts the bytes that leave a node.
+`autoshard calibrate measure` does) and of steps of three other models (`Steps`), which take turns with what is measured, plans each model
+as data parallel, FSDP, Megatron (with and without sequence parallelism) and as autoshard would within Megatron's memory, runs every plan,
+and counts the bytes that leave a node.
 
     --runner program        the plan's program, one collective after the other, as plans are priced
     --runner parallelize    what users run: `autoshard.parallelize`, collectives overlapped; the simulator predicts that, and
                             objective="overlapped" plans for it
 
-FOLDER gets prices, rows and the ranks' logs; rows that are in it already are not measured again. A quarter of an hour for the
-defaults on two cores. Needs root and iproute2, and leaves no namespace behind.
+FOLDER gets prices, rows and the ranks' logs; rows that are in it already are not measured again. Half an hour for two
+speeds on two cores. Needs root and iproute2, and leaves no namespace behind.
 """
 
 from __future__ import annotations
