@@ -244,11 +244,11 @@ class Device:
     tf32: bool = False  # float32 matmuls run as TF32, too
     host_bandwidth: float | None = None  # bytes/s to its host's memory, one direction; None: that of its kind (cost.host_bandwidth)
     kernels: Kernels | None = None  # without them, ops reach one assumed share of every peak (cost/compute.py)
-    slowed: float | None = None  # how much longer kernels and collectives take beside each other, of the shorter; None: as `kernels` say
+    slowed: float | None = None  # see `beside`; None: as `kernels` say
 
     @property
     def beside(self) -> float:
-        """s: how much longer kernels and collectives take beside each other, of the shorter one."""
+        """s: a seconds of kernels and b of collectives take max(a, b) + s min(a, b) beside each other."""
         return self.slowed if self.slowed is not None else self.kernels.slowed if self.kernels is not None else 0.0
 
     @property

@@ -68,7 +68,6 @@ MOST_DIGITS = 18  # of a number in a mesh's text; Python refuses to read thousan
 # of an MLP, as published with DistIR.
 UNMEASURED_LINK, UNMEASURED_DEVICE = 0.37, 0.46
 
-MOST_SLOWED = 0.5  # beside traffic on two links a kernel then takes twice as long, and there is nothing to gain
 BACKENDS = ("nccl", "gloo")
 
 INTRA_LATENCY = 5e-6  # seconds; NVLink-class, order of magnitude of nccl-tests on small messages
@@ -95,6 +94,9 @@ class Mesh:
             raise ValueError(f"the axes are called {', '.join(map(repr, self.axis_names))}; expected a name of its own for each")
         if not (isinstance(self.expert_imbalance, (int, float)) and 1 <= self.expert_imbalance < math.inf):
             raise ValueError(f"expert_imbalance is {self.expert_imbalance!r}; expected a number of 1 or more: 1 is a balanced load")
+        slowed, links = self.device.slowed, max(2, len(self.axes))  # s links <= 1: beside traffic on all of them there is nothing to gain
+        if slowed is not None and not (isinstance(slowed, (int, float)) and 0 <= slowed <= 1 / links):
+            raise ValueError(f"slowed of the device is {slowed!r}; expected a number of 0 to 1/{links}, with {len(self.axes)} axes")
         if (model := self.cost_model) is not None and not isinstance(model, AbsentCostModel):
             lacks = [name for name in COST_METHODS if not callable(getattr(model, name, None))]
             lacks += [name for name in ("name", "fingerprint") if not isinstance(getattr(model, name, None), str)]
@@ -234,8 +236,6 @@ def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
 
 
 def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
-    if (slowed := fields.get("slowed")) is not None and not (isinstance(slowed, (int, float)) and 0 <= slowed <= MOST_SLOWED):
-        raise ValueError(f"slowed of the device is {slowed!r}; expected a number of 0 to {MOST_SLOWED}")
     if kernels is None:
         return Device(**fields)
     if not isinstance(kernels, Mapping):

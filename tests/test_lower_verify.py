@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import autoshard
+from autoshard.capture import capture
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_global, verify_program
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Redistribute, ReturnResult, RunOp
-from autoshard.lower.run import SimulatedRanks
+from autoshard.lower.run import SimulatedRanks, check
 from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
@@ -283,6 +284,12 @@ def test_shapes_that_the_kernel_of_a_device_chooses_are_no_mismatch(training):
     solution = autoshard.plan(model, inputs, mesh_of(4), training=training, baselines=False)
     report = autoshard.verify(model, inputs, solution)
     assert report["ok"] and not report["plans"][0]["placement_mismatches"]
+    program = lower(capture(model, inputs, training=training), solution.layouts, solution.results, solution.mesh)
+    slots = [slot for record in program.records if isinstance(record, RunOp) for slot in record.outputs if slot is not None]
+    assert sum(slot.of_kernel for slot in slots) == 6  # of three tables, and nothing else
+    (chosen, *_) = [slot for slot in slots if slot.of_kernel]
+    check(chosen, torch.zeros(7, dtype=torch.int64), "here")
+    assert_refused("planned is", check, chosen, torch.zeros(7), "here")
 
 
 def test_devices_in_literals_are_where_it_runs():

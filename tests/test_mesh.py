@@ -66,8 +66,8 @@ def test_ranks_are_row_major_as_torch_counts_them():
     assert (mesh.num_devices, mesh.shape, mesh.axis_names) == (24, (2, 3, 4), ("axis0", "axis1", "axis2"))
 
 
-def slowed_by(slowed) -> Mesh:
-    data = Mesh.from_bandwidths((2,)).to_dict()
+def slowed_by(slowed, shape=(2,)) -> Mesh:
+    data = Mesh.from_bandwidths(shape).to_dict()
     return Mesh.from_dict({**data, "device": {**data["device"], "slowed": slowed}})
 
 
@@ -108,7 +108,9 @@ test_a_mesh_that_cannot_be_is_one_sentence = refusals(
     *((partial(parse_shape, text), "mesh is .*; expected sizes joined by x") for text in NO_SHAPE),
     (lambda: parse_shape("0x4"), "mesh shape is"),
     *((partial(Mesh.from_dict, data), "^not a mesh: ") for data in NO_MESH),
-    *((partial(slowed_by, slowed), "^slowed of the device is .*; expected a number of 0 to 0.5$") for slowed in (-0.1, 0.6, "a")),
+    *((partial(slowed_by, slowed), "^slowed of the device is .*; expected a number of 0 to 1/2, ") for slowed in (-0.1, 0.6, "a", math.nan)),
+    (partial(slowed_by, 0.34, (2, 2, 2)), "^slowed of the device is 0.34; expected a number of 0 to 1/3, with 3 axes$"),
+    (lambda: Mesh.from_bandwidths((2,), device=replace(DEVICES["h100"], slowed=0.6)), "^slowed of the device is 0.6; "),
 )
 
 

@@ -29,8 +29,8 @@ from autoshard.solution import Placed
 
 parsed = cache(parse)
 
-# (target, output): the bag of each index, sizes and maxima, of which torch's kernels for a CPU, CUDA and fake tensors fill different ones
-OF_KERNEL = {(f"aten._embedding_bag{which}.default", k) for which in ("", "_forward_only") for k in (1, 2, 3)}
+# (target, output): the bag of each index, and maxima where none are asked for: torch's kernels for a CPU, CUDA and fake tensors differ
+OF_KERNEL = {(f"aten._embedding_bag{which}.default", k) for which in ("", "_forward_only") for k in (1, 3)}
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _Lowering:
         why = why_illegal(tensor.shape, layout, self.mesh)
         if why is not None:
             raise ValueError(f"{name}: {why}")
-        of_kernel = (self.graph.ops[value[0]].target, value[1]) in OF_KERNEL
+        of_kernel = (self.graph.ops[value[0]].target, value[1]) in OF_KERNEL and len(tensor.shape) == 1  # maxima asked for are a matrix
         return replace(slot_of(name, value, tensor, layout, self.mesh), of_kernel=of_kernel)
 
     def _move(self, source: Slot, name: str, layout: Layout) -> Slot:

@@ -92,8 +92,8 @@ def run_route(steps: Sequence[Step], rank: Rank, x: Tensor, global_shape: tuple[
 def check(slot: Slot, local: object, where: str, rank: int = 0) -> None:
     """ValueError when a local tensor is not what was planned for it on this rank."""
     actual = (tuple(local.shape), str(local.dtype).removeprefix("torch.")) if isinstance(local, Tensor) else local
-    planned = (slot.shape_on(rank), slot.dtype)
-    if actual != planned and not (slot.of_kernel and isinstance(local, Tensor)):
+    planned = (actual[0] if slot.of_kernel and isinstance(actual, tuple) else slot.shape_on(rank), slot.dtype)
+    if actual != planned:
         raise ValueError(
             f"{where} gave {slot.name} as {actual}; planned is {planned}, with layout {text(slot.layout)}: "
             "the row or a size literal of the op is wrong"
