@@ -102,13 +102,14 @@ BAD = [
     (dict(shape=(2, 4), intra_node_latency=-1e-6), "intra_node_latency is -1e-06;"),
 ]
 NO_SHAPE = ["", "x", "2x", "2xx4", "-2x4", "2.5x4", "twox4", "2x\N{SUPERSCRIPT TWO}"]
+NO_SLOWED = [-0.1, 0.6, "a", math.nan]
 NO_MESH = [{}, {"axes": []}, {"axes": [{"name": "a"}], "device": {}}, {"axes": "ab", "device": {}}, [], {"axes": 3}, None]
 test_a_mesh_that_cannot_be_is_one_sentence = refusals(
     *((partial(Mesh.from_bandwidths, **arguments), "^" + re.escape(sentence)) for arguments, sentence in BAD),
     *((partial(parse_shape, text), "mesh is .*; expected sizes joined by x") for text in NO_SHAPE),
     (lambda: parse_shape("0x4"), "mesh shape is"),
     *((partial(Mesh.from_dict, data), "^not a mesh: ") for data in NO_MESH),
-    *((partial(slowed_by, slowed), "^slowed of the device is .*; expected a number of 0 to 1/2, ") for slowed in (-0.1, 0.6, "a", math.nan)),
+    *((partial(slowed_by, slowed), "^slowed of the device is .*; expected a number of 0 to 1/2, ") for slowed in NO_SLOWED),
     (partial(slowed_by, 0.34, (2, 2, 2)), "^slowed of the device is 0.34; expected a number of 0 to 1/3, with 3 axes$"),
     (lambda: Mesh.from_bandwidths((2,), device=replace(DEVICES["h100"], slowed=0.6)), "^slowed of the device is 0.6; "),
 )
