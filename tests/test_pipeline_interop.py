@@ -28,15 +28,17 @@ def ways(kinds, subs, u, free):
         yield [*free[:kind], left, *free[kind + 1 :]]
 
 
-def brute_force(t, x, kinds, subs, K):
-    """T of the best of all divisions; inf if there is none."""
-    best = math.inf
+def brute_force(t, x, kinds, subs, K, count=None, idle=False):
+    """T of the best of all divisions; inf if there is none. count: of so many stages, on all devices if some such division is and none may
+    be idle."""
+    best = {True: math.inf, False: math.inf}  # with all devices, and with some idle
     L = t.shape[1]
 
     def go(k, free, stages):
-        nonlocal best
+        if k == L and count in (None, len(stages)):
+            full = count is not None and not idle and not any(map(sum, free))
+            best[full] = min(best[full], step_seconds(*seconds_of(stages, t, x), K))
         if k == L:
-            best = min(best, step_seconds(*seconds_of(stages, t, x), K))
             return
         for u in range(len(subs)):
             for left in ways(kinds, subs, u, free):
@@ -44,7 +46,7 @@ def brute_force(t, x, kinds, subs, K):
                     go(j, left, [*stages, Stage(k, j, u)])
 
     go(0, [[nodes.devices] * nodes.number for nodes in kinds], [])
-    return best
+    return best[best[True] < math.inf]
 
 
 def random_chain(rng, kinds, layers):
@@ -64,17 +66,18 @@ def random_chain(rng, kinds, layers):
     return subs, t, rng.uniform(0, 3, (layers + 1, len(subs), len(subs)))
 
 
-def compare(seed, most_layers):
+def compare(seed, most_layers, count=None):
     rng = np.random.default_rng(seed)
     kinds = CLUSTERS[seed % len(CLUSTERS)]
     layers, K = int(rng.integers(1, most_layers + 1)), int(rng.integers(1, 9))
     subs, t, x = random_chain(rng, kinds, layers)
-    found = inter_op(t, x, Tiling(kinds, subs), K)
-    expected = brute_force(t, x, kinds, subs, K)
+    found = inter_op(t, x, Tiling(kinds, subs), K, count)
+    expected = brute_force(t, x, kinds, subs, K, count)
     if expected == math.inf:
         assert found is None
         return False
     assert found is not None and found.seconds == pytest.approx(expected, rel=1e-12)
+    assert count in (None, len(found.stages))
     assert step_seconds(*seconds_of(found.stages, t, x), K) == found.seconds  # its stages cost what it says
     assert [s.first for s in found.stages] == [0, *(s.last for s in found.stages[:-1])] and found.stages[-1].last == layers
     return True
@@ -85,10 +88,16 @@ def test_the_dynamic_program_equals_brute_force_on_small_chains():
     assert any(fits) and not all(fits)  # some chains fit nowhere, and that is said
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_so_many_stages_as_asked_for(count):
+    fits = [compare(seed, 4, count) for seed in range(36)]
+    assert any(fits) and not all(fits)
+
+
 @pytest.mark.slow
 def test_the_dynamic_program_equals_brute_force_on_200_chains():
     for seed in range(200):
-        compare(1000 + seed, 8 if CLUSTERS[(1000 + seed) % len(CLUSTERS)] != (Nodes(1, 8),) else 6)
+        compare(1000 + seed, 8 if CLUSTERS[(1000 + seed) % len(CLUSTERS)] != (Nodes(1, 8),) else 6, (None, 1, 2, 3, 5)[seed % 5])
 
 
 def test_brute_force_can_tell_a_wrong_answer():
@@ -145,8 +154,9 @@ def test_the_least_bottleneck_is_the_least_largest_stage():
         kinds = CLUSTERS[seed % len(CLUSTERS)]
         subs, t, _ = random_chain(rng, kinds, 3)
         none = np.zeros((4, len(subs), len(subs)))
-        largest = least_bottleneck(t, Tiling(kinds, subs))
-        assert largest == pytest.approx(brute_force(t, none, kinds, subs, 10**9) / 1e9, rel=1e-6) or largest == math.inf
+        for count in (None, 2):
+            largest = least_bottleneck(t, Tiling(kinds, subs), count)
+            assert largest == pytest.approx(brute_force(t, none, kinds, subs, 10**9, count, idle=True) / 1e9, rel=1e-6) or largest == math.inf
 
 
 def test_a_table_of_the_wrong_shape_is_refused():

@@ -85,11 +85,29 @@ def test_a_limit_is_kept_and_without_room_it_says_what_would_do():
     assert refused.value.smallest_limit is not None and refused.value.smallest_limit[0] > peak / 20
 
 
-def test_with_a_number_of_stages_no_limit_is_named_that_other_numbers_need():
+def test_with_a_number_of_stages_the_limit_is_named_that_these_need():
     peak = min(row["peak_bytes"] for row in found().configurations)
-    with pytest.raises(Infeasible, match="leave the number of stages free, which needs") as refused:
-        pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), memory_limit=peak / 20, stages=2, grid=False)
-    assert "raise the memory limit to" not in str(refused.value) and refused.value.smallest_limit is None
+    asked = {"microbatches": (4,), "stages": 3, "grid": False}
+    with pytest.raises(Infeasible, match="no pipeline of 3 stages fits in .*raise the memory limit to") as refused:
+        pipeline(*model(), Cluster.of(4, device=SLOW), memory_limit=peak / 20, **asked)
+    least = refused.value.smallest_limit[0]
+    fitting = pipeline(*model(), Cluster.of(4, device=SLOW), memory_limit=1.001 * least, **asked)
+    assert fitting.peak_bytes <= 1.001 * least and len(fitting.stages) == 3
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_as_many_stages_as_asked_for_use_all_devices(stages):
+    best = pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), schedules=("1f1b",), stages=stages, budgets=(1e12,))
+    assert len(best.stages) == stages == best.budgets[0]["stages"]
+    assert sorted(rank for stage in best.stages for rank in stage.devices) == [0, 1, 2, 3]
+    assert best.exposed_communication >= 0
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_schedule_of_equal_groups_alone_is_refused_where_there_are_none(stages):
+    sentence = rf"interleaved_1f1b has no pipeline of {stages} stages on 4 devices: it divides the program, which has \d+ layers, into 2 parts"
+    with pytest.raises(Infeasible, match=sentence):
+        pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), schedules=("interleaved_1f1b",), stages=stages)
 
 
 def test_unequal_nodes_are_used_by_speed():

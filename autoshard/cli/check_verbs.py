@@ -85,7 +85,7 @@ def check(asked: Asked, output: Output) -> int:
     autoshard check fsdp.yaml hf:Llama-3.1-8B --launcher accelerate --seq 4096 --microbatch 1
     autoshard check gpt2.json --trust
     autoshard check rl.json rl.py:programs
-    autoshard check gpt2.json models/gpt2.py:small --set batch=256 --any-graph --within 2%
+    autoshard check gpt2.json models/gpt2.py:small --batch 256 --any-graph --within 2%
     """
     if is_launch(asked.solution, asked.launcher):
         return _check_launch(output, asked)

@@ -120,7 +120,7 @@ OF_PLANS = {  # options of verbs about plans and configurations that count for a
     "explain": ("name", "why_not", "alternatives", "robust", "within", "time_limit", "trust"),
 }  # fmt: skip
 OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
-OF_PLANNED = ("model", "settings", "trust")  # the model of a plan
+OF_PLANNED = ("model", "settings", "batch", "dtype", "trust")  # the model of a plan
 OF_PAGES = (*OF_PLANNED, "frontier", "no_model")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", "tf32", *LINKS)
 
@@ -169,7 +169,7 @@ RULES = (
     Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
     Ineffective(
-        ("check",), ("settings",), lambda given, values: _is_launch(given, values) and "model" not in given, "without MODEL", "name it"
+        ("check",), OF_PLANNED[1:-1], lambda given, values: _is_launch(given, values) and "model" not in given, "without MODEL", "name it"
     ),
     Ineffective(("check",), ("html", "out"), _is_plan, "on a plan", "name a launcher's configuration"),
     Ineffective(tuple(OF_PLANS), LAUNCH, _is_plan, "on a plan", "name a launcher's configuration"),

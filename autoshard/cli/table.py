@@ -119,6 +119,7 @@ def shared(*names: str) -> dict[str, Typed]:
 
 NAMED = ("batch", "seq", "dtype")  # settings of models with an option of their own
 OF_MODELS, LINKS, ANSWER = shared("settings", *NAMED), shared("intra_node_bandwidth", "inter_node_bandwidth"), shared("as_json", "quiet")
+OF_PLANNED = shared("settings", "batch", "dtype", "trust")  # models of plans, by verbs for which `seq` is that of a launch
 PRICES_OF_MESH = LINKS | shared("device", "tf32", "prices", "devices_per_node")
 SITE = {  # of a launch
     "device": opt("a100, h100, h200, b200, ...: one of autoshard/cost/devices.", kinds.SITE_DEVICE, default="h100"),
@@ -170,7 +171,7 @@ OWN: dict[str, dict[str, Typed]] = {
         ),
         "other": arg("Another one, to compare it with.", kinds.plan(PLAN_OR_CONFIGURATION), "OTHER", default=None),
         "html": HTML,
-        "model": MODEL_OPTION, **shared("settings", "trust"),
+        "model": MODEL_OPTION, **OF_PLANNED,
         "frontier": opt("Show this frontier on the page, a file of `frontier --out`.", kinds.file("what `autoshard frontier --out` wrote")),
         "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
         "exit_code": opt("With OTHER: exit with 1 where they differ.", SWITCH),
@@ -248,7 +249,7 @@ OWN: dict[str, dict[str, Typed]] = {
         "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn.", default=None),
         "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", kinds.LAYOUT, metavar="LAYOUT"),
         "alternatives": opt("With NAME: how many other layouts to report.", count(0), default=5),
-        "model": MODEL_OPTION, **shared("settings", "trust"),
+        "model": MODEL_OPTION, **OF_PLANNED,
         "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
         "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", kinds.SHARE, default=0.0),
         "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS, default=60.0),
@@ -256,14 +257,14 @@ OWN: dict[str, dict[str, Typed]] = {
     },
     "certify": {
         "numbers": arg("The numbers that prove a plan, as --out writes them; with MODEL or --trust, a plan.", CERTIFIED, "NUMBERS|PLAN"),
-        "model": THE_MODEL, **shared("settings", "trust"),
+        "model": THE_MODEL, **OF_MODELS, **shared("trust"),
         "out": opt("Write the numbers here, as JSON: all that the check needs.", kinds.OUT),
         "problem": opt("Write the plan's problem here, for another solver: .mps, .lp, or .json as `autoshard solve` reads it.", kinds.OUT),
         **ANSWER,
     },
     "check": {
         "solution": arg("A plan, or a launcher's configuration.", kinds.plan(PLAN_OR_CONFIGURATION), "SOLUTION"),
-        "model": THE_MODEL, **shared("settings", "trust"),
+        "model": THE_MODEL, **OF_PLANNED,
         "within": opt("How far it may be above the best plan now: 5%, or 0.05.", kinds.PERCENT, default="5%"),
         "no_solve": opt("Do not plan anew; compare with a bound that is found faster.", SWITCH),
         "any_graph": opt("Accept a graph other than the one planned, if the layouts fit it: another batch size.", SWITCH),

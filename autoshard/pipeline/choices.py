@@ -55,6 +55,12 @@ def equal_groups(table: StageTable, schedules: Sequence[str], P: int) -> Ways:
     return ways
 
 
+def ways_of(table: StageTable, schedules: Sequence[str], stages: int | None) -> Ways:
+    """The schedules that some pipeline of so many stages, or of any number, can run, if memory had no limit."""
+    of_division = [(name, ()) for name in _single_chunk(table, schedules, stages or table.cluster.num_devices)]
+    return of_division or [way for P in {P for P, *_ in grid_of(table)} if stages in (None, P) for way in equal_groups(table, schedules, P)]
+
+
 def submesh(table: StageTable, devices: int) -> int:
     """The first sub-mesh of that many devices."""
     return next(u for u, s in enumerate(table.cluster.submeshes) if s.size == devices)

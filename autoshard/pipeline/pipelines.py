@@ -22,7 +22,7 @@ from autoshard.capture import Depth, capture_deep, in_turn, same_but_for_sizes
 from autoshard.cycles import no_search_for_cycles
 from autoshard.graph import Graph
 from autoshard.options import PipelineOptions
-from autoshard.pipeline.choices import described, planned_before, speed_ups
+from autoshard.pipeline.choices import CHUNKS, described, planned_before, speed_ups, ways_of
 from autoshard.pipeline.configurations import Configuration, fastest_first, in_flight
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of, microbatch
@@ -82,7 +82,7 @@ class _Search:
         with self.watch.phase("plan", "planning layers", 0.3):
             configurations = choices_of(
                 list(self.planners.values()), options.schedules, grid=options.grid, everything=bool(options.budgets),
-                wanted=lambda configuration: options.stages in (None, configuration.groups),
+                wanted=self._wanted,
                 progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
             )  # fmt: skip
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
@@ -92,6 +92,9 @@ class _Search:
             budgets = self._budgets()
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
+
+    def _wanted(self, configuration: Configuration) -> bool:
+        return self.options.stages in (None, configuration.groups)
 
     def _in_use(self, configurations: list[Configuration]) -> list[Configuration]:
         """With a number of stages asked for, only those that leave no device idle, where one of them fits: they can be run."""
@@ -117,7 +120,7 @@ class _Search:
         larger = [k for k in sorted(self.planners, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]
         tables = [self.planners[k].table for k in larger]
         table = StageTable(
-            self.cluster, layers, K, options.optimizer, options.memory_limit, options.recompute, options.unit_seconds,
+            self.cluster, layers, K, options.optimizer, options.memory_limit, options.recompute, options.stages, options.unit_seconds,
             larger=[one for one in tables if one.layers.starts == layers.starts],
         )  # fmt: skip
         self.few[K], self.planners[K] = few, StagePlanner(table, self.jobs.run)
@@ -189,7 +192,7 @@ class _Search:
             configurations: list[Configuration] = []
             for planner in self._with_plans():
                 configurations += planned_before(replace(planner.table, limit=limit), self.options.schedules)
-            best = next(iter(fastest_first(configurations)), None)
+            best = next(iter(fastest_first(filter(self._wanted, configurations))), None)
             row = {"memory_bytes": limit, "seconds": None, "stages": None, "microbatches": None, "schedule": None, "peak_bytes": None}
             if best is not None:
                 values = best.row()
@@ -198,28 +201,30 @@ class _Search:
         return rows
 
     def _nothing_fits(self) -> Infeasible:
-        """Which constraint to relax: the memory limit and how far, recomputation, microbatches or devices."""
+        """Which constraint to relax: the schedules, or the memory limit and how far, recomputation, microbatches or devices."""
+        asked, n = self.options.stages, self.cluster.num_devices
         layers = max(planner.table.layers.count for planner in self.planners.values())
-        if (stages := self.options.stages or 1) > layers:
-            return Infeasible(f"stages is {stages}, but the program divides into {layers} layers; expected no more stages than layers")
-        tables = [planner.table for planner in self._with_plans()]
+        if (asked or 1) > layers:
+            return Infeasible(f"stages is {asked}, but the program divides into {layers} layers; expected no more stages than layers")
+        tables, of_stages = [planner.table for planner in self._with_plans()], "" if asked is None else f" of {asked} stages"
+        if not any(ways_of(table, self.options.schedules, asked) for table in tables):
+            return Infeasible(
+                f"interleaved_1f1b has no pipeline{of_stages} on {n} devices: it divides the program, which has {layers} layers, "
+                f"into {CHUNKS} parts for each of 2 or more equal stages; expected another schedule, or another number of stages or devices"
+            )
         limit = max(table.memory(s) for table in tables for s in self.cluster.submeshes)
-        needs = {table.K: least_bottleneck(table.least_bytes(), self.cluster.tiling) for table in tables}
+        needs = {table.K: least_bottleneck(table.least_bytes(), self.cluster.tiling, asked) for table in tables}
         K = min(needs, key=lambda k: (needs[k], k))
-        need = f"{_least(needs[K])} (with {K} microbatches)"
-        any_stages = self.options.stages is None  # of which the needs are
-        words = [f"raise the memory limit to {need}"]
-        if not any_stages:
-            words = ["raise the memory limit", f"leave the number of stages free, which needs {need}"]
+        words = [f"raise the memory limit to {_least(needs[K])} (with {K} microbatches)"]
         if self.options.recompute == "never" and self.planners[K].table.training:
-            again = least_bottleneck(self.planners[K].with_recompute().least_bytes(), self.cluster.tiling)
-            words.append(f"allow recomputation, which needs {_least(again)}" if any_stages else "allow recomputation")
+            again = least_bottleneck(self.planners[K].with_recompute().least_bytes(), self.cluster.tiling, asked)
+            words.append(f"allow recomputation, which needs {_least(again)}")
         largest = batch_of(self.inputs)
         if K == max(needs) and K < largest:
             words.append(f"take more microbatches (up to {largest})")
         words.append("or add devices")
-        message = f"no pipeline fits in {bytes_text(limit)} per device on {self.cluster.num_devices} devices: {', '.join(words)}"
-        return Infeasible(message, (needs[K], needs[K]) if any_stages else None)
+        message = f"no pipeline{of_stages} fits in {bytes_text(limit)} per device on {n} devices: {', '.join(words)}"
+        return Infeasible(message, (needs[K], needs[K]))
 
 
 def _least(size: float) -> str:

@@ -115,7 +115,7 @@ class Choices:
     def _add_groups(self, planner: StagePlanner, u: int, equal: Ways) -> None:
         self.add(planner, u, rows := configurations("equal", planner.table, equal))
         if not self.everything:
-            divisions = [c for c in rows if c.fits and c.schedule != "interleaved_1f1b"]  # wanted or not
+            divisions = [c for c in rows if c.fits and c.schedule != "interleaved_1f1b" and self.wanted(c)]
             self.shortest[planner.table.K] = min([self.shortest[planner.table.K], *(c.bottleneck_seconds for c in divisions)])
 
     def _promising(self, planner: StagePlanner, P: int) -> Ways:

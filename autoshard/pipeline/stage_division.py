@@ -17,7 +17,9 @@ For every bound b on the slowest stage or link (`_least_sum`), where the state r
     T               = min over b of  G(b) = F(b) + (K - 1) b,   F(b) = min over s, u of H(s, 0, everything, u)
 
 F(b) doesn't increase with b, so for b in (b1, b2] G(b) >= F(b2) + (K - 1) (the next value above b1): most b are never tried (`inter_op`).
-Devices may stay idle. The result is optimal for these t and x. After Zheng et al., "Alpa" (OSDI 2022), section 5.
+Devices may stay idle. With P stages asked for, s goes to P + 1, which stands for more, and only H(P, 0, everything, u) counts; if such
+stages can have all devices, the last one is on the last devices that are free. The result is optimal for these t and x. After Zheng et al.,
+"Alpa" (OSDI 2022), section 5.
 """
 
 import math
@@ -86,6 +88,11 @@ class Tiling:
         full = tuple((n.number * n.devices,) if counts else (n.devices,) * n.number for n, counts in kinds)
         return tuple(reached([full], lambda state: (left for u in of_any for left in self._without(state, u))))
 
+    @property
+    def full(self) -> int:
+        """The state in which no device is free; -1 where no allocations reach it."""
+        return next((i for i, state in enumerate(self.states) if not any(map(sum, state))), -1)
+
     @cached_property
     def moves(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
         """By sub-mesh: the states in which it can be allocated, where each of them begins in the last array, the states after."""
@@ -142,8 +149,10 @@ def step_seconds(stages: Sequence[float], transfers: Sequence[float], microbatch
     return math.fsum(stages) + math.fsum(transfers) + (microbatches - 1) * slowest if slowest < math.inf else math.inf
 
 
-def inter_op(stage_seconds: np.ndarray, transfer_seconds: np.ndarray, tiling: Tiling, microbatches: int) -> Division | None:
-    """The division of least T; None where no stages fit.
+def inter_op(
+    stage_seconds: np.ndarray, transfer_seconds: np.ndarray, tiling: Tiling, microbatches: int, stages: int | None = None
+) -> Division | None:  # fmt: skip
+    """The division of least T; None where no stages fit. stages: exactly so many, on all devices where some such division is.
 
     stage_seconds: t, of shape (sub-meshes, L, L + 1, Q): seconds, inf where the stage is empty or does not fit; a stage with more than Q
     microbatches in flight costs as with Q. transfer_seconds: x, of shape (L + 1, sub-meshes, sub-meshes). ValueError on other shapes.
@@ -156,20 +165,21 @@ def inter_op(stage_seconds: np.ndarray, transfer_seconds: np.ndarray, tiling: Ti
         raise ValueError(f"transfer_seconds has shape {x.shape}; expected {(L + 1, U, U)}")
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; expected 1 or more")
-    K, t = microbatches, t[..., : max(1, min(microbatches, t.shape[3]))]
+    K, t = microbatches, _up_to(stages, t[..., : max(1, min(microbatches, t.shape[3]))])
     bounds = np.unique(np.concatenate([t[np.isfinite(t)], x[np.isfinite(x)]]))
     if not len(bounds):
         return None
+    full = stages is not None and _least_sum(t, x, tiling, bounds[-1], stages, full=True)[0] < math.inf
     best: list[Division | None] = [None]
     sums: dict[int, float] = {}
 
     def tried(i: int) -> float:
         """F(bounds[i]); keeps the division if it is the best so far."""
         if i not in sums:
-            sums[i], stages = _least_sum(t, x, tiling, bounds[i])
-            if stages:
-                ts, xs = seconds_of(stages, t, x)
-                division = Division(stages, step_seconds(ts, xs, K), max((*ts, *xs)))
+            sums[i], divided = _least_sum(t, x, tiling, bounds[i], stages, full)
+            if divided:
+                ts, xs = seconds_of(divided, t, x)
+                division = Division(divided, step_seconds(ts, xs, K), max((*ts, *xs)))
                 if best[0] is None or division.seconds < best[0].seconds:
                     best[0] = division
         return sums[i]
@@ -189,16 +199,22 @@ def inter_op(stage_seconds: np.ndarray, transfer_seconds: np.ndarray, tiling: Ti
     return best[0]
 
 
-def least_bottleneck(stage_costs: np.ndarray, tiling: Tiling) -> float:
-    """The least b for which some division has no stage of more than b (seconds, or bytes); inf where there is none. Shapes: `inter_op`."""
-    t = np.asarray(stage_costs, dtype=float)
+def _up_to(stages: int | None, t: np.ndarray) -> np.ndarray:
+    """t of one more stage than so many, where a number is asked for."""
+    return t if stages is None else t[..., np.minimum(np.arange(stages + 1), t.shape[3] - 1)]
+
+
+def least_bottleneck(stage_costs: np.ndarray, tiling: Tiling, stages: int | None = None) -> float:
+    """The least b for which some division, of so many stages if given, has no stage of more than b (seconds, or bytes); inf where there is
+    none. Shapes: `inter_op`."""
+    t = _up_to(stages, np.asarray(stage_costs, dtype=float))
     x = np.zeros((t.shape[1] + 1, t.shape[0], t.shape[0]))
     bounds = np.unique(t[np.isfinite(t)])
     flat = np.where(np.isfinite(t), 0.0, math.inf)
     low, high = 0, len(bounds)  # bounds below low are infeasible, high is feasible (or beyond the last)
     while low < high:
         middle = (low + high) // 2
-        if _least_sum(np.where(t <= bounds[middle], flat, math.inf), x, tiling, 0.0)[0] < math.inf:
+        if _least_sum(np.where(t <= bounds[middle], flat, math.inf), x, tiling, 0.0, stages)[0] < math.inf:
             high = middle
         else:
             low = middle + 1
@@ -212,8 +228,11 @@ def seconds_of(stages: Sequence[Stage], t: np.ndarray, x: np.ndarray) -> tuple[l
     return ts, [float(x[b.first, a.submesh, b.submesh]) for a, b in pairwise(stages)]
 
 
-def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tuple[float, tuple[Stage, ...]]:
-    """F(bound) and its stages; (inf, ()) where there are none. Index s - 1 is the number of stages to the end, at most Q."""
+def _least_sum(
+    t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float, stages: int | None = None, full: bool = False
+) -> tuple[float, tuple[Stage, ...]]:
+    """F(bound) and its stages; (inf, ()) where there are none. Index s - 1 is the number of stages to the end, at most Q. stages: only so
+    many. full: only on all devices."""
     t, x = np.where(t <= bound, t, math.inf), np.where(x <= bound, x, math.inf)
     U, L, _, Q = t.shape
     R, moves = len(tiling.states), tiling.moves
@@ -224,14 +243,15 @@ def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tu
         for s in range(min(Q, L - k)):  # s + 1 stages have as many layers
             for u, (before, starts, after) in enumerate(moves):
                 if s == 0:
-                    H[s, k, u, before] = t[u, k, L, 0]
+                    ends_here = np.logical_or.reduceat(after == tiling.full, starts) if full else True
+                    H[s, k, u, before] = np.where(ends_here, t[u, k, L, 0], math.inf)
                 last = int(ends[u, k, s])
                 if last > k and (s or Q == 1):
                     ways = t[u, k, k + 1 : last + 1, s, None] + _behind(F, s, u, k + 1, last, after)
                     H[s, k, u, before] = np.minimum(H[s, k, u, before], np.minimum.reduceat(ways.min(axis=0), starts))
             if k:
                 F[s, :, k] = (x[k][:, :, None] + H[s, k]).min(axis=1)
-    first = H[:, 0, :, 0]
+    first = H[:, 0, :, 0] if stages is None else np.where(np.arange(Q)[:, None] == stages - 1, H[:, 0, :, 0], math.inf)
     least = float(first.min())
     return (least, _stages(t, x, H, F, tiling, first)) if least < math.inf else (math.inf, ())
 

@@ -190,7 +190,7 @@ class StageProblem:
             saved_bytes=saved,
             transient_bytes=float(np.max(total - static - np.where(times < self.second, saved, kept), initial=0.0)),
             kept_bytes=kept if self.job.halved else None,
-            communication=part.forward + part.backward - forward - backward + sum(arrivals.values()),
+            communication=max(part.forward + part.backward - forward - backward, 0.0) + sum(arrivals.values()),
             reduction=math.fsum(task.seconds for task in updates if task.kind != "optimizer"),
             update=math.fsum(task.seconds for task in updates if task.kind == "optimizer"),
             hides=backward,

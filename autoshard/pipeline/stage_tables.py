@@ -65,6 +65,7 @@ class StageTable:
     optimizer: str | float
     limit: float | None  # bytes of a device; None: its own memory
     recompute: str  # auto, never or always
+    stages: int | None = None  # how many are asked for
     unit_seconds: float = 0.0  # of the runtime, for each forward and each backward of a microbatch, beside kernels
     larger: "Sequence[StageTable]" = ()  # of fewer microbatches whose number divides K, of the same ops; the nearest first
     sums: list[list[Sums]] = field(default_factory=list)  # by sub-mesh
@@ -168,13 +169,14 @@ class StageTable:
         return t
 
     def division(self, most: int | None = None, nodes: tuple[Nodes, ...] | None = None) -> Division | None:
-        """The division of least T over the sub-meshes whose stages are planned. nodes: instead of the cluster's; most: devices of them."""
+        """The division of least T over the sub-meshes whose stages are planned. nodes: instead of the cluster's, in any number of stages;
+        most: devices of them."""
         keep = [u for u in sorted(self.known) if most is None or self.cluster.submeshes[u].size <= most]
         if not keep:
             return None
         tiling = Tiling(nodes or self.cluster.tiling.kinds, tuple(self.cluster.submeshes[u] for u in keep))
         x = (self.transfer + self.transfer_back)[np.ix_(range(self.layers.count + 1), keep, keep)]
-        division = inter_op(self.seconds()[keep], x, tiling, self.K)
+        division = inter_op(self.seconds()[keep], x, tiling, self.K, None if nodes else self.stages)
         return division and replace(division, stages=tuple(stage._replace(submesh=keep[stage.submesh]) for stage in division.stages))
 
     # -- sums of units --
