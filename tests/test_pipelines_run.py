@@ -205,3 +205,9 @@ def test_stages_draw_from_states_of_their_own_whatever_the_seeds_of_the_ranks():
         expected.append(loss)
     for losses in results(4, _train_dropping):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_unequal_stages_train_as_one_process_does():
+    plan = planned("gpt2", 3, stages=3, microbatches=2)
+    assert sorted(len(stage.devices) for stage in plan.stages) == [1, 1, 2]
+    _check("gpt2", plan, 3, 2)

@@ -88,7 +88,7 @@ class _Search:
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(self._in_use(configurations))
             if best is None:
-                raise self._nothing_fits()
+                raise self._nothing_fits(configurations)
             budgets = self._budgets()
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
@@ -192,7 +192,7 @@ class _Search:
             configurations: list[Configuration] = []
             for planner in self._with_plans():
                 configurations += planned_before(replace(planner.table, limit=limit), self.options.schedules)
-            best = next(iter(fastest_first(filter(self._wanted, configurations))), None)
+            best = next(iter(fastest_first([c for c in configurations if self._wanted(c)])), None)
             row = {"memory_bytes": limit, "seconds": None, "stages": None, "microbatches": None, "schedule": None, "peak_bytes": None}
             if best is not None:
                 values = best.row()
@@ -200,7 +200,7 @@ class _Search:
             rows.append(row)
         return rows
 
-    def _nothing_fits(self) -> Infeasible:
+    def _nothing_fits(self, tried: Sequence[Configuration]) -> Infeasible:
         """Which constraint to relax: the schedules, or the memory limit and how far, recomputation, microbatches or devices."""
         asked, n = self.options.stages, self.cluster.num_devices
         layers = max(planner.table.layers.count for planner in self.planners.values())
@@ -214,6 +214,8 @@ class _Search:
             )
         limit = max(table.memory(s) for table in tables for s in self.cluster.submeshes)
         needs = {table.K: least_bottleneck(table.least_bytes(), self.cluster.tiling, asked) for table in tables}
+        for K in (k for k in needs if needs[k] <= limit):  # estimates: the stages as planned need more
+            needs[K] = min((max(c.run.peak_bytes) for c in tried if c.exact and c.microbatches == K), default=needs[K])
         K = min(needs, key=lambda k: (needs[k], k))
         words = [f"raise the memory limit to {_least(needs[K])} (with {K} microbatches)"]
         if self.options.recompute == "never" and self.planners[K].table.training:
