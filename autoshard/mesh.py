@@ -222,13 +222,16 @@ def _per_node(shape: tuple[int, ...], devices_per_node: int | None) -> int:
     if devices_per_node is not None and (type(devices_per_node) is not int or devices_per_node < 1):
         raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a positive whole number (default: all but axis 0)")
     per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
-    devices = math.prod(shape)
-    if devices > per_node and devices % per_node:
-        raise ValueError(
-            f"{shape_text(shape)} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
-            f"example {math.gcd(devices, per_node)}"
-        )
+    of_one_node(math.prod(shape), per_node)
     return per_node
+
+
+def of_one_node(devices: int, per_node: int, option: str = "devices_per_node") -> int:
+    """The devices of a node, all where there are fewer. ValueError, which names the option, where they don't fill whole nodes."""
+    if devices > per_node and devices % per_node:
+        example = math.gcd(devices, per_node)
+        raise ValueError(f"{devices} devices do not fill nodes of {per_node}; give {option} a divisor of {devices}, for example {example}")
+    return min(devices, per_node)
 
 
 def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:

@@ -113,4 +113,4 @@ def test_a_line_without_a_verb_prints_the_help(capsys, argv):
 @pytest.mark.parametrize("verb", ["plan", "frontier"])
 def test_nodes_that_the_devices_do_not_fill_are_refused(capsys, verb):
     words = (verb, "models/mlp.py:mlp", "--mesh", "2x4", "--devices-per-node", "3")
-    check_refused(capsys, words, "2x4 devices do not fill nodes of 3; give")
+    check_refused(capsys, words, "8 devices do not fill nodes of 3; give --devices-per-node")

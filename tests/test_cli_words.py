@@ -12,6 +12,7 @@ from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
 from autoshard.cli.table import EXPORTS, PLANNERS, TEXTS, option_of
+from autoshard.cli.verbs import as_typed
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
 
@@ -252,3 +253,18 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
     assert set(PLANNERS) == set(relayout.PLANNERS)
     assert set(PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
     assert MOST_DIM == len(_SHARDS) - 1
+
+
+@pytest.mark.parametrize(
+    "sentence, typed",
+    [
+        ("expert_imbalance is 1.5", "--expert-imbalance is 1.5"),
+        ("give tie_blocks=True, or memory_limit", "give --tie-blocks, or --memory"),
+        ("its 'memory_limit' and x.memory_limit", "its 'memory_limit' and x.memory_limit"), ("mesh is 3", "mesh is 3"),
+        ("MODEL_LIMIT my_model.py", "MODEL_LIMIT my_model.py"),
+    ],
+)  # fmt: skip
+def test_sentences_name_options_as_they_are_typed(sentence, typed):
+    names = {"memory_limit": "--memory", "expert_imbalance": "--expert-imbalance", "tie_blocks": "--tie-blocks", "mesh": "--mesh",
+             "my_model": "MODEL"}  # fmt: skip
+    assert as_typed(sentence, names) == typed

@@ -301,7 +301,7 @@ def test_check_of_no_file_and_of_no_plan_says_that(tmp_path):
 
 def test_the_nodes_and_the_name_that_a_file_implies_are_checked(tmp_path):
     (tmp_path / "a.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ndata_parallel_shard_degree = 12\n')
-    assert "12 devices are no whole number of nodes of 8; give --per-node a divisor" in refusal("fits", str(tmp_path / "a.toml"))
+    assert "12 devices do not fill nodes of 8; give --per-node a divisor" in refusal("fits", str(tmp_path / "a.toml"))
     said = refusal("check", str(tmp_path / "a.toml"), "--out", str(tmp_path / "b.sh"))
     assert "b.sh is no configuration of torchtitan, which reads .toml" in said
     assert "or a launcher's configuration" in refusal("show", str(tmp_path / "a.toml"), "none.toml")

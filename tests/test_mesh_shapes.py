@@ -63,7 +63,7 @@ test_what_is_no_question_about_meshes_is_one_sentence = refusals(
     (lambda: mesh_shapes(True), "^devices is True; expected a positive whole number$"),
     (lambda: mesh_shapes(16, 0), "^devices_per_node is 0; expected a positive whole number$"),
     (lambda: mesh_shapes(10**9), "^devices is 1000000000; expected 262144 at most: make the cluster smaller$"),
-    (lambda: mesh_shapes(12), "^12 devices do not fill nodes of 8; give a devices_per_node that divides 12$"),
+    (lambda: mesh_shapes(12), "^12 devices do not fill nodes of 8; give devices_per_node a divisor of 12, for example 4$"),
     (lambda: plan_meshes(*mlp.tiny(), []), f"^{NO_LIST}"),
     (lambda: plan_meshes(*mlp.tiny(), [(2, 4)]), f"^{NO_LIST}"),
     (

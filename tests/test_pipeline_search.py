@@ -124,7 +124,7 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def test_devices_that_fill_no_whole_nodes_are_refused():
-    assert_refused("12 devices are no whole number of nodes of 8; give devices_per_node, for example 4", Cluster.of, 12)
+    assert_refused("12 devices do not fill nodes of 8; give devices_per_node a divisor of 12, for example 4", Cluster.of, 12)
 
 
 def test_stages_are_placed_on_nodes_with_room():

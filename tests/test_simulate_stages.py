@@ -127,7 +127,21 @@ test_what_does_not_divide_is_said = refusals(
     (lambda: microbatch(BATCH_OF_8, 3), r"8 has no 3 equal microbatches; take one of 1, 2, 4, 8, or another batch"),
     (lambda: microbatch(BATCH_OF_8, 8, 2), r"8 has no 8 equal microbatches for 2 data-parallel ranks; take one of 1, 2, 4, or another"),
     (lambda: microbatch(BATCH_OF_8, 4, 3), r"8 has no 4 equal microbatches for 3 data-parallel ranks; take another batch"),
+    (lambda: microbatch(BATCH_OF_8, 1, 3), r"8 has no equal parts for 3 data-parallel ranks; take another batch"),
 )
+
+
+def test_configurations_that_cannot_run_are_left_out_beside_others():
+    model, inputs = gpt2.tiny(batch=8)
+    rows, impossible = [Parallel(3), Parallel(2), Parallel(1, 3), Parallel(1, 1, 50, 2)], {}
+    (only,) = simulate_grid(model, inputs, rows, mesh_of, impossible=impossible)
+    assert only.parallel == rows[1] and set(impossible) == {rows[0], *rows[2:]}
+    assert "no equal parts for 3 data-parallel ranks" in str(impossible[rows[0]]) and "tensor is 3" in str(impossible[rows[2]])
+    assert "expected at least 50" in str(impossible[rows[3]])
+    with pytest.raises(ValueError, match="3 data-parallel ranks"):
+        simulate_grid(model, inputs, rows[:1], mesh_of, impossible={})
+    with pytest.raises(ValueError, match="3 data-parallel ranks"):
+        simulate_grid(model, inputs, rows[:2], mesh_of)
 
 
 def test_the_trace_of_a_pipeline_is_what_perfetto_loads(simulations):
@@ -254,7 +268,8 @@ BAD = [
     (["nothing.json"], "there is no file nothing.json"),
     ([GPT2, "--data", "two"], "--data is 'two'; expected whole numbers"),
     ([GPT2, "--microbatches", "3"], "a batch of 8 has no 3 equal microbatches"),
-    ([GPT2, "--data", "3"], "3 data-parallel ranks"),
+    ([GPT2, "--data", "3,5"], "a batch of 8 has no equal parts for 3 data-parallel ranks; take another batch"),
+    ([GPT2, "--data", "12", "--devices-per-node", "8"], "12 devices do not fill nodes of 8; give --devices-per-node a divisor of 12"),
     ([GPT2, "--schedule", "1f2b"], "--schedule is '1f2b'"),
     ([GPT2, "--scheme", "best"], "scheme is 'best'; expected one of auto"),
     ([GPT2, "--pipeline", "99", "--microbatches", "2"], "expected at least 99"),

@@ -19,7 +19,7 @@ from typing import Any
 
 from autoshard.cli.model_source import may_be_programs, names_model, settings_of
 from autoshard.cli.table import CONFIGURATIONS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
-from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, shape_text
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, of_one_node, shape_text
 from autoshard.options import Options, having
 
 Given = frozenset[str]
@@ -202,9 +202,11 @@ def check_together(verb: str, values: Mapping[str, Any]) -> None:
     if (written := values.get("model") or values.get("target")) is not None and names_model(written):
         settings_of(written, settings | own)
     if verb == "pipeline":
-        _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
+        _cluster(values["devices"], values["nodes"], values["stages"] or 1)
     if verb in ("degrees", "check", "show", "explain", "fits"):
         _launch(verb, values)
+    if len(meshes := _meshes(values)) == 1 and (per_node := meshes[0][1]):
+        of_one_node(math.prod(meshes[0][0]), per_node, "--per-node" if "per_node" in values else "--devices-per-node")
     if (shape := values.get("mesh")) is not None and shape != "auto":
         pairs = [(name, layout) for name, several in (values.get("forbid") or {}).items() for layout in several]
         for name, layout in [*(values.get("pins") or {}).items(), *pairs]:
@@ -220,20 +222,13 @@ def named_settings(verb: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _launch(verb: str, values: Mapping[str, Any]) -> None:
     out, given = values.get("out"), Path(str(values.get("solution"))).suffix  # Megatron's may be YAML
-    check_nodes(values["devices"] or 1, values["per_node"])
     launcher = values["launcher"] or CONFIGURATIONS.get(given, "")
     ending = LAUNCHERS.get(launcher)
     if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending, given}:
         raise ValueError(f"--out {out} is no configuration of {launcher}, which reads {ending}; expected another name")
 
 
-def check_nodes(devices: int, per_node: int) -> None:
-    """ValueError where the devices, of the command line or of a configuration, don't fill their nodes."""
-    if devices % min(per_node, devices):
-        raise ValueError(f"{devices} devices are no whole number of nodes of {per_node}; give --per-node a divisor")
-
-
-def _cluster(devices: int | None, kinds: list[tuple[int, int, str | None]], per_node: int, stages: int) -> None:
+def _cluster(devices: int | None, kinds: list[tuple[int, int, str | None]], stages: int) -> None:
     if (devices is None) == (not kinds):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
     count = sum(nodes * of_one for nodes, of_one, _ in kinds) if devices is None else devices
@@ -241,9 +236,6 @@ def _cluster(devices: int | None, kinds: list[tuple[int, int, str | None]], per_
         raise ValueError(f"the cluster has {count} devices; expected {MOST_DEVICES} at most: make it smaller")
     if stages > count:
         raise ValueError(f"--stages is {stages}, but the cluster has {count} devices; expected one or more for each stage")
-    if devices is not None and devices % (own := min(devices, per_node)):
-        fitting = math.gcd(devices, own)
-        raise ValueError(f"{devices} devices are no whole number of nodes of {own}; give --devices-per-node, for example {fitting}")
 
 
 def check_repeated(names: Iterable[str]) -> None:

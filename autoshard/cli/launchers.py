@@ -7,14 +7,13 @@ from types import ModuleType
 from typing import Any
 
 from autoshard import report
-from autoshard.cli.combinations import check_nodes
 from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from autoshard.cli.output import Output
 from autoshard.cli.table import CONFIGURATIONS
 from autoshard.cli.verbs import Asked
-from autoshard.mesh import DEVICES
+from autoshard.mesh import DEVICES, of_one_node
 from autoshard.reading import content_of, data_of, text_of
 from autoshard.writing import write_atomically
 
@@ -80,7 +79,7 @@ def read_launch(path: str, asked: Asked, launcher: str) -> tuple[Any, str, Any]:
     sizes = None if asked.model is None else sizes_of(asked.model, asked.settings)
     added = room.Overrides(**known, sizes=sizes)
     described = room.read_configuration(launcher, text, path, added)
-    check_nodes(described.launch.devices, asked.per_node)
+    of_one_node(described.launch.devices, asked.per_node, "--per-node")
     return described, text, added
 
 

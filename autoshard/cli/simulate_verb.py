@@ -1,6 +1,7 @@
 """`autoshard simulate`: the time line of a plan, or of a model on data x tensor x pipeline devices."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -61,7 +62,11 @@ def _of_model(asked: Asked, grid: Grid, mesh_of: MeshMaker, output: Output, how:
 
     output.progress("building the model", 0.0)
     module, inputs = load_model(asked.target, asked.settings, training=how["training"])
-    simulations = simulate_grid(module, inputs, [Parallel(*numbers) for numbers in grid], mesh_of, progress=output.progress, **how)
+    impossible: dict[Any, ValueError] = {}
+    configurations = [Parallel(*numbers) for numbers in grid]
+    simulations = simulate_grid(module, inputs, configurations, mesh_of, impossible=impossible, progress=output.progress, **how)
+    for why, count in Counter(map(str, impossible.values())).items():
+        output.note(f"{count} of {len(grid)} combinations left out: {why}")
     simulations.sort(key=lambda one: (not one.fits, one.seconds))
     return Simulated(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
 

@@ -8,7 +8,8 @@ their kinds: `memory_limit` is 8e10, not "80GB".
 """
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -60,6 +61,16 @@ class Verb(TyperCommand):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort() from None
+        except ValueError as error:
+            if error.args:
+                error.args = (as_typed(str(error), names), *error.args[1:])
+            raise
+
+
+def as_typed(sentence: str, names: Mapping[str, str]) -> str:
+    """A sentence about options with their names on the command line: --memory for memory_limit. names: these, by those in Python."""
+    options = {name: written for name, written in names.items() if "_" in name and written.startswith("--")}
+    return re.sub(r"(?<![\w.'\"/=-])\w+(=True)?(?![\w.'\"/-])", lambda word: options.get(word[0].removesuffix("=True"), word[0]), sentence)
 
 
 def read_and_checked(kind: ValueKind, name: str, typed: Any) -> Any:

@@ -116,6 +116,7 @@ def simulate_grid(
     overlap: bool = True,
     prefetch: int = PREFETCH,
     unit_seconds: float = 0.0,
+    impossible: dict[Parallel, ValueError] | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> list[Simulation]:
@@ -123,20 +124,18 @@ def simulate_grid(
 
     scheme: one of SCHEMES; auto is megatron with H > 1, else data_parallel; planned: the layouts come from the solver. The batch (dim 0 of
     the example inputs) is that of the full step. A microbatch is captured, and planned on D x H, once for all P. unit_seconds: overhead of
-    a pipeline's runtime for each forward and each backward of a microbatch, beside its kernels. ValueError where the batch doesn't divide.
+    a pipeline's runtime for each forward and each backward of a microbatch, beside its kernels. impossible: gets the configurations that
+    can't be run, each with the reason, while others can. ValueError where none can; without `impossible`, where one can't, as where the
+    batch doesn't divide.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
-    for one in configurations:
-        schedule_of(schedule, one.pipeline, one.microbatches, chunks)  # raises ValueError before anything is captured
     report = Stopwatch(progress).say
     graphs: dict[int, Any] = {}
     programs: dict[tuple, tuple[Solution, Timeline]] = {}
-    simulations = []
-    for n, one in enumerate(configurations):
-        report(f"simulating: {n + 1} of {len(configurations)}", n / len(configurations))
+
+    def simulated(one: Parallel, order: Schedule, inputs: Any) -> Simulation:
         K = one.microbatches
-        inputs = microbatch(example_inputs, K, one.data)
         if K not in graphs:
             graph, _ = capture_deep(model, inputs, training=training, precision=Precision.of(options.get("precision")))
             graphs[K] = (graph, layers_of(graph))
@@ -153,11 +152,29 @@ def simulate_grid(
                 "and features"
             )
         if one.pipeline == 1 and K == 1:
-            simulations.append(Simulation(one, stage, solution, timeline, "sequential"))
-            continue
+            return Simulation(one, stage, solution, timeline, "sequential")
         alone = Simulation(one, stage, solution, timeline, schedule)
-        order = schedule_of(schedule, one.pipeline, K, chunks)
-        simulations.append(_in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, unit_seconds))
+        return _in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, unit_seconds)
+
+    def kept(one: Parallel, function: Callable[..., Any], *of: Any) -> list[Any]:
+        try:
+            return [function(*of)]
+        except ValueError as error:
+            if impossible is None:
+                raise
+            impossible[one] = error
+            return []
+
+    def asked(one: Parallel) -> tuple[Parallel, Schedule, Any]:
+        return one, schedule_of(schedule, one.pipeline, one.microbatches, chunks), microbatch(example_inputs, one.microbatches, one.data)
+
+    possible = [of for one in configurations for of in kept(one, asked, one)]  # before anything is captured
+    simulations = []
+    for n, of in enumerate(possible):
+        report(f"simulating: {n + 1} of {len(possible)}", n / len(possible))
+        simulations += kept(of[0], simulated, *of)
+    if impossible and not simulations:
+        raise next(iter(impossible.values()))
     return simulations
 
 

@@ -27,7 +27,8 @@ def microbatch(example_inputs: Any, count: int, data: int = 1) -> Any:
         fitting = [str(k) for k in range(1, batch + 1) if batch % (k * data) == 0][:12]
         ranks = f" for {data} data-parallel ranks" if data > 1 else ""
         numbers = f"one of {', '.join(fitting)}, or another batch" if fitting else "another batch"
-        raise ValueError(f"a batch of {batch} has no {count} equal microbatches{ranks}; take {numbers}")
+        parts = f"{count} equal microbatches" if count > 1 else "equal parts"
+        raise ValueError(f"a batch of {batch} has no {parts}{ranks}; take {numbers}")
 
     def part(leaf: Any) -> Any:
         is_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard.cost import axis_transfer_seconds, transfer_seconds
 from autoshard.devices import link_of
-from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Axis, Device, Mesh, default_axis_names
+from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Axis, Device, Mesh, default_axis_names, of_one_node
 from autoshard.options import count
 from autoshard.pipeline.stage_division import Nodes, SubMesh, Tiling, submeshes
 
@@ -98,10 +98,7 @@ class Cluster:
         """`devices` equal devices in nodes of `devices_per_node`; fewer than that are one node. ValueError if they fill no whole nodes."""
         for name, value in (("devices", devices), ("devices_per_node", devices_per_node)):
             count().check(name, value)
-        per_node = min(devices, devices_per_node)
-        if devices % per_node:
-            fitting = math.gcd(devices, per_node)
-            raise ValueError(f"{devices} devices are no whole number of nodes of {per_node}; give devices_per_node, for example {fitting}")
+        per_node = of_one_node(devices, devices_per_node)
         return Cluster((Kind(devices // per_node, per_node, **prices),))
 
     @property

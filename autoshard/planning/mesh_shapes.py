@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.capture import in_turn
-from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh, shape_text
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh, of_one_node, shape_text
 from autoshard.options import refuse_elsewhere
 from autoshard.planning.advice import ADVICE
 from autoshard.planning.describe import described
@@ -43,9 +43,7 @@ def mesh_shapes(devices: int, devices_per_node: int = DEVICES_PER_NODE) -> list[
             raise ValueError(f"{name} is {value!r}; expected a positive whole number")
     if devices > MOST_DEVICES:
         raise ValueError(f"devices is {devices}; expected {MOST_DEVICES} at most: make the cluster smaller")
-    per_node = min(devices, devices_per_node)
-    if devices % per_node:
-        raise ValueError(f"{devices} devices do not fill nodes of {per_node}; give a devices_per_node that divides {devices}")
+    per_node = of_one_node(devices, devices_per_node)
     pairs = product(_ordered(devices // per_node, MOST_AXES), _ordered(per_node, MOST_AXES))
     shapes = [outer + inner for outer, inner in pairs if 1 <= len(outer + inner) <= MOST_AXES]
     return sorted({(devices,), *shapes} - {(1,)}, key=lambda shape: (len(shape), shape)) + [(1,)]
