@@ -269,13 +269,13 @@ BAD = [
     ([GPT2, "--data", "two"], "--data is 'two'; expected whole numbers"),
     ([GPT2, "--microbatches", "3"], "a batch of 8 has no 3 equal microbatches"),
     ([GPT2, "--data", "3,5"], "a batch of 8 has no equal parts for 3 data-parallel ranks; take another batch"),
-    ([GPT2, "--data", "12", "--devices-per-node", "8"], "12 devices do not fill nodes of 8; give --devices-per-node a divisor of 12"),
     ([GPT2, "--schedule", "1f2b"], "--schedule is '1f2b'"),
     ([GPT2, "--scheme", "best"], "scheme is 'best'; expected one of auto"),
     ([GPT2, "--pipeline", "99", "--microbatches", "2"], "expected at least 99"),
     ([GPT2, "--picture", "/nowhere/p.png"], "--picture /nowhere/p.png: there is no folder"),
     ([GPT2, "--picture", "time.line"], "expected one of .png, .svg, .pdf"),
     (["solutions/gpt2-small-2x4.json", "--data", "2"], "is a plan, whose mesh is known"),
+    ([GPT2, "--data", "12", "--devices-per-node", "8"], "12 devices do not fill nodes of 8; give --devices-per-node a divisor of 12"),
 ]
 
 
