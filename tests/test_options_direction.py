@@ -95,6 +95,7 @@ OWN_REASONS = {
     **{("degrees", name): "which launches are listed" for name in ONLY},
     ("pipeline", "training"): "the default", ("pipeline", "microbatches"): "bubbles fall and latencies rise",
     ("pipeline", "optimizer"): "stages are planned one task after the other, and simulated with overlap: a percent either way",
+    ("check", "batch"): "of a plan's model",
     ("check", "microbatch"): "the configuration says it", ("check", "memory"): "it says whether a launch fits, and no launch changes",
     **{(verb, "evidence"): "it corrects bytes, not seconds" for verb in ("check", "degrees")},
     ("serve-plan", "memory"): "what fits", ("serve-plan", "prompt"): "the seconds of the first token, not of the next ones",
