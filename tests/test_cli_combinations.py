@@ -84,6 +84,8 @@ def lines_of(rule, verb: str) -> tuple[list[str], list[str]]:
         return TRUSTED.get(verb) or ([verb, PLAN, MODEL], [verb, PLAN])
     if rule.why.startswith("on a launcher's configuration"):
         return [verb, TITAN], OF_A_PLAN[verb]
+    if verb == "fits" and rule.why == "without MODEL":
+        return ["fits", TITAN], ["fits", TITAN, MODEL]
     said = f"{rule.why}; {rule.cure or 'leave'}"
     return LINES[max((key for key in LINES if said.startswith(key)), key=len)]
 

@@ -23,6 +23,7 @@ UNSEEN = {
     ("simulate", "prefetch"): "nothing is gathered before it is used, where parameters are replicated",
     ("simulate", "no_join"): "one reduction has nothing to be joined with",
     ("simulate", "devices_per_node"): "one device is one node",
+    ("simulate", "tf32"): "kernels of so small a model are ready before the next is launched",
     ("verify", "dtype"): "nothing of so small a model is sharded, so no sum has another order",
     ("verify", "seed"): "nothing of so small a model is sharded, so it is exact for all values",
     ("verify", "mark"): "the mark is in the plan's file",

@@ -17,7 +17,7 @@ from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.pipeline.choices import place
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipelines import pipeline
-from autoshard.pipeline.stage_division import SubMesh
+from autoshard.pipeline.stage_division import SubMesh, Tiling
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
 from autoshard.planning.options import Infeasible
@@ -266,6 +266,7 @@ def test_as_many_stages_as_asked_for_leave_no_device_idle(monkeypatch):
     assert devices() == [(0, 1), (2, 3)]
     search = sys.modules["autoshard.pipeline.pipelines"]._Search
     monkeypatch.setattr(search, "_in_use", lambda search, configurations: configurations)
+    monkeypatch.setattr(Tiling, "full", -1)
     assert devices() == [(0,), (1,)]
 
 

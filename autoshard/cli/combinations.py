@@ -182,6 +182,9 @@ RULES = (
     *(Ineffective(("degrees",), (f"no_{name}",), beside(name), f"beside --{name}") for name in ("tp", "cp", "ep", "pp")),
     Ineffective(("fits",), OF_LAUNCHED_MODEL, _is_file, "on a configuration, which says it itself"),
     Ineffective(("fits",), ("model",), _is_model, "beside a model that is named"),
+    Ineffective(
+        ("fits",), ("settings",), lambda given, values: _is_file(given, values) and "model" not in given, "without MODEL", "name it"
+    ),
 )  # fmt: skip
 
 
