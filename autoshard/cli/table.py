@@ -85,7 +85,7 @@ SECONDS = number(above=True, finite=False)
 LAUNCHER, PRECISION, RUNS_ON = one_of(tuple(LAUNCHERS), "launcher"), one_of(PRECISIONS), one_of(("cpu", "cuda"), "device")
 THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", kinds.MODEL, default=None)
 MODEL_OPTION = opt("file.py:function; without it and with --trust the one the plan was made for.", kinds.MODEL, metavar="MODEL")
-NUMBERS_HELP = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
+NUMBERS_HELP = "A number, or several as 1,2,4: every combination that can run is simulated, the fastest that fits first."
 
 SHARED: dict[str, Typed] = {
     "model": arg(
