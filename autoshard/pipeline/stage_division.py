@@ -88,7 +88,7 @@ class Tiling:
         full = tuple((n.number * n.devices,) if counts else (n.devices,) * n.number for n, counts in kinds)
         return tuple(reached([full], lambda state: (left for u in of_any for left in self._without(state, u))))
 
-    @property
+    @cached_property
     def full(self) -> int:
         """The state in which no device is free; -1 where no allocations reach it."""
         return next((i for i, state in enumerate(self.states) if not any(map(sum, state))), -1)
