@@ -16,7 +16,7 @@ from autoshard.explain.staleness import _mesh_of
 from autoshard.planning import sub_mesh
 from autoshard.report.programs import SECTIONS
 from models import mlp
-from tests.helpers_refusals import assert_refused
+from tests.helpers_refusals import assert_refused, refusals
 from tests.helpers_report import HOSTILE, Elements
 
 MESH = Mesh.from_bandwidths((4,))
@@ -210,3 +210,22 @@ def test_the_verb_check_says_which_program_is_good_no_more(files, tmp_path, caps
     assert main(["check", files[1], f"{source}:programs", "--json"]) == 1
     reasons = json.loads(capsys.readouterr().out)["reasons"]
     assert reasons and all(line.startswith("use: ") for line in reasons)
+
+
+def with_part(**part):
+    return lambda: autoshard.plan({"use": Program(*mlp.tiny(), **part)}, MESH)
+
+
+test_the_devices_of_a_program_are_some_of_the_clusters = refusals(
+    (with_part(mesh=Mesh.from_bandwidths((2,))), "'use' has a mesh of its own; say which of the 4 devices it is, as devices=range"),
+    (with_part(devices=()), r"'use' runs on devices \(\); expected different numbers from 0 to 3"),
+    (with_part(devices=(0, 0)), r"'use' runs on devices \(0, 0\); expected different numbers from 0 to 3"),
+    (with_part(devices=(3, 4)), r"'use' runs on devices \(3, 4\); expected different numbers from 0 to 3"),
+    (with_part(devices=(0, 1), mesh=MESH), "'use' runs on 2 devices, its mesh has 4; expected as many"),
+)
+
+
+def test_a_program_may_name_the_clusters_own_mesh():
+    (plain, named), devices = (with_part(**part)() for part in ({}, {"mesh": MESH})), range(1, 3)
+    assert named.cost == plain.cost
+    assert with_part(devices=devices, mesh=Mesh.from_bandwidths((2,)))().cost == with_part(devices=devices)().cost
