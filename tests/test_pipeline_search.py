@@ -105,7 +105,7 @@ def test_as_many_stages_as_asked_for_use_all_devices(stages):
 
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_schedule_of_equal_groups_alone_is_refused_where_there_are_none(stages):
-    sentence = rf"interleaved_1f1b has no pipeline of {stages} stages on 4 devices: it divides the program, which has \d+ layers"
+    sentence = rf"interleaved_1f1b has no pipeline of {stages} stages? on 4 devices: it divides the program, which has \d+ layers"
     with pytest.raises(Infeasible, match=sentence):
         pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), schedules=("interleaved_1f1b",), stages=stages)
 

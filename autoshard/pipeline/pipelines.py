@@ -206,7 +206,8 @@ class _Search:
         layers = max(planner.table.layers.count for planner in self.planners.values())
         if (asked or 1) > layers:
             return Infeasible(f"stages is {asked}, but the program divides into {layers} layers; expected no more stages than layers")
-        tables, of_stages = [planner.table for planner in self._with_plans()], "" if asked is None else f" of {asked} stages"
+        of_stages = "" if asked is None else f" of {asked} stage{'s' * (asked > 1)}"
+        tables = [planner.table for planner in self._with_plans()]
         if not any(ways_of(table, self.options.schedules, asked) for table in tables):
             return Infeasible(
                 f"interleaved_1f1b has no pipeline{of_stages} on {n} devices: it divides the program, which has {layers} layers, "
@@ -217,7 +218,7 @@ class _Search:
         for K in (k for k in needs if needs[k] <= limit):  # estimates: the stages as planned need more
             needs[K] = min((max(c.run.peak_bytes) for c in tried if c.exact and c.microbatches == K), default=needs[K])
         K = min(needs, key=lambda k: (needs[k], k))
-        words = [f"raise the memory limit to {_least(needs[K])} (with {K} microbatches)"]
+        words = [f"raise the memory limit to {_least(needs[K])} (with {K} microbatch{'es' * (K > 1)})"]
         if self.options.recompute == "never" and self.planners[K].table.training:
             again = least_bottleneck(self.planners[K].with_recompute().least_bytes(), self.cluster.tiling, asked)
             words.append(f"allow recomputation, which needs {_least(again)}")
