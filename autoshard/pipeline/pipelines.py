@@ -215,19 +215,21 @@ class _Search:
             )
         limit = max(table.memory(s) for table in tables for s in self.cluster.submeshes)
         needs = {table.K: least_bottleneck(table.least_bytes(), self.cluster.tiling, asked) for table in tables}
-        for K in (k for k in needs if needs[k] <= limit):  # estimates: the stages as planned need more
-            needs[K] = min((max(c.run.peak_bytes) for c in tried if c.exact and c.microbatches == K), default=needs[K])
-        K = min(needs, key=lambda k: (needs[k], k))
-        words = [f"raise the memory limit to {_least(needs[K])} (with {K} microbatch{'es' * (K > 1)})"]
+        for K in (k for k in needs if needs[k] <= limit):  # estimates, of 1F1B: the stages as planned, or other schedules, need more
+            needs[K] = min((max(c.run.peak_bytes) for c in tried if c.microbatches == K), default=math.inf)
+        K, more = min(needs, key=lambda k: (needs[k], k)), "" if "1f1b" in self.options.schedules else " or more"
+        words = [f"raise the memory limit to {_least(needs[K])}{more} (with {K} microbatch{'es' * (K > 1)})"]
+        if needs[K] == math.inf:
+            words = ["raise the memory limit"]
         if self.options.recompute == "never" and self.planners[K].table.training:
             again = least_bottleneck(self.planners[K].with_recompute().least_bytes(), self.cluster.tiling, asked)
-            words.append(f"allow recomputation, which needs {_least(again)}")
+            words.append(f"allow recomputation, which needs {_least(again)}{more}")
         largest = batch_of(self.inputs)
         if K == max(needs) and K < largest:
             words.append(f"take more microbatches (up to {largest})")
         words.append("or add devices")
         message = f"no pipeline{of_stages} fits in {bytes_text(limit)} per device on {n} devices: {', '.join(words)}"
-        return Infeasible(message, (needs[K], needs[K]))
+        return Infeasible(message, None if more or needs[K] == math.inf else (needs[K], needs[K]))
 
 
 def _least(size: float) -> str:
