@@ -93,6 +93,9 @@ def test_with_a_number_of_stages_the_limit_is_named_that_these_need():
     least = refused.value.smallest_limit[0]
     fitting = pipeline(*model(), Cluster.of(4, device=SLOW), memory_limit=1.001 * least, **asked)
     assert fitting.peak_bytes <= 1.001 * least and len(fitting.stages) == 3
+    with pytest.raises(Infeasible, match="raise the memory limit to .* or more") as refused:  # of another schedule than the estimates'
+        pipeline(*model(), Cluster.of(4, device=SLOW), memory_limit=peak / 20, schedules=("zb_h1",), **asked)
+    assert refused.value.smallest_limit is None
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
