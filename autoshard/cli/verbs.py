@@ -62,8 +62,8 @@ class Verb(TyperCommand):
         except KeyboardInterrupt:
             raise typer.Abort() from None
         except ValueError as error:
-            if error.args:
-                error.args = (as_typed(str(error), names), *error.args[1:])
+            if error.args and isinstance(error.args[0], str):
+                error.args = (as_typed(error.args[0], names), *error.args[1:])
             raise
 
 

@@ -10,7 +10,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -130,52 +130,69 @@ def simulate_grid(
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
-    report = Stopwatch(progress).say
-    graphs: dict[int, Any] = {}
-    programs: dict[tuple, tuple[Solution, Timeline]] = {}
+    report, graphs = Stopwatch(progress).say, {}
+    planner = _StagePlans(mesh_of, scheme, training, overlap, prefetch, unit_seconds, options)
 
-    def simulated(one: Parallel, order: Schedule, inputs: Any) -> Simulation:
-        K = one.microbatches
-        if K not in graphs:
-            graph, _ = capture_deep(model, inputs, training=training, precision=Precision.of(options.get("precision")))
-            graphs[K] = (graph, layers_of(graph))
-        graph, layers = graphs[K]
-        mesh = mesh_of((one.pipeline, one.data, one.tensor))
-        stage = replace(mesh, axes=mesh.axes[1:])
-        key = (K, one.data, one.tensor, mesh.axes[1:])
-        if key not in programs:
-            programs[key] = _stage_plan(graph, stage, scheme, training, overlap, prefetch, options)
-        solution, timeline = programs[key]
-        if one.tensor > 1 and scheme != "planned" and not _shards(solution, -1):
-            raise ValueError(
-                f"tensor is {one.tensor}, but nothing of the model can be sharded so ({solution.matched}); expected a divisor of its heads "
-                "and features"
-            )
-        if one.pipeline == 1 and K == 1:
-            return Simulation(one, stage, solution, timeline, "sequential")
-        alone = Simulation(one, stage, solution, timeline, schedule)
-        return _in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, unit_seconds)
+    def order_of(one: Parallel) -> Schedule:
+        microbatch(example_inputs, one.microbatches, one.data)  # raises ValueError where the batch doesn't divide
+        return schedule_of(schedule, one.pipeline, one.microbatches, chunks)
 
-    def kept(one: Parallel, function: Callable[..., Any], *of: Any) -> list[Any]:
+    def tried(one: Parallel, function: Callable[..., Any], *of: Any) -> Any:
         try:
-            return [function(*of)]
+            return function(*of)
         except ValueError as error:
             if impossible is None:
                 raise
             impossible[one] = error
-            return []
 
-    def asked(one: Parallel) -> tuple[Parallel, Schedule, Any]:
-        return one, schedule_of(schedule, one.pipeline, one.microbatches, chunks), microbatch(example_inputs, one.microbatches, one.data)
-
-    possible = [of for one in configurations for of in kept(one, asked, one)]  # before anything is captured
-    simulations = []
-    for n, of in enumerate(possible):
+    orders = [(one, tried(one, order_of, one)) for one in configurations]  # before anything is captured
+    possible, simulations = [pair for pair in orders if pair[1] is not None], []
+    for n, (one, order) in enumerate(possible):
         report(f"simulating: {n + 1} of {len(possible)}", n / len(possible))
-        simulations += kept(of[0], simulated, *of)
-    if impossible and not simulations:
+        if (K := one.microbatches) not in graphs:
+            precision = Precision.of(options.get("precision"))
+            graph, _ = capture_deep(model, microbatch(example_inputs, K), training=training, precision=precision)
+            graphs[K] = (graph, layers_of(graph))
+        simulations.append(tried(one, planner.simulated, one, order, *graphs[K]))
+    if impossible and not any(simulations):
         raise next(iter(impossible.values()))
-    return simulations
+    return [simulation for simulation in simulations if simulation is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class _StagePlans:
+    """How stages are planned and simulated; those of equal microbatches on equal meshes once."""
+
+    mesh_of: Callable[[tuple[int, int, int]], Mesh]
+    scheme: str
+    training: bool
+    overlap: bool
+    prefetch: int
+    unit_seconds: float
+    options: Mapping[str, Any]
+    known: dict[tuple, tuple[Solution, Timeline]] = field(default_factory=dict)
+
+    def simulated(self, one: Parallel, order: Schedule, graph: Graph, layers: Layers) -> Simulation:
+        mesh = self.mesh_of((one.pipeline, one.data, one.tensor))
+        stage, key = replace(mesh, axes=mesh.axes[1:]), (one.microbatches, one.data, one.tensor, mesh.axes[1:])
+        if key not in self.known:
+            self.known[key] = self._planned(graph, stage)
+        solution, timeline = self.known[key]
+        if one.tensor > 1 and self.scheme != "planned" and not _shards(solution, -1):
+            raise ValueError(
+                f"tensor is {one.tensor}, but nothing of the model can be sharded so ({solution.matched}); expected a divisor of its heads "
+                "and features"
+            )
+        if one.pipeline == 1 and one.microbatches == 1:
+            return Simulation(one, stage, solution, timeline, "sequential")
+        alone = Simulation(one, stage, solution, timeline, order.name)
+        return _in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, self.unit_seconds)
+
+    def _planned(self, graph: Graph, mesh: Mesh) -> tuple[Solution, Timeline]:
+        name = self.scheme if self.scheme != "auto" else "megatron" if mesh.shape[-1] > 1 else "data_parallel"
+        context = Question(ModelGraphs(graph), mesh, Options(training=self.training, baselines=False, **self.options), Stopwatch(None))
+        solution = plan_graph(context) if name == "planned" else baseline_only(context, name)
+        return solution, timeline_of_solution(replay(solution, graph).graph, solution, overlap=self.overlap, prefetch=self.prefetch)
 
 
 def _in_stages(alone: Simulation, layers: Layers, order: Schedule, axis: Axis | None, unit_seconds: float) -> Simulation:
@@ -192,18 +209,6 @@ def _shards(solution: Solution, axis: int) -> bool:
     """Whether any op gives a tensor that isn't replicated on this axis of the mesh."""
     outputs = (written for placed in solution.layouts.values() for written in placed.outputs if written is not None)
     return any(written.split(",")[axis] != "R" for written in outputs)
-
-
-def _stage_plan(
-    graph: Graph, mesh: Mesh, scheme: str, training: bool, overlap: bool, prefetch: int, options: Mapping
-) -> tuple[Solution, Timeline]:
-    name = scheme if scheme != "auto" else "megatron" if mesh.shape[-1] > 1 else "data_parallel"
-    context = Question(ModelGraphs(graph), mesh, Options(training=training, baselines=False, **options), Stopwatch(None))
-    if name == "planned":
-        solution = plan_graph(context)
-    else:
-        solution = baseline_only(context, name)
-    return solution, timeline_of_solution(replay(solution, graph).graph, solution, overlap=overlap, prefetch=prefetch)
 
 
 def divided(layers: Layers, count: int) -> list[int]:
