@@ -24,7 +24,7 @@ from autoshard.planning.dynamic import CRITERIA
 from autoshard.problem import evaluate
 from autoshard.solution import DynamicShapes, from_text, replay, to_text
 from autoshard.strategies import candidates, common_candidates
-from models import bert, gpt2, llama, moe
+from models import bert, gpt2, llama, mlp, moe
 from tests.helpers import fast_mesh
 from tests.helpers_command import record_of
 from tests.helpers_command import run as run_words
@@ -243,6 +243,13 @@ def test_names_of_arguments_and_options_of_a_step_work():
     assert plan.dynamic_shapes.inputs == {"input_0": ("batch", "seq"), "input_1": ("batch", "seq")} and plan.microbatches == 2
 
 
+def test_a_plan_for_ranges_is_exported_as_others_are():
+    module, inputs = mlp.tiny(layers=1)
+    plan = autoshard.plan(module, inputs, fast_mesh((2,)), dynamic_shapes=({0: Dim("batch", min=4, max=16)},) * 2)
+    for form in ("tp_plan", "fully_shard"):
+        assert autoshard.export(plan, form, within=9.0).cost_seconds < 10 * plan.cost
+
+
 # -- the pass and the command line ------------------------------------------------------------------------------------------------------
 
 ENDS = {0: Dim("batch", min=2, max=16), 1: Dim("seq", min=4, max=32)}
@@ -325,6 +332,7 @@ TYPED = {
 MISTYPED = {
     "batch:1-64": "is not INPUT=DIMS", "x=batch": "is not INPUT=DIMS", "x=": "is not INPUT=DIMS", "x=b:1-64;s:1-2": "is not INPUT=DIMS",
     "x=b:64-1": "expected sizes of 1 or more, the least first", "x=b:0-1": "expected sizes of 1 or more",
+    "x=b:2-2": "the greatest above it",
 }  # fmt: skip
 
 

@@ -176,16 +176,18 @@ def test_every_verb_answers_for_the_file_or_for_one_program(files, tmp_path, cap
     for words in (
         ["show", plan, "--html", page], ["show", f"{plan}#use", "--no-model", "--html", page],
         ["explain", plan], ["explain", f"{plan}#use"],
-        ["check", plan, "--trust"], ["check", plan, model], ["check", f"{plan}#use", "--trust"],
+        ["check", plan, "--trust"], ["check", plan, model], ["check", f"{plan}#use", "--trust"], ["check", f"{plan}#use", model],
         ["verify", plan, "--trust"], ["verify", plan, model], ["verify", f"{plan}#use", "--trust"],
+        *([verb, f"{plan}#use", model] for verb in ("verify", "certify", "simulate")), ["simulate", f"{plan}#use", f"{model}#use"],
         ["export", f"{plan}#use", "--format", "tp_plan"], ["export", f"{plan}#train", "--format", "vllm"],
     ):  # fmt: skip
         assert main([*words, "--json", "--quiet"]) == 0, words
         assert json.loads(capsys.readouterr().out)
     named = ["show", plan, "--html", page, "--model", model]
-    for words in (named, ["explain", plan, "0.weight"], ["export", plan], ["check", plan], ["verify", plan]):
+    for words in (named, ["explain", plan, "0.weight"], ["export", plan], ["check", plan], ["verify", plan], ["certify", plan, model]):
         assert main(words) == 2
         assert f"{plan}#train" in capsys.readouterr().err
+    assert main(["simulate", model]) == 2 and f"returned programs train, use; name one of them, as {model}#train" in capsys.readouterr().err
     for verb in ("check", "verify"):
         assert main([verb, plan, f"{model}#use"]) == 2 and f"give {model}, or {plan}#use and" in capsys.readouterr().err
 

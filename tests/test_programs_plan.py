@@ -105,6 +105,13 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
     assert "--switches is of several programs" in capsys.readouterr().err
 
 
+def test_options_of_training_are_for_the_programs_that_train():
+    module, batch = mlp.tiny()
+    programs = {"train": Program(module, batch, training=True), "use": Program(module, batch)}
+    plan = autoshard.plan(programs, MESH, microbatches=2, recompute="all")
+    assert [(one.microbatches, one.recompute) for one in (plan["train"], plan["use"])] == [(2, 2), (1, 0)]
+
+
 # -- what is planned -------------------------------------------------------------------------------------------------------------------
 
 
@@ -172,9 +179,9 @@ def test_nothing_fits_is_said_of_all_programs():
         ({"a": Program(*mlp.tiny(), devices=(0, 2))}, {}, "no block of the mesh"),
         ({"a": Program(*mlp.tiny())}, {"recompute": "auto"}, "plan it alone"),
         (
-            {"a": Program(*mlp.tiny(), training=True), "b": Program(*mlp.tiny())},
-            {"microbatches": 2},
-            "microbatches is 2 for program 'b', which trains nothing",
+            {"a": Program(*mlp.tiny(), training=True), "b": Program(*mlp.tiny(), options={"microbatches": 2})},
+            {},
+            "microbatches is 2, which has no effect on a forward pass",
         ),
         ({"a": Program(*mlp.tiny())}, {"objective": "overlapped"}, "objective is no option of several programs"),
         ({"a": Program(*mlp.tiny())}, {"expert_imbalance": 3.0}, "the model has no experts"),

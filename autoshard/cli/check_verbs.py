@@ -13,6 +13,7 @@ from autoshard.cli.combinations import is_launch
 from autoshard.cli.launchers import as_in, checked_launch, load_launchers, write_page
 from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_plan, model_of, models_for
 from autoshard.cli.model import load_model
+from autoshard.cli.model_source import file_and_program
 from autoshard.cli.output import Output
 from autoshard.cli.table import LAUNCHERS
 from autoshard.cli.verbs import Asked
@@ -46,7 +47,8 @@ def certify(asked: Asked, output: Output) -> int:
 
 def _numbers(asked: Asked, output: Output) -> tuple[dict[str, Any], dict[str, Any]]:
     """The numbers, and what the plan says of itself, where they are of one."""
-    content = content_of(asked.numbers, "certificate")
+    _, program = file_and_program(asked.numbers)
+    content = b"" if program else content_of(asked.numbers, "certificate")
     data = parsed(content, asked.numbers, "certificate") if content.lstrip()[:1] == b"{" else {}
     if data.get("format") == FORMAT:
         if asked.model or asked.problem or asked.out:
@@ -54,7 +56,7 @@ def _numbers(asked: Asked, output: Output) -> tuple[dict[str, Any], dict[str, An
         return data, {}
     plan = load_plan(asked.numbers)
     written, keywords = model_of(plan, asked.model, asked.settings, asked.numbers, asked.trust)
-    module, inputs = load_model(written, keywords, training=plan.training)
+    module, inputs = load_model(written, keywords, training=plan.training, program=program)
     api = load_api()
     if asked.problem is not None:
         api.write_problem(api.problem_of(module, inputs, plan), asked.problem)

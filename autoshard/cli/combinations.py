@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import may_be_programs, names_model, settings_of
+from autoshard.cli.model_source import file_and_program, may_be_programs, names_model, settings_of
 from autoshard.cli.table import CONFIGURATIONS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, of_one_node, shape_text
 from autoshard.options import Options, having
@@ -270,4 +270,4 @@ def _paths(value: Any) -> list[str]:
 def _file(written: str) -> str:
     if ".py:" in written:
         return written.partition(".py:")[0] + ".py"
-    return written if os.path.exists(written) or "#" not in written else written.rpartition("#")[0]
+    return file_and_program(written)[0]

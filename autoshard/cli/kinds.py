@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import config_folder, may_have, names_model
+from autoshard.cli.model_source import config_folder, file_and_program, may_have, names_model
 from autoshard.mesh import DEVICES, parse_shape
 from autoshard.options import SIZE, ValueKind, check_layout
 from autoshard.reading import FORMATS, content_of, data_of, parsed, refuse_other
@@ -53,8 +53,7 @@ def plan(expected: str = "a plan's file, as `autoshard plan --out` writes it", a
     """A plan's file, or one program of a file with several: FILE#NAME. also: other formats that the verb reads."""
 
     def check(name: str, value: str) -> None:
-        path, _, program = value.rpartition("#")
-        named = path if path and not Path(value).exists() and program else value
+        named, _ = file_and_program(value)
         _readable(name, named, expected)
         if Path(named).stat().st_size <= SMALL and content_of(named, "plan").lstrip()[:1] == b"{":  # else a pickle, or a configuration
             try:

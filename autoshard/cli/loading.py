@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.cli.combinations import is_launch
 from autoshard.cli.model import check_sizes, load_model
+from autoshard.cli.model_source import file_and_program
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import Device, Mesh
@@ -75,7 +76,7 @@ def model_for(output: Output, plan: Any, asked: Asked, path: str, **words: str) 
     """The module and example inputs of a plan of one program, which have its sizes."""
     written, settings = model_of(plan, asked.model, asked.settings, path, asked.trust, **words)
     output.progress("building the model", 0.0)
-    module, example_inputs = load_model(written, settings, training=plan.training)
+    module, example_inputs = load_model(written, settings, training=plan.training, program=file_and_program(path)[1])
     check_sizes(module, example_inputs, plan, path)
     return module, example_inputs
 
@@ -90,5 +91,8 @@ def models_for(output: Output, plan: Any, asked: Asked) -> tuple[Any, Any]:
     plans = of_each or {"": (plan, model, path)}
     named = {name: model_of(one, written, asked.settings, where, asked.trust) for name, (one, written, where) in plans.items()}
     output.progress("building the model", 0.0)
-    built = {name: load_model(written, keywords, training=plans[name][0].training) for name, (written, keywords) in named.items()}
+    built = {
+        name: load_model(written, keywords, training=plans[name][0].training, program=file_and_program(path)[1])
+        for name, (written, keywords) in named.items()
+    }
     return ({name: pair[0] for name, pair in built.items()}, {name: pair[1] for name, pair in built.items()}) if several else built[""]

@@ -13,12 +13,18 @@ from typing import Any
 from autoshard.cli.model_source import config_folder, model_file
 
 
-def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any]:
+def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False, program: str = "") -> tuple[Any, Any]:
     """Run the function; ValueError in one sentence where it is missing, fails or returns something else.
 
     training: a Hugging Face model then gets labels and returns its loss; a function has its own --set for that.
+    program: the one that is meant where the function returns several and `written` names none.
     """
-    return _checked(load_model_or_programs(written, settings, training=training), written.partition("#")[0])
+    returned, path = load_model_or_programs(written, settings, training=training), written.partition("#")[0]
+    if not isinstance(returned, Mapping):
+        return _checked(returned, path)
+    if not program:
+        raise ValueError(f"{path} returned programs {', '.join(map(str, returned))}; name one of them, as {path}#{next(iter(returned))}")
+    return _checked(_program(returned, program, path), path)
 
 
 def load_model_or_programs(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any] | Mapping[str, Any]:

@@ -78,7 +78,7 @@ def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None, default: 
 TEXTS = kinds.each(TEXT)
 CACHED = arg("The folder or URL of a cache, as `autosharding_pass(cache=)` takes it.")
 CACHED_KEY = arg("The first letters of an entry's key.")
-CERTIFIED = kinds.file("what `autoshard certify --out` or `autoshard plan --out` wrote")
+CERTIFIED = kinds.plan("what `autoshard certify --out` or `autoshard plan --out` wrote", ("certificate",))
 CONTEST, SCHEME = kinds.file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
 MEASURED = kinds.each(kinds.file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
 SECONDS = number(above=True, finite=False)

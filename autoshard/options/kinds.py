@@ -222,8 +222,11 @@ def _read_dims(name: str, typed: Sequence[str]) -> dict[str, dict[int, tuple[str
         if inputs in named:
             raise ValueError(f"{name} gives {inputs!r} twice; give it all its dims at once")
         named[inputs] = {k: (row[2], int(row[3]), int(row[4]), int(row[1] or 1)) for k, row in enumerate(rows) if row and row[2]}
-        if wrong := [row[0] for row in rows if row and row[2] and not 0 < int(row[3]) <= int(row[4])]:
-            raise ValueError(f"{name} {item!r} has {wrong[0]}; expected sizes of 1 or more, the least first, for example batch:1-64")
+        if wrong := [row[0] for row in rows if row and row[2] and not 0 < int(row[3]) < int(row[4])]:
+            raise ValueError(
+                f"{name} {item!r} has {wrong[0]}; expected sizes of 1 or more, the least first and the greatest above it, for example "
+                "batch:1-64; leave the place of a dim of one size empty"
+            )
     return named
 
 

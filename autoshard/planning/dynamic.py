@@ -27,6 +27,7 @@ from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph, Ranges, SizedGraph, Sizes, Value, corners, grid, sizes_of, written
 from autoshard.layout import Layout, sharding_sizes
 from autoshard.mesh import Mesh
+from autoshard.planning.advice import with_modules
 from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import described
@@ -179,7 +180,9 @@ def _described(
     status = Status.OPTIMAL if proven else Status.FEASIBLE
     answer = replace(answer, cost=judged.cost, peak=judged.peak, bound=min(own.bound, judged.cost), status=status)
     noted = replace(first, assumptions={**first.assumptions, "dynamic_shapes": facts.to_dict()})
-    return described(Answered(noted, Instance(way.formulated, problem), answer, best[0].baselines))
+    answered = Answered(noted, Instance(way.formulated, problem), answer, best[0].baselines)
+    solution = described(answered)
+    return with_modules(answered, solution) if first.options.baselines else solution
 
 
 def _sum(problems: Sequence[Problem], weights: Sequence[float], limits: Problem) -> Problem:

@@ -163,14 +163,13 @@ def _alone(
 ) -> Iterator[tuple[Piece, Answered]]:
     """Each shape of a program, and the best plan of it alone."""
     mesh, devices = _part(name, program, cluster)
-    options: Options = checked_options(Options, {**vars(shared), **program.options, "training": program.training, "baselines": False})
+    without = () if program.training else having(Options, "of_training")  # options given to all are for those that train
+    common = {key: value for key, value in vars(shared).items() if key not in without}
+    options: Options = checked_options(Options, {**common, **program.options, "training": program.training, "baselines": False})
     for shape, inputs, weight in program.variants(name):
         question = ask(program.model, inputs, mesh, options, clock)
-        check_effects(question.with_options(training=True))  # options of training may be of the other programs
-        asked = with_number_of_microbatches(question)
-        if (m := asked.options.microbatches) > 1 and not program.training:
-            raise ValueError(f"microbatches is {m} for program {name!r}, which trains nothing; give it to the Programs that train")
-        solved = best_choice(with_recomputed_blocks(asked), share=SHARE)
+        check_effects(question)
+        solved = best_choice(with_recomputed_blocks(with_number_of_microbatches(question)), share=SHARE)
         one = solved.instance
         yield Piece(shape, one.formulated, one.problem, weight, name, switches, devices, program.keeps_state, one.layers), solved
 
