@@ -64,7 +64,8 @@ ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "front
 }  # fmt: skip
 WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "frontier")} | {
     "simulate": (["--pipeline", "2"], ["--data", "2"]), "pipeline": (["--devices", "8", "--devices-per-node", "1"], ["--devices", "8"]),
-    "degrees": (["--devices", "8", "--per-node", "1"], ["--devices", "8"]), "tables": (["--devices", "8x1"], ["--devices", "8"]),
+    **{verb: (["--devices", "8", "--per-node", "1"], ["--devices", "8"]) for verb in ("degrees", "check", "show", "explain", "fits")},
+    "tables": (["--devices", "8x1"], ["--devices", "8"]),
 }  # fmt: skip
 ABOUT = {"tables": [HERE], "check": [HERE, "--launcher", "torchtitan"], "show": [TITAN], "explain": [TITAN]}
 OF_A_PLAN = {"check": ["check", PLAN], "show": ["show", PLAN, "--html", "new"], "explain": ["explain", PLAN, "w", "--robust"]}

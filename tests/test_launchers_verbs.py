@@ -54,15 +54,19 @@ WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", WRITTEN)
-def test_a_launch_costs_what_its_written_configuration_does(launcher, tmp_path):
-    """Of a model whose vocabulary is odd, which some launchers pad, and compiled, which some do without the loss."""
+def odd_vocabulary(folder) -> str:
     config = {
         "model_type": "llama", "vocab_size": 5121, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
         "intermediate_size": 1024, "max_position_embeddings": 2048,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model, on = f"hf:{tmp_path}", ("--devices", "8", "--launcher", launcher)
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"hf:{folder}"
+
+
+@pytest.mark.parametrize("launcher", WRITTEN)
+def test_a_launch_costs_what_its_written_configuration_does(launcher, tmp_path):
+    """Of a model whose vocabulary is odd, which some launchers pad, and compiled, which some do without the loss."""
+    model, on = odd_vocabulary(tmp_path), ("--devices", "8", "--launcher", launcher)
     out = str(tmp_path / f"written.{SUFFIXES.get(launcher, 'yaml')}")
     sizes = ("--seq", "1024", "--global-batch", "64")
     row = record_of("degrees", model, *on, *sizes, *WRITTEN[launcher], "--no-bound", "--out", out)["configurations"][0]
@@ -70,6 +74,18 @@ def test_a_launch_costs_what_its_written_configuration_does(launcher, tmp_path):
     again = record_of("check", out, model, *on, *known)
     assert again["legal"] and again["configuration"]["tp"] == row["tp"]
     assert [again[key] for key in ("seconds", "memory_bytes")] == pytest.approx([row[key] for key in ("seconds", "memory_bytes")], rel=1e-9)
+
+
+@pytest.mark.parametrize("launcher", ["megatron", "nanotron"])
+def test_a_change_to_fewer_tensor_parallel_ranks_costs_what_it_does_as_written(launcher, tmp_path):
+    """Its vocabulary is the file's own, padded for fewer ranks."""
+    model, on, link = odd_vocabulary(tmp_path), ("--devices", "8", "--launcher", launcher), ("--intra-node-bandwidth", "20GB/s")
+    slow, better = (str(tmp_path / f"{name}.{SUFFIXES.get(launcher, 'yaml')}") for name in ("slow", "better"))
+    record_of("degrees", model, *on, "--seq", "1024", "--global-batch", "64", "--no-bound", "--tp", "8", *link, "--out", slow)
+    change = record_of("check", slow, model, *on, *link, "--out", better)["changes"][0]
+    assert "tp 8 -> 1" in change["change"] and "5121" in Path(better).read_text()
+    assert record_of("check", better, model, *on, *link)["seconds"] == pytest.approx(change["seconds"], rel=1e-9)
+    assert record_of("check", slow, model, *on)["seconds"] < record_of("check", slow, model, *on, *link)["seconds"]
 
 
 def test_what_a_launcher_cannot_compile_is_refused():

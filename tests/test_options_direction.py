@@ -62,7 +62,7 @@ DIRECTIONS = {
         "per_node": (FASTER, "2", "16"),
     },
     "check": {
-        "device": (FASTER, "a100", "b200"), "inter_node_bandwidth": (FASTER, "1GB/s", "100GB/s"), "devices": (FASTER, "8", "32"),
+        **RATES, "devices": (FASTER, "8", "32"),
         "seq": (SLOWER, "2048", "8192"), "global_batch": (SLOWER, "16", "64"), "per_node": (FASTER, "2", "8"),
     },
     "serve-plan": {

@@ -164,7 +164,7 @@ RULES = (
         LINKED, ("inter_node_bandwidth",), _has_no("inter_node_bandwidth"), "where no two nodes talk to each other", "give more nodes"
     ),
     Ineffective(
-        LINKED[:-4], ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
+        LINKED, ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
     ),
     Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),

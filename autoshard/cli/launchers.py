@@ -55,9 +55,9 @@ def write_page(output: Output, path: str | None, record: Mapping[str, Any], titl
 def site_of(asked: Asked, launcher: str) -> Any:
     """The site; a node's link to the others is shared by its devices."""
     memory = asked.memory or DEVICES[asked.device].memory
-    inside = getattr(asked, "intra_node_bandwidth", None)
     bias = 1.0 if asked.evidence is None else load_api().read_evidence(asked.evidence).bias(launcher)
-    return load_launchers().Site(asked.device, asked.per_node, memory, asked.inter_node_bandwidth / asked.per_node, inside, bias)
+    inside, between = asked.intra_node_bandwidth, asked.inter_node_bandwidth / asked.per_node
+    return load_launchers().Site(asked.device, asked.per_node, memory, between, inside, bias)
 
 
 def sizes_of(model: str, settings: Mapping[str, Any]) -> Any:

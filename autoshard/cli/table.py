@@ -135,7 +135,7 @@ OF_LAUNCH = {  # what a launcher's configuration may leave open, and where it ru
     "seq": opt(SEQ, count()),
     "microbatch": opt("Sequences of a microbatch, where a configuration doesn't say.", count()),
     "global_batch": opt(GLOBAL_BATCH, count()),
-    **SITE, **shared("inter_node_bandwidth"), "evidence": EVIDENCE,
+    **SITE, **LINKS, "evidence": EVIDENCE,
 }  # fmt: skip
 ONLY = {  # of launches, by the names of their columns
     **{name: opt(f"Only {name} of these: 1,2.", COUNTS) for name in ("dp", "shard", "tp", "cp", "ep", "pp")},

@@ -335,7 +335,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,
         "disable-bias-linear": m.gated, "qk-layernorm": m.qk_norm,
         "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": "learned_absolute" if m.learned_positions else "rope",
-        "vocab-size": m.vocab, "make-vocab-size-divisible-by": PADDED["megatron"],
+        "vocab-size": m.own_vocab, "make-vocab-size-divisible-by": PADDED["megatron"],
         "seq-length": launch.seq, "max-position-embeddings": launch.seq,
         "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,
         "tensor-model-parallel-size": launch.tensor, "pipeline-model-parallel-size": launch.pipeline,

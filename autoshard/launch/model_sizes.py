@@ -61,6 +61,7 @@ class ModelSizes:
     mtp: int = 0  # modules that predict further tokens, each a block and the head again
     latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
     multiple: int = field(default=0, compare=False, repr=False)  # of which, times tensor parallel ranks, the vocabulary is one
+    unpadded: int = field(default=0, compare=False, repr=False)  # the vocabulary before that
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -130,15 +131,20 @@ class ModelSizes:
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
         return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
 
+    @property
+    def own_vocab(self) -> int:
+        """The vocabulary that a configuration says, which the launcher pads."""
+        return self.unpadded or self.vocab
+
     def with_padded_vocab(self, multiple: int, tensor: int) -> ModelSizes:
         """Of a launcher that pads the vocabulary to a multiple of so many per tensor parallel rank; 0: it doesn't."""
-        padding = replace(self, multiple=multiple)
+        padding = replace(self, multiple=multiple, unpadded=self.own_vocab)
         return replace(padding, vocab=int(padding.vocab_of(tensor)))
 
     def vocab_of(self, tensor: Any) -> Any:
         """The vocabulary with so many tensor parallel ranks, a number or an array."""
         multiple = np.maximum(self.multiple * tensor, 1)
-        return -(-self.vocab // multiple) * multiple
+        return -(-self.own_vocab // multiple) * multiple
 
 
 def latent_parameters(width: int, heads: int, q_rank: int, kv_rank: int, rope_dim: int, nope_dim: int, value_dim: int) -> int:

@@ -79,7 +79,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     dtype = next(name for name, precision in PRECISIONS.items() if precision == launch.precision)
     model = {
         "hidden_size": sizes.width, "intermediate_size": sizes.ffn, "num_attention_heads": sizes.heads, "num_hidden_layers": sizes.layers,
-        "num_key_value_heads": sizes.kv_heads, "tie_word_embeddings": sizes.tied, "vocab_size": sizes.vocab, "hidden_act": "silu",
+        "num_key_value_heads": sizes.kv_heads, "tie_word_embeddings": sizes.tied, "vocab_size": sizes.own_vocab, "hidden_act": "silu",
         "max_position_embeddings": launch.seq,
     }  # fmt: skip
     return flat(
