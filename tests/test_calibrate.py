@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from autoshard.calibrate import device_rates, fit, fitted, parse, rates, summary
-from autoshard.calibrate.cluster import cluster
+from autoshard.calibrate.cluster import cluster, device_of
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.measure import measure
-from autoshard.calibrate.rates import OpSample, fit_roofline
+from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
 from autoshard.cli.calibrate_verb import _drawn, _record
 from autoshard.cost import collective_seconds, op_seconds, presets
 from autoshard.cost.curves import Series, load, load_cluster, save_cluster
@@ -422,3 +422,13 @@ def test_a_mesh_of_another_size_is_refused():
     process = measuring("--mesh", "2x2")
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0 and "2 processes run, but the mesh 2x2 has 4" in errors
+
+
+@pytest.mark.parametrize("rates, narrow, wide", [
+    ({("matmul", "bfloat16"): 7e12, ("matmul", "float16"): 5e12, ("matmul", "float32"): 3.5e12, ("attention", "bfloat16"): 9e12}, 1e13, 5e12),
+    ({("matmul", "float16"): 7e12, ("elementwise", "float32"): 9e12}, 1e13, 1e13),
+    ({("matmul", "float32"): 7e12}, 1e13, 1e13),
+])  # fmt: skip
+def test_a_device_has_the_rates_of_the_widest_matmuls_that_were_measured(rates, narrow, wide):
+    device = device_of("mine", Roofline(rates, 1e12, 1e-6, {}), 8e9)
+    assert (device.flops, device.flops32) == pytest.approx((narrow, wide))

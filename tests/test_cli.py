@@ -1,5 +1,6 @@
 """The command line in this process: what it prints, where, and with which exit code."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 from typer.main import get_command
 
+from autoshard import api
 from autoshard.cli import main, verbs_without_model
 from autoshard.cli.app import app
 from autoshard.cli.kinds import check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.plan_verbs import check_mesh_words, mesh_of, one_mesh
-from autoshard.cli.table import option_of
+from autoshard.cli.table import OWN, option_of
 from autoshard.mesh import MOST_DEVICES, Mesh
 from autoshard.options import parse_bytes, parse_pins
 from autoshard.solution import load
@@ -464,3 +466,14 @@ def test_verify_against_another_model_is_refused(capsys, tiny_plan):
 
 def test_verify_of_a_plan_without_a_model_asks_for_it(capsys, plan_file):
     check_refused(capsys, ("verify", plan_file), "does not say which model it is for; name it after the file")
+
+
+def test_defaults_of_verbs_are_those_of_the_functions():
+    seen = 0
+    for verb in [verb for verb in OWN if hasattr(api, verb)]:
+        for name, parameter in inspect.signature(getattr(api, verb)).parameters.items():
+            if (option := OWN[verb].get(name)) is not None and None not in (parameter.default, option.default):
+                default = option.default if not isinstance(option.default, str) else option.kind.read(name, option.default)
+                assert parameter.default in (default, inspect.Parameter.empty), (verb, name)
+                seen += parameter.default == default
+    assert seen > 8
