@@ -425,7 +425,7 @@ def test_a_mesh_of_another_size_is_refused():
 
 
 @pytest.mark.parametrize("rates, narrow, wide", [
-    ({("matmul", "bfloat16"): 7e12, ("matmul", "float16"): 5e12, ("matmul", "float32"): 3.5e12, ("attention", "bfloat16"): 9e12}, 1e13, 5e12),
+    ({("matmul", "bfloat16"): 7e12, ("matmul", "float16"): 5e12, ("matmul", "float32"): 35e11, ("norms", "bfloat16"): 9e12}, 1e13, 5e12),
     ({("matmul", "float16"): 7e12, ("elementwise", "float32"): 9e12}, 1e13, 1e13),
     ({("matmul", "float32"): 7e12}, 1e13, 1e13),
 ])  # fmt: skip

@@ -171,6 +171,15 @@ def test_more_experts_take_no_less(which, rows_and_inner, index, more):
     assert experts_seconds(*sizes, 3, form) <= experts_seconds(*larger, 3, form) * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("which", FORMS)
+def test_experts_with_few_rows_wait_for_their_weights(which):
+    """With one row each: the time in which all their weights are read, and half as much again at most."""
+    form = kernel_columns(ExpertsKernel, [which[0]], which[1])
+    one, eight = (experts_seconds(n, n, n, 4096, 2048, 3, form) - form.launch for n in (16, 128))
+    read = 3 * 16 * 4096 * 2048 * form.itemsize / form.bandwidth
+    assert read <= one <= 1.5 * read and eight == pytest.approx(8 * one)
+
+
 def test_many_runs_at_once_are_priced_as_each_alone():
     devices, dtypes = ["h100", "a100", "gb300", "mi300x"], ["fp8", "bf16", "nvfp4", "fp8"]
     together = kernel_columns(MatmulKernel, devices, dtypes)
