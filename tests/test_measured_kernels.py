@@ -30,6 +30,7 @@ from autoshard.devices import (
 from autoshard.graph import Fused
 from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
 from benchmarks.kernels import LatentAttentionKernel, latent_attention_seconds
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent
@@ -169,6 +170,22 @@ def test_more_experts_take_no_less(which, rows_and_inner, index, more):
     larger = [size + more * (i == index) for i, size in enumerate(sizes)]
     larger[2] = max(larger[2], larger[0])  # pairs are rows at least
     assert experts_seconds(*sizes, 3, form) <= experts_seconds(*larger, 3, form) * (1 + 1e-12)
+
+
+def test_seconds_of_kernels_stay_what_they_are():
+    told = {}
+    for name, dtype in FORMS:
+        drawn = np.random.default_rng(0).integers
+        m, inner = 2 ** drawn(0, 16, 9) + drawn(0, 2, 9), 2 ** drawn(5, 15, 9) + 8 * drawn(0, 2, 9)
+        matmul, attention, experts = (kernel_columns(kind, [name], dtype) for kind in (MatmulKernel, AttentionKernel, ExpertsKernel))
+        told[f"{name} {dtype}"] = [
+            list(map(float, seconds)) for seconds in (
+                matmul_seconds(m, inner, inner[::-1], matmul), matmul_seconds(m, 256, inner, matmul, 1 + m[::-1] % 7),
+                attention_seconds(m * inner, inner, m % 300 + 64, m * 512, attention),
+                experts_seconds(m, np.minimum(m, 16), m + inner, 2048, inner, 3, experts),
+            )
+        ]  # fmt: skip
+    assert_stays("rooms/kernels.json", told)
 
 
 @pytest.mark.parametrize("which", FORMS)
