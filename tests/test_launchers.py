@@ -39,6 +39,7 @@ from autoshard.launch.runs import FIELDS, PRECISIONS, RECOMPUTE, SCHEDULES, Trai
 from autoshard.launch.texts import arguments_of
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
+from tests.helpers_kept import assert_stays
 from tests.helpers_refusals import refusals
 
 DATA = Path(__file__).parent / "data" / "launchers"
@@ -209,11 +210,11 @@ def crossed(fixed, choices):
 
 
 def test_every_rule_forbids_something():
-    broken, every = set(), {}
+    broken, every, told = set(), {}, {}
     choices = {
         "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 2, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
         "virtual": [1, 2, 3],
-        "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
+        "expert": [1, 2, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True],
         "group": [1, 2], "alltoall": [1, 2, 3], "compiled": [False, True],
     }  # fmt: skip
@@ -222,11 +223,13 @@ def test_every_rule_forbids_something():
     fixed = {key: np.full(number, value) for key, value in vars(Launch(48, 50, 27, 3)).items()}
     rows = TrainingRuns(fixed | {key: rng.choice(options, number) for key, options in choices.items()})
     for launcher in LAUNCHERS:
-        for sizes in (SMALL, MIXTURE):
+        for name, sizes in (("dense", SMALL), ("mixture", MIXTURE)):
             mask, rules = broken_rules(rows, sizes, launcher)
+            told[f"{launcher} {name}"] = [f"{rule.name}: {one.sum()}" for rule, one in zip(rules, mask)]
             broken |= {id(rule) for rule, one in zip(rules, mask) if one.any()}
             every |= {id(rule): rule.name for rule in rules}
     assert {every[one] for one in every.keys() - broken} == set()
+    assert_stays("rooms/legality.json", told)  # how many launches each rule forbids
 
 
 SITES = [("h100", "bf16"), ("b200", "nvfp4"), ("mi300x", "fp8"), ("l40s", "fp16")]  # or bf16 where the launcher lacks that
