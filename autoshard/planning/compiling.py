@@ -6,7 +6,6 @@ torch.compile does always, and the faster plan is the answer. With recompute="au
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from autoshard.graph import recompute_ops
@@ -21,8 +20,7 @@ def compilations(question: Question, tried: Sequence[Tried]) -> Iterator[Variant
     if options.recompute == "auto" or not (options.compiled and options.training):
         yield Variant("as it is")
         return
-    explains = question.explains and options.memory_limit is None  # else the second variant does
-    yield Variant("what matmuls read kept", lambda part: replace(as_compiled(part), explains=explains))
+    yield Variant("what matmuls read kept", lambda part: as_compiled(part.before_less()))
     if is_short(question, tried[-1]):
         yield Variant("all pointwise values computed again", partial(as_compiled, keeping=""), competes=True)
 

@@ -32,7 +32,7 @@ from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import described
 from autoshard.planning.instance import Instance, formulate_for
-from autoshard.planning.options import Infeasible
+from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.question import ModelGraphs, Question, check_effects, part_of
 from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.refusal import reworded
@@ -75,10 +75,21 @@ def plan_ranges(
 
     with question.clock.phase("capture", "capturing the ends of the ranges", 0.1), no_search_for_cycles():
         sized = SizedGraph.of(ranges, of_size)
-    points = [example, *(at for at in reversed(grid(ranges)) if at != example)]  # the greatest first, which may not fit
-    best = [_best(question, sized, at, k, len(points)) for k, at in enumerate(points)]
-    ways = [_cover(question, sized, points, best, steps, criterion) for steps in _steps(ranges, points, question.mesh)]
-    bound = min(way.bound for way in ways)
+    *less, greatest = grid(ranges)
+    points = [example, *(at for at in (greatest, *reversed(less)) if at != example)]
+    order = sorted(range(len(points)), key=lambda k: points[k] != greatest)  # it needs the most memory, and a refusal says how much
+    solved = {k: _best(question, sized, points[k], k, len(points)) for k in order}
+    best = [solved[k] for k in range(len(points))]
+    ways, bound = [], math.inf
+    for steps in _steps(ranges, points, question.mesh):
+        try:
+            ways.append(_cover(question, sized, points, best, steps, criterion))
+        except Infeasible as error:
+            refusal = reworded(error, f"with one layout per tensor for all sizes: {error}")
+            bound = 0.0 if isinstance(error, NoAnswer) else bound
+    if not ways:
+        raise refusal
+    bound = min(bound, *(way.bound for way in ways))
     return _described(min(ways, key=lambda way: way.rank), bound, points, best, named, sized, criterion)
 
 

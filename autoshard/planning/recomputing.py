@@ -121,17 +121,15 @@ def _recomputing(question: Question, k: int, num_blocks: int, **noted: Any) -> Q
 
 def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
     """Kept, and where memory is short computed again; only as the graph has them where it has none to keep, or something is recomputed."""
-    limit, again = question.options.memory_limit, Variant("hidden values of experts computed again", competes=True)
     parts = question.mesh.num_devices
     if question.options.recompute == 0 and with_hidden_values(question.graph, parts) is not question.graph:
-        explains = question.explains and limit is None
         yield Variant(
             "hidden values of experts kept",
-            lambda part: replace(part, explains=explains).map(partial(with_hidden_values, parts=parts), hidden_values=parts),
+            lambda part: part.before_less().map(partial(with_hidden_values, parts=parts), hidden_values=parts),
         )
         if not is_short(question, tried[-1]):
             return
-    yield again
+    yield Variant("hidden values of experts computed again", competes=True)
 
 
 def chunks(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
@@ -144,7 +142,7 @@ def chunks(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
         )
     if wanted != "always":
         may_chunk = wanted == "auto" and _has_many_logits(question)
-        yield Variant("all logits at once", lambda part: replace(part, explains=part.explains and not may_chunk))
+        yield Variant("all logits at once", lambda part: part.before_less() if may_chunk else part)
         if not (may_chunk and tried[-1].has_no_plan):
             return
     yield Variant("logits in chunks", lambda part: part.map(lambda graph: chunked_loss(graph, ROWS), chunked_loss=ROWS))

@@ -74,8 +74,8 @@ class Tried:
 
     @property
     def has_no_plan(self) -> bool:
-        """Whether it is proven that there is none: where only the time ran out, another variant would have no more of it."""
-        return self.refusal is not None and not isinstance(self.refusal, NoAnswer)
+        """Whether there is none, or none was found with time left: where the time ran out, another variant would have no more of it."""
+        return self.refusal is not None and not (isinstance(self.refusal, NoAnswer) and self.question.is_over)
 
     @property
     def is_interrupted(self) -> bool:
