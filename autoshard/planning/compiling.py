@@ -20,7 +20,7 @@ def compilations(question: Question, tried: Sequence[Tried]) -> Iterator[Variant
     if options.recompute == "auto" or not (options.compiled and options.training):
         yield Variant("as it is")
         return
-    yield Variant("what matmuls read kept", lambda part: as_compiled(part.before_less()))
+    yield Variant("what matmuls read kept", lambda part: as_compiled(part.with_fallback()))
     if is_short(question, tried[-1]):
         yield Variant("all pointwise values computed again", partial(as_compiled, keeping=""), competes=True)
 

@@ -52,7 +52,7 @@ class Question:
     assumptions: Mapping = field(default_factory=dict)  # further facts that the plan notes
     recomputable: Graph | None = None  # the graph without recomputation, where a refusal may advise to recompute every block
     explains: bool = True  # a refusal names the demands that conflict
-    gives_way: bool = False  # where it has no plan soon, variants that need less memory are tried
+    has_fallback: bool = False  # where it has no plan soon, variants that need less memory are tried
     known: tuple[Solution, ...] = ()  # plans of near questions, from which the search starts
     on_plan: Callable[[Solution], None] | None = None  # called with the plan before the advice beside it is worked out
 
@@ -68,9 +68,9 @@ class Question:
         """The question about the transformed model, with further facts to note."""
         return replace(self, model=self.model.map(transform), assumptions={**self.assumptions, **noted})
 
-    def before_less(self) -> Question:
+    def with_fallback(self) -> Question:
         """The question of a variant after which, under a memory limit, another one follows that needs less and explains a refusal."""
-        return self if self.options.memory_limit is None else replace(self, explains=False, gives_way=True)
+        return self if self.options.memory_limit is None else replace(self, explains=False, has_fallback=True)
 
     def with_options(self, **changed: Any) -> Question:
         return replace(self, options=replace(self.options, **changed))

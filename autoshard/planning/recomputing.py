@@ -125,7 +125,7 @@ def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Varian
     if question.options.recompute == 0 and with_hidden_values(question.graph, parts) is not question.graph:
         yield Variant(
             "hidden values of experts kept",
-            lambda part: part.before_less().map(partial(with_hidden_values, parts=parts), hidden_values=parts),
+            lambda part: part.with_fallback().map(partial(with_hidden_values, parts=parts), hidden_values=parts),
         )
         if not is_short(question, tried[-1]):
             return
@@ -142,7 +142,7 @@ def chunks(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
         )
     if wanted != "always":
         may_chunk = wanted == "auto" and _has_many_logits(question)
-        yield Variant("all logits at once", lambda part: part.before_less() if may_chunk else part)
+        yield Variant("all logits at once", lambda part: part.with_fallback() if may_chunk else part)
         if not (may_chunk and tried[-1].has_no_plan):
             return
     yield Variant("logits in chunks", lambda part: part.map(lambda graph: chunked_loss(graph, ROWS), chunked_loss=ROWS))
