@@ -192,6 +192,18 @@ def test_every_verb_answers_for_the_file_or_for_one_program(files, tmp_path, cap
         assert main([verb, plan, f"{model}#use"]) == 2 and f"give {model}, or {plan}#use and" in capsys.readouterr().err
 
 
+def test_check_of_one_program_that_is_worse_than_alone_says_with_which_others_it_was_planned(files, tmp_path, capsys):
+    (model, plan), worse = files, str(tmp_path / "worse.json")
+    whole = autoshard.load(plan)
+    pinned = autoshard.plan(*mlp.tiny(), whole.mesh, objective="serial", pins={"layers.0.up.weight": "S(1)"}, baselines=False)
+    replace(whole, programs={**whole.programs, "use": pinned.noting(pins={})}).save(worse)
+    assert main(["check", f"{worse}#use", model, "--within", "0", "--quiet"]) == 1
+    shown = capsys.readouterr()
+    assert "more than a plan that there is now" in " ".join(shown.out.split()) and not shown.err
+    assert main(["check", f"{worse}#use", model, "--within", "0"]) == 1
+    assert f"use shares its weights with other programs; `autoshard check {worse}` compares" in capsys.readouterr().err
+
+
 def test_the_verb_verify_says_no_for_any_program_and_marks_all_or_one(files, tmp_path, capsys):
     model, plan = files[0], str(tmp_path / "marked.json")
     autoshard.load(files[1]).save(plan)

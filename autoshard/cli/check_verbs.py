@@ -99,6 +99,9 @@ def check(asked: Asked, output: Output) -> int:
     )  # fmt: skip
     record, sentence = checked.to_dict(), checked.sentence(asked.solution)
     output.answer({**record, "message": sentence}, lambda: report.explained.check_table(record, sentence))
+    file, program = file_and_program(asked.solution)
+    if program and not checked.ok:
+        output.note(f"{program} shares its weights with other programs; `autoshard check {file}` compares all of them together")
     return OK if checked.ok else NO
 
 

@@ -58,9 +58,10 @@ def searched_seconds(options: Options) -> float:
     return min(options.time_limit, PATIENCE) if options.time_limit == TIME_LIMIT else options.time_limit
 
 
-def patience(options: Options, left: float) -> float:
+def patience(question: Question, left: float) -> float:
     """Seconds until a search without any plan ends. left: seconds, of the time limit."""
-    return max(min(searched_seconds(options), left), min(FIRST_SECONDS, options.time_limit))
+    options, share = question.options, 0.5 if question.has_fallback else 1.0
+    return max(share * min(searched_seconds(options), left), min(FIRST_SECONDS, options.time_limit))
 
 
 def _why_nothing_fits(question: Question, problem: Problem, answer: Answer, conflict: Conflict) -> str:
@@ -78,7 +79,7 @@ def _why_nothing_fits(question: Question, problem: Problem, answer: Answer, conf
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
-        if took < ENDED * patience(options, question.seconds_left() + took):  # more time is no advice
+        if took < ENDED * patience(question, question.seconds_left() + took):  # more time is no advice
             return f"the search found no plan within {limit} per device, there may be one; raise the memory limit"
         said = f"no answer within {seconds:g} s: no plan within {limit} per device was found, there may be one"
         return f"{said}; raise the memory limit or {longer.removeprefix('raise ')}"

@@ -37,8 +37,7 @@ def solve_instance(
     limits["preference"] = instance.formulated.preference if preferred and not question.known else None
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
-    left = question.seconds_left() * (0.5 if question.has_fallback else 1.0)
-    limits |= {"patience": patience(options, left), "homes": instance.layers}
+    limits |= {"patience": patience(question, question.seconds_left()), "homes": instance.layers}
     limits |= {"accepted": options.accepted, "prices": prices, "explains": question.explains}
     if instance.few_layers is not None:
         return instance.few_layers.solve(problem, solver=options.solver, starts=starts, preferred=preferred, **limits)
