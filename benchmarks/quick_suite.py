@@ -1,6 +1,6 @@
 """Which tests the quick suite leaves out: those that execute the least of the package, for their seconds, that others do not.
 
-    python benchmarks/quick_suite.py [--seconds 560]
+    python benchmarks/quick_suite.py [--seconds 370]
 
 Every test but those marked slow runs in a copy of the package with a mark before each statement (see executed.py), in two processes, and
 what each executed is kept in build/quick_suite/ for as long as neither the package nor the tests change. A test is worth
@@ -136,7 +136,7 @@ def chosen(rows: list[dict], limit: float) -> set[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=560, help="CPU seconds of the tests of the quick suite, as measured here")
+    parser.add_argument("--seconds", type=float, default=370, help="CPU seconds of the tests of the quick suite, as measured here")
     options = parser.parse_args()
     rows = measured()
     suite = chosen(rows, options.seconds)

@@ -792,7 +792,8 @@ def test_changes_are_legal_fit_and_gain(path):
     assert gains == sorted(gains, reverse=True) and all(gain > 0 for gain in gains)
     for change in checked.changes:
         assert why_illegal(change.to, checked.described.sizes, launcher) == ()
-        priced = prices_of(TrainingRuns.of([change.to]), checked.described.sizes, Site(), launcher)
+        sizes = checked.described.sizes.with_padded_vocab(checked.described.sizes.multiple, change.to.tensor)
+        priced = prices_of(TrainingRuns.of([change.to]), sizes, Site(), launcher)
         assert priced.fits[0] and priced.tokens_per_second[0] == pytest.approx(change.tokens_per_second)
         same = ("devices", "seq", "global_batch", "precision")
         assert all(getattr(change.to, key) == getattr(checked.described.launch, key) for key in same)

@@ -47,7 +47,8 @@ class CheckedLaunch:
         """The configuration with the change that gains most. ValueError where there is none."""
         if not self.changes:
             raise ValueError("no change that fits gains anything; leave --out out")
-        return replace(self.described, launch=self.changes[0].to)
+        sizes, to = self.described.sizes, self.changes[0].to
+        return LaunchConfig(to, sizes.with_padded_vocab(sizes.multiple, to.tensor), self.described.not_counted)
 
     def to_dict(self) -> dict[str, Any]:
         """As `autoshard check --json` prints it of a launcher's configuration."""
