@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from autoshard.capture import capture_deep
 from autoshard.capture.huggingface import load_huggingface
 from autoshard.cost import op_flops, priced
 from autoshard.formulate import formulate
+from autoshard.graph import with_hidden_values
 from autoshard.layout import R, S, text
 from autoshard.lower.collectives import Groups
 from autoshard.lower.dry_run import dry_run
@@ -24,8 +25,9 @@ from autoshard.lower.run import ranks, run_together
 from autoshard.lower.sharding import groups
 from autoshard.mesh import Mesh
 from autoshard.solution import replay
-from autoshard.strategies import candidates, internal_collectives, is_experts
-from autoshard.strategies.experts import distinct
+from autoshard.strategies import candidates, internal_collectives, is_experts, worked_shapes
+from autoshard.strategies.experts import distinct, expert_bytes, expert_passes
+from tests.helpers_kept import assert_stays
 from tests.helpers_lower import mesh_of
 from tests.helpers_models import losses_of, scheme_plan
 from tests.helpers_ranks import results
@@ -210,6 +212,20 @@ def test_imbalance_is_priced_noted_and_needs_memory():
     assert solution.assumptions["expert_imbalance"] == 1.5 and solution.mesh.expert_imbalance == 1.5
     assert Mesh.from_dict(solution.mesh.to_dict()) == solution.mesh
     assert_refused("expert_imbalance", replace, mesh, expert_imbalance=0.5)
+
+
+def test_what_experts_send_copy_and_hold_on_the_way_stays_what_it_is():
+    graph, told = captured()[2], {}
+    for keeps, shape, imbalance in product((False, True), ((4,), (2, 2)), (1.0, 1.5)):
+        mesh, one = replace(mesh_of(*shape), expert_imbalance=imbalance), with_hidden_values(graph, 4) if keeps else graph
+        for op in filter(is_experts, one.ops):
+            inputs = [one.tensor(value) for value in op.inputs]
+            for candidate in candidates(one, mesh).of[one.ops.index(op)]:
+                layouts, key = candidate.inputs, f"{op.target} {shape} {imbalance} {' '.join(map(text, candidate.inputs))}"
+                sent = [list(row) for row in internal_collectives(op, inputs, layouts, mesh)]
+                bytes = expert_bytes(op, inputs, layouts, mesh), expert_passes(op, inputs, layouts, mesh)
+                told[key] = [*map(int, bytes), list(map(list, worked_shapes(op, inputs, layouts, mesh))), sent]
+    assert_stays("rooms/experts.json", told)
 
 
 # -- gloo ranks --------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Grouped matmuls: fake kernels for every type, and operands whose rows are narrower than torch's kernel wants them."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from autoshard.capture import replaced
+from autoshard.capture import capture, replaced
 from autoshard.capture.replaced import fake_grouped_mm
 from autoshard.lower.kernels.experts import aligned_grouped_mm
+from autoshard.strategies.experts import FORWARD, grouped_mm
 from autoshard.torch_private import DispatchKey
 from tests.helpers_lower import mesh_of
 from tests.helpers_models import Model, right_plan
@@ -72,3 +74,12 @@ def experts():
 @pytest.mark.parametrize("training", [False, True])
 def test_experts_in_float32_are_planned_and_right(training):
     assert not right_plan(experts(), (torch.randn(16, 8),), mesh_of(4), training=training, random=4).replicated_ops
+
+
+def test_a_bias_that_is_no_tensor_of_the_graph_leaves_no_way_to_shard_and_an_output_type_does():
+    graph = capture(experts(), (torch.randn(16, 8),), training=False)
+    op = next(op for op in graph.ops if op.target in FORWARD)
+    inputs, (arguments, named) = [graph.tensor(value) for value in op.inputs], op.literals
+    ways = grouped_mm(op, inputs)
+    assert ways and not grouped_mm(replace(op, literals=((*arguments, 1.0), named)), inputs)
+    assert grouped_mm(replace(op, literals=((*arguments, None, torch.bfloat16), named)), inputs) == ways

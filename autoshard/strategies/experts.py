@@ -183,8 +183,7 @@ def expert_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh
     b, wide = x.itemsize, max(x.itemsize, weights.itemsize)
     computes = op.target in KEEPING or op.target in READING or any(_axes(op, layouts, mesh))  # else hidden is an output, or an input
     rows = max(load.rows, default=load.tokens)
-    if op.target in EXPERTS:
-        sending, multiplying = 3 * b * rows * H, b * load.pairs * max(H + F * computes + 2 * N, 2 * H + N)
-    else:
-        sending, multiplying = 2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + F + F * computes + 5 * N)
-    return max(sending, multiplying, (load.pairs * H + rows * H) * wide + b * load.pairs * H)
+    adding = (load.pairs * H + rows * H) * wide + b * load.pairs * H
+    if op.target in EXPERTS:  # while three copies of rows are sent, it holds no more than while it adds: there are no more rows than pairs
+        return max(b * load.pairs * max(H + F * computes + 2 * N, 2 * H + N), adding)
+    return max(2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + F + F * computes + 5 * N), adding)
