@@ -824,3 +824,14 @@ def test_a_change_names_all_that_it_changes():
     apart, together = (Launch(8, 64, 8, data=4, tensor=2, sequence_parallel=together) for together in (False, True))
     assert in_words(apart, replace(together, shard=4, zero=1)) == "shard 1 -> 4, zero 0 -> 1, sequence parallel no -> yes"
     assert in_words(replace(apart, tensor=1, data=8), together) == "tp 1 -> 2, dp 8 -> 4"
+
+
+@pytest.mark.parametrize(("strategy", "devices", "shard", "zero"), [
+    ("FULL_SHARD", 16, 16, 3), ("SHARD_GRAD_OP", 16, 16, 2), ("NO_SHARD", 16, 1, 0), ("HYBRID_SHARD", 16, 8, 3),
+    ("HYBRID_SHARD_ZERO2", 24, 8, 2), ("HYBRID_SHARD", 4, 4, 3), ("4", 16, 8, 3), ("5", 8, 8, 2), ("2", 8, 8, 2),
+])  # fmt: skip
+def test_strategies_of_the_first_fsdp_shard_over_all_ranks_or_inside_a_node(strategy, devices, shard, zero):
+    text = f"distributed_type: FSDP\nnum_processes: {devices}\nfsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
+    known = Overrides(sizes=LLAMA8, seq=4096, microbatch=1, global_batch=devices)
+    launch = read_configuration("accelerate", text, "a.yaml", known).launch
+    assert (launch.data, launch.shard, launch.zero) == (devices, shard, zero)
