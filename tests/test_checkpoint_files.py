@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import autoshard
 from autoshard.reading import file_facts
 from autoshard.runtime.checkpoint_files import INDEX, MANIFEST, PlainPlanner, Reader, Writer, contents, why_broken
+from autoshard.runtime.checkpoints import _misfit
 from models import mlp
 from tests.helpers import fast_mesh
 from tests.helpers_models import full, parallel
@@ -394,3 +395,19 @@ def flipped_anywhere(file: Path) -> None:
         at = entry.offset + largest.header_offset + 200
     content[at : at + 16] = bytes(byte ^ 0x40 for byte in content[at : at + 16])
     file.write_bytes(content)
+
+
+MODEL = {"model": {"w": torch.zeros(2, 3)}}
+SAVED = {"model.w": (2, 3), "optimizer.state.w.step": (), "random": (5,)}
+
+
+@pytest.mark.parametrize(("state", "sizes", "said"), [
+    (MODEL, SAVED, None), (MODEL | {"optimizer": {}, "random": torch.zeros(5)}, SAVED, None),
+    ({"model": {"w": torch.zeros(3, 2)}}, SAVED, "'w' is (2, 3) there and (3, 2) here"),
+    ({"model": {"v": torch.zeros(2)}}, SAVED, "it lacks 'v'"),
+    (MODEL | {"random": torch.zeros(4)}, SAVED, "a generator's state of (5,) bytes"),
+    (MODEL | {"optimizer": {}}, {"model.w": (2, 3)}, "has no optimizer state"), (MODEL, {"model.w": (2, 3)}, None),
+])  # fmt: skip
+def test_what_a_checkpoint_lacks_is_said(state, sizes, said):
+    found = _misfit(Path("saved"), state, sizes)
+    assert found is None if said is None else said in found

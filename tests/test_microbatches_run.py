@@ -10,6 +10,7 @@ from autoshard.api import autosharding_pass
 from autoshard.capture import capture
 from autoshard.cost import priced
 from autoshard.lower.unsharded import materialized
+from autoshard.runtime.microbatches import OpenStep
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
 from autoshard.strategies import internal_collectives
@@ -162,3 +163,7 @@ def test_misuse_of_the_loop_is_said_and_a_call_outside_of_it_is_a_step():
         assert "the last microbatch had no backward()" in forgot
         assert "expected plain tensors of 4 times the planned first dim" in split
         assert (adds, counts) == ("True", "True")
+
+
+def test_the_last_microbatch_of_a_step_is_known():
+    assert [OpenStep(3, k).is_last for k in range(3)] == [False, False, True] and OpenStep().is_last
