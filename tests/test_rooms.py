@@ -44,7 +44,7 @@ TABLE = {
     "cost": ("devices graph layout mesh options reading writing", "numpy scipy"),
     "routes": ("cost layout mesh", "numpy"),
     "problem": ("reading writing", "numpy"),
-    "solvers": ("problem", "numpy highspy cvxpy networkx numba"),
+    "solvers": ("problem", "numpy highspy networkx numba"),
     "formulate": ("cost graph layout mesh problem routes strategies", "numpy"),
     "baselines": ("graph layout mesh strategies", "numpy"),
     "solution": ("graph layout mesh precision reading torch_private version writing", "dill fsspec"),
