@@ -88,6 +88,12 @@ FORMATS = {
 # -- content -----------------------------------------------------------------------------------------------------------------------
 
 
+def file_and_program(written: str | os.PathLike[str]) -> tuple[str, str]:
+    """FILE and NAME of FILE#NAME, a program of a plan of several; a file whose own name has a # is itself."""
+    file, _, program = str(written).rpartition("#")
+    return (file, program) if file and program and not os.path.exists(written) else (str(written), "")
+
+
 def content_of(path: str | os.PathLike[str], kind: str) -> bytes:
     """The bytes of a regular file. ValueError where it doesn't exist, is something else, or is larger than its format allows."""
     form = FORMATS[kind]

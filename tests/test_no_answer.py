@@ -67,7 +67,7 @@ def test_what_is_proven_is_infeasible():
 
 # -- a clock of which every look takes a second: few looks follow the limit ---------------------------------------------------------
 
-FEW = 50  # looks: to find that the time is over in each of the searches, and to judge what is known
+FEW = 40  # looks: to find that the time is over in each of the searches, and to judge what is known
 
 
 def looks(limit: float, **options) -> float:

@@ -13,11 +13,10 @@ from autoshard.cli.combinations import is_launch
 from autoshard.cli.launchers import as_in, checked_launch, load_launchers, write_page
 from autoshard.cli.loading import load_any_plan, load_api, load_cluster, load_plan, model_of, models_for
 from autoshard.cli.model import load_model
-from autoshard.cli.model_source import file_and_program
 from autoshard.cli.output import Output
 from autoshard.cli.table import LAUNCHERS
 from autoshard.cli.verbs import Asked
-from autoshard.reading import content_of, parsed
+from autoshard.reading import content_of, file_and_program, parsed
 from autoshard.writing import write_atomically, write_json
 
 

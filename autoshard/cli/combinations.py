@@ -17,10 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import file_and_program, may_be_programs, names_model, settings_of
+from autoshard.cli.model_source import may_be_programs, names_model, settings_of
 from autoshard.cli.table import CONFIGURATIONS, LAUNCHERS, LINKS, NAMED, OF_LAUNCH, OWN, SEVERAL, SHARED, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, of_one_node, shape_text
 from autoshard.options import Options, having
+from autoshard.reading import file_and_program
 
 Given = frozenset[str]
 RESULTS = ("out", "html", "csv", "plot", "trace", "picture")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import config_folder, file_and_program, may_have, names_model
+from autoshard.cli.model_source import config_folder, may_have, names_model
 from autoshard.mesh import DEVICES, parse_shape
 from autoshard.options import SIZE, ValueKind, check_layout
-from autoshard.reading import FORMATS, content_of, data_of, parsed, refuse_other
+from autoshard.reading import FORMATS, content_of, data_of, file_and_program, parsed, refuse_other
 from autoshard.writing import destination
 
 SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported

@@ -7,10 +7,10 @@ from typing import Any
 
 from autoshard.cli.combinations import is_launch
 from autoshard.cli.model import check_sizes, load_model
-from autoshard.cli.model_source import file_and_program
 from autoshard.cli.output import Output
 from autoshard.cli.verbs import Asked
 from autoshard.mesh import Device, Mesh
+from autoshard.reading import file_and_program
 
 
 def load_api() -> ModuleType:

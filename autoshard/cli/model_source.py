@@ -6,7 +6,6 @@ Imports nothing slow, but what looks a folder up that isn't there.
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,12 +66,6 @@ def may_have(path: str, function: str) -> None:
     if tree is not None and function not in _bound(tree):
         own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
         raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
-
-
-def file_and_program(written: str) -> tuple[str, str]:
-    """FILE and NAME of FILE#NAME, a program of a plan of several; a file whose own name has a # is itself."""
-    file, _, program = written.rpartition("#")
-    return (file, program) if file and program and not os.path.exists(written) else (written, "")
 
 
 def may_be_programs(written: str) -> bool:

@@ -48,7 +48,7 @@ class CheckedLaunch:
         if not self.changes:
             raise ValueError("no change that fits gains anything; leave --out out")
         sizes, to = self.described.sizes, self.changes[0].to
-        return LaunchConfig(to, sizes.with_padded_vocab(sizes.multiple, to.tensor), self.described.not_counted)
+        return replace(self.described, launch=to, sizes=sizes.with_padded_vocab(sizes.multiple, to.tensor))
 
     def to_dict(self) -> dict[str, Any]:
         """As `autoshard check --json` prints it of a launcher's configuration."""

@@ -102,12 +102,18 @@ class Stopwatch:
         self.progress, self.now = progress, now
         self.cpu: dict[str, float] = {}
         self.wall: dict[str, float] = {}
-        self.began = now()
+        self.began, self.latest = now(), 0.0
 
     @property
     def elapsed(self) -> float:
         """Seconds since it was started."""
         return self.now() - self.began
+
+    def is_past(self, limit: float) -> bool:
+        """Whether so many seconds have passed; where they had before, without another look at the clock."""
+        if self.latest < limit:
+            self.latest = self.elapsed
+        return self.latest >= limit
 
     def say(self, message: str, fraction: float) -> None:
         """Tell the user what is being done, and which fraction of the whole is done."""

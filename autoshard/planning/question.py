@@ -86,7 +86,7 @@ class Question:
     @property
     def is_over(self) -> bool:
         """Whether the time limit has passed."""
-        return self.clock.elapsed >= self.options.time_limit
+        return self.clock.is_past(self.options.time_limit)
 
     def lacks_time_to_formulate(self) -> bool:
         """Whether to price another graph of this size would exceed the time limit, by what the first one took."""

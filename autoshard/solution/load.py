@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import replace
 
-from autoshard.reading import checked, parsed, refuse_other
+from autoshard.reading import checked, file_and_program, parsed, refuse_other
 from autoshard.solution.files import read
 from autoshard.solution.plan import Plan
 from autoshard.solution.plan_format import FORMAT, is_pipeline, is_programs, packed, unpacked
@@ -18,9 +18,9 @@ AnyPlan = Solution | ProgramsSolution | Pipeline
 def load(path: str | os.PathLike[str]) -> AnyPlan:
     """Read a plan: of one program, of several, or of stages; `FILE#NAME` is one program of a plan of several. ValueError in one sentence on
     anything that isn't one."""
-    file, program = _file_and_program(path)
+    file, program = file_and_program(path)
     plan = _plan_of(read(file), file)
-    if program is None:
+    if not program:
         return plan
     if not isinstance(plan, ProgramsSolution):
         raise ValueError(f"{file} is no plan of several programs, so there is no {program!r} in it; leave out #{program}")
@@ -52,19 +52,13 @@ def load_one(path: str | os.PathLike[str]) -> Solution:
 
 def save_over(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan to where `load` read it: with `FILE#NAME` as that program of the plan in FILE."""
-    file, program = _file_and_program(path)
-    if program is None:
+    file, program = file_and_program(path)
+    if not program:
         plan.save(path)
         return
     several = load(file)
     assert isinstance(several, ProgramsSolution) and isinstance(plan, Solution)
     replace(several, programs={**several.programs, program: plan}).save(file)
-
-
-def _file_and_program(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
-    """FILE and NAME of FILE#NAME; a file whose own name has a # is itself."""
-    file, _, program = str(path).rpartition("#")
-    return (file, program) if file and not os.path.exists(path) and os.path.exists(file) else (path, None)
 
 
 def _plan_of(data: dict, path: str | os.PathLike[str]) -> AnyPlan:
