@@ -103,7 +103,7 @@ def _sentence(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
         first = f"{type(error).__name__}{f': {first}' if first else ''}"  # the message alone doesn't say what went wrong
     first = first.rstrip(".")
     files = (file for file, _, _ in frames if file.startswith(_TORCH))
-    through = " ".join([type(error).__name__, text, *(name for _, _, name in frames), *files])
+    through = " ".join([type(error).__name__, re.sub(rf"{re.escape(_OWN)}\S+", "", text), *(name for _, _, name in frames), *files])
     for pattern, means, change in CHANGES:
         if re.search(pattern, through):
             return f"{means} ({first}); {change}" if means else f"{first}; {change}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.explain import line_of
 from autoshard.capture.inputs import Named
 from autoshard.graph import ORDER, PER_ELEMENT, RANDOM, WRITES, Const, Graph, Op, Ref, Result, Tensor, Value
 from autoshard.torch_private import FakeTensor, OpOverload, pytree
@@ -16,6 +17,7 @@ from autoshard.torch_private import FakeTensor, OpOverload, pytree
 # Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels
 # (lower.kernels.norms) make them so everywhere.
 STATISTICS = {"aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._native_batch_norm_legit_functional.default"}
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
 
 
@@ -137,6 +139,8 @@ def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
 
 def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     if not isinstance(node.target, OpOverload):
+        if isinstance(node.meta.get("val"), NUMBERS):
+            raise _depends_on_data(node, module)
         raise ValueError(f"the captured program calls {node.target!r} (node {node.name}), which is not an ATen operator")
     if node.target._schema.is_mutable:
         rest = ", with dropout off (model.eval())" if "bernoulli" in str(node.target) else ""
@@ -146,7 +150,7 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     def literal(item: Any) -> Any:
         if isinstance(item, fx.Node):
             if not isinstance(item.meta.get("val"), torch.Tensor):
-                raise ValueError(f"node {node.name} ({node.target}) reads {item.name}, a number that depends on the data; keep it a tensor")
+                raise _depends_on_data(item, module)
             inputs.append(values[item])
             return Ref(len(inputs) - 1)
         if isinstance(item, (tuple, list)):
@@ -161,6 +165,11 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     if draws(node.target):
         kind, literals = RANDOM, _with_order(node, literals)
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, kind, module, _alias(node), backward)
+
+
+def _depends_on_data(node: fx.Node, module: str) -> ValueError:
+    place = line_of(node.meta.get("stack_trace") or "") or (f" in {module}" if module else "")
+    return ValueError(f"the program reads {node.name}{place}, a number that depends on the data: keep it a tensor")
 
 
 def _with_order(node: fx.Node, literals: tuple) -> tuple:
