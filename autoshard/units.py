@@ -25,5 +25,10 @@ def _scaled(value: float | None, units: tuple[tuple[float, str], ...], digits: i
     return f"{scaled:.0f} {unit}" if digits == 3 and abs(scaled) >= 100 else f"{scaled:.{digits}g} {unit}"
 
 
+def hundredths(share: float, sign: str = "") -> str:
+    """The number before "%": two digits, or all of a whole number from 100 on. sign: "+" to write that, too."""
+    return f"{100 * share:{sign}.2g}" if abs(share) < 0.995 else f"{100 * share:{sign}.0f}"
+
+
 def percent(part: float, total: float) -> str:
     return f"{100 * part / total:.0f}%" if total else "-"

@@ -206,7 +206,7 @@ def test_a_full_model_that_is_not_few_layers_grown_is_told_apart_by_the_first_op
     ],
 )
 def test_a_net_that_repeats_is_captured_from_few_layers(kind, layers, few, training):
-    graph, depth = capture_deep(build(kind, layers), X, training=training, witness=True, gain=1.0)
+    graph, depth = capture_deep(build(kind, layers), X, training=training, witness=True, spared=0)
     assert depth.tiled and depth.witnessed and not depth.reason
     after_head = training and kind in ("first is different", "first three begin alike")
     assert depth.captured[0] == few + after_head  # training may take more: the first and last layers are special
@@ -227,7 +227,7 @@ def test_a_net_that_repeats_is_captured_from_few_layers(kind, layers, few, train
     ],
 )
 def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_whole(kind, reason, training):
-    graph, depth = capture_deep(build(kind), X, training=training, gain=0)
+    graph, depth = capture_deep(build(kind), X, training=training, spared=-99)
     assert not depth.tiled
     assert re.search(reason, depth.reason), depth.reason
     assert graph == capture(build(kind), X, training=training)
@@ -236,16 +236,16 @@ def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_wh
 @MODES
 def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training):
     module = build("others from the sixth on")
-    wrong, depth = capture_deep(module, X, training=training, gain=0)
+    wrong, depth = capture_deep(module, X, training=training, spared=-99)
     assert depth.tiled  # three, and four, layers don't tell
-    graph, depth = capture_deep(module, X, training=training, gain=0, witness=True)
+    graph, depth = capture_deep(module, X, training=training, spared=-99, witness=True)
     assert not depth.tiled and "run eagerly" in depth.reason
     assert graph == capture(module, X, training=training) != wrong
 
 
 @MODES
 def test_where_no_eager_forward_runs_both_depths_are_captured(training):
-    graph, depth = capture_deep(build("only traced"), X, training=training, gain=0)
+    graph, depth = capture_deep(build("only traced"), X, training=training, spared=-99)
     assert depth.tiled and depth.captured == ((4, 5) if training else (4, 3))  # in training three periods are too few to tell
     assert graph == capture(build("only traced"), X, training=training)
 
@@ -261,7 +261,7 @@ def test_a_model_that_is_not_deep_enough_is_captured_whole():
 @pytest.mark.slow
 def test_t5_is_what_a_whole_capture_gives():
     module, example_inputs = t5((12, 14), True)
-    graph, depth = capture_deep(module, example_inputs, training=True, witness=True, gain=0)
+    graph, depth = capture_deep(module, example_inputs, training=True, witness=True, spared=-99)
     assert depth.captured[-1] == 12  # 6 + 6 layers: a head and five periods
     assert depth.tiled and graph == capture(module, example_inputs, training=True)
 
@@ -341,8 +341,8 @@ class OtherWay(Layer):
 
 def test_a_tiling_that_was_tested_is_not_tested_again_for_another_batch():
     net = Net()
-    graph, depth = capture_deep(net, (torch.randn(8, 8),), training=True, witness=True, gain=1.0)
-    again, other = capture_deep(net, (torch.randn(4, 8),), training=True, witness=True, gain=1.0, tested=depth)
+    graph, depth = capture_deep(net, (torch.randn(8, 8),), training=True, witness=True, spared=0)
+    again, other = capture_deep(net, (torch.randn(4, 8),), training=True, witness=True, spared=0, tested=depth)
     assert again == capture(net, (torch.randn(4, 8),), training=True) and again != graph
     assert other.captured == (depth.periods,) and other.witnessed
 
@@ -351,9 +351,9 @@ def test_a_tiling_that_was_tested_is_not_tested_again_for_another_batch():
 def test_another_program_is_tested_whatever_was_tested_before(batch):
     """A batch of 1 has other ops; one of 4 has them from the third layer on."""
     net = Net(layer=OtherWay)
-    _, depth = capture_deep(net, (torch.randn(8, 8),), training=False, gain=1.0)
+    _, depth = capture_deep(net, (torch.randn(8, 8),), training=False, spared=0)
     assert depth.tiled
-    graph, other = capture_deep(net, (torch.randn(batch, 8),), training=False, gain=1.0, tested=depth)
+    graph, other = capture_deep(net, (torch.randn(batch, 8),), training=False, spared=0, tested=depth)
     assert len(other.captured) > 1
     assert graph == capture(net, (torch.randn(batch, 8),), training=False)
 

@@ -88,6 +88,23 @@ def test_the_mask_that_is_given_is_the_one_that_would_be_built(name):
         assert ours(**given, attention_mask=mask).item() == pytest.approx(theirs(**given).loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("alibi", [None, True])
+def test_a_model_with_biases_by_distance_makes_them_of_a_mask_of_its_own(tmp_path, alibi):
+    """Bloom has no word for them in its config; a Falcon says that it has them."""
+    kind, more = ("Bloom", {"n_head": 2, "n_layer": 1}) if alibi is None else ("Falcon", {"alibi": alibi, "num_attention_heads": 2})
+    config = getattr(transformers, f"{kind}Config")(hidden_size=16, vocab_size=100, **({"num_hidden_layers": 1} | more))
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    module, example_inputs = load_huggingface(tmp_path, {"batch": 2, "seq": 8}, training=True)
+    assert set(example_inputs) == {"input_ids", "labels"}
+    ours, given = real(module), values(example_inputs)
+    theirs = published(module, module.config._attn_implementation)
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        assert ours(**given).item() == pytest.approx(theirs(**given).loss.item(), rel=1e-5)
+    assert capture(module, example_inputs, training=True).parameters
+
+
 def test_settings_change_layers_sizes_and_type():
     settings = {"layers": 3, "batch": 2, "seq": 4, "dtype": "bfloat16"}
     module, example_inputs = load_huggingface(folder("gemma3"), settings)

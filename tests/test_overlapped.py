@@ -193,6 +193,16 @@ def test_the_bound_is_below_every_time_line_and_the_plan_no_slower_than_the_seri
     assert (solution.objective, serial.objective, serial.overlapped) == ("overlapped", "serial", {})
 
 
+@pytest.mark.parametrize("case", [("mlp", (2, 2), 1), ("llama", (4,), 1)])
+def test_a_search_without_time_has_the_least_seconds_of_the_fullest_stream_as_its_bound(case, monkeypatch):
+    formulated, plans = instance(*case)
+    monkeypatch.setattr(import_module("autoshard.planning.overlapped")._Search, "run", lambda *_: None)
+    found = plan_graph(asked(graph_of(case[0]), mesh_of(case[1]), objective="overlapped", baselines=False)).overlapped
+    streams = stream_seconds(formulated, joined=True)
+    computed = sum(rows[:, 0][np.isfinite(costs)].min() for rows, costs in zip(streams.nodes, formulated.problem.node_costs, strict=True))
+    assert 0 < computed * (1 - 1e-9) <= found["bound_seconds"] <= min(timeline_of(formulated, x, join=True).seconds for x in plans)
+
+
 def test_simulate_gives_the_seconds_that_the_plan_was_chosen_by(tmp_path):
     solution = planned("mlp", (2, 2), 1, "overlapped")
     solution.save(tmp_path / "plan.json")

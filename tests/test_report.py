@@ -9,7 +9,7 @@ from autoshard.report.planned import planned_report
 from autoshard.report.serving import _reasons, _styles
 from autoshard.report.terminal import as_text, exported_text
 from autoshard.report.values import by_kind
-from autoshard.units import percent, seconds, size
+from autoshard.units import hundredths, percent, seconds, size
 from tests.helpers_solutions import linear_solution
 
 
@@ -59,6 +59,9 @@ def test_sizes_are_decimal(value, said):
 
 def test_percent_of_nothing_is_no_number():
     assert (percent(1, 4), percent(1, 0)) == ("25%", "-")
+    shares = {0.0: "0", 0.0123: "1.2", 0.5: "50", 0.994: "99", 0.996: "100", 1.0: "100", 2.345: "235", -1.5: "-150"}
+    assert {share: hundredths(share) for share in shares} == shares
+    assert (hundredths(0.031, "+"), hundredths(1.5, "+")) == ("+3.1", "+150")
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_a_wrong_number_of_blocks_is_one_sentence():
 
 @pytest.mark.parametrize("runs", [((0, 10, "mm"),), ((0, 4, "mm"),), ((4, 10, "silu"), (0, 4, "mm")), ((7, 10, ""),)])
 def test_few_layers_get_their_saved_values_as_the_layers_of_a_deep_graph_do(runs):
-    deep, few = (capture_deep(*llama.tiny(layers=n), training=True, gain=1.0)[0] for n in (10, 6))
+    deep, few = (capture_deep(*llama.tiny(layers=n), training=True, spared=0)[0] for n in (10, 6))
     places, ops = repeated_blocks(deep).places, saved_of(deep)[0]
     layer = {op: place.instance for op in ops if (place := places[deep.index[op]]) is not None}
     chosen = chosen_with(deep, [op for op, at in layer.items() for a, b, name in runs if a <= at < b and name in op])
@@ -349,7 +349,7 @@ def test_few_layers_get_their_saved_values_as_the_layers_of_a_deep_graph_do(runs
 
 
 def test_too_few_layers_for_many_runs_of_equal_ones_are_none():
-    deep, few = (capture_deep(*llama.tiny(layers=n), training=True, gain=1.0)[0] for n in (10, 6))
+    deep, few = (capture_deep(*llama.tiny(layers=n), training=True, spared=0)[0] for n in (10, 6))
     places, ops = repeated_blocks(deep).places, saved_of(deep)[0]
     layer = {op: place.instance for op in ops if (place := places[deep.index[op]]) is not None}
     assert _in_few_layers(deep, few, chosen_with(deep, [op for op, at in layer.items() if at in range(3, 7)])) is None

@@ -86,17 +86,17 @@ def capture_deep(
     training: bool,
     precision: Precision | None = None,
     witness: bool = False,
-    gain: float = 5.0,
+    spared: int = 16,
     tested: Depth | None = None,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
-    precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors. gain: tile if the model has at least
-    `gain` times the layers that have to be captured for it (a capture has a cost at its start that a few more layers add little to).
+    precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors. spared: tile if so many layers of the model
+    need no capture then (the tests of a tiling take as long as some layers do).
     tested: how the same module was captured with inputs of another batch size. Where the few layers are the same ops here, in other
     sizes, neither the tiling nor the witness is tested again.
     """
-    graph, depth = _FewLayers(module, example_inputs, training, precision, tested).extended(witness, gain)
+    graph, depth = _FewLayers(module, example_inputs, training, precision, tested).extended(witness, spared)
     if precision is None:
         return graph, depth
     stored = stored_dtypes(module, example_inputs)
@@ -117,16 +117,16 @@ class _FewLayers:
         self.captured: list[int] = []  # layers
         self.notes: set[str] = set()
 
-    def extended(self, witness: bool, gain: float) -> tuple[Graph, Depth]:
+    def extended(self, witness: bool, spared: int) -> tuple[Graph, Depth]:
         """The graph of all layers and how it was obtained, as `capture_deep` says."""
         if not self.repeating:
             return self.all_layers(_why_no_container(self.module))
         layers = sum(self.all.values())
         reasons: list[str] = []
-        after_head = self.training and any(c.head for c in self.repeating) and layers >= gain * self.needed(PERIODS[1])
+        after_head = self.training and any(c.head for c in self.repeating) and layers >= spared + self.needed(PERIODS[1])
         first = [self.tested.periods] if self.tested is not None and self.tested.tiled else []
         for periods in dict.fromkeys((*first, *PERIODS[after_head:])):
-            if layers < gain * self.needed(periods):
+            if layers < spared + self.needed(periods):
                 reasons.append(f"a capture of {self.needed(periods)} layers for a model that has {layers} doesn't pay")
                 break
             try:

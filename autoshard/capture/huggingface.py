@@ -186,10 +186,15 @@ def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str,
         return "eager"
     # a model that compares names itself, instead of looking its attention up by name, would treat UNMASKED as eager
     looks_up = kind is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
-    if _window(config, settings) or getattr(config, "alibi", False) or not looks_up:
+    if _window(config, settings) or _alibi(config, kind) or not looks_up:
         return "sdpa"
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)  # no mask goes by that name
     return UNMASKED
+
+
+def _alibi(config: Any, kind: type | None) -> bool:
+    """Whether the model adds biases that it computes from a mask of tokens; Bloom, which always does, has no such word in its config."""
+    return bool(getattr(config, "alibi", kind is not None and hasattr(sys.modules[kind.__module__], "build_alibi_tensor")))
 
 
 def _window(config: Any, settings: Mapping[str, Any]) -> int | None:
@@ -249,7 +254,7 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], empty
         inputs["input_ids"] = ids(batch, seq)
     if "decoder_input_ids" in parameters:
         inputs["decoder_input_ids"] = ids(batch, seq)
-    elif is_causal and config._attn_implementation != UNMASKED and "attention_mask" in parameters and not getattr(config, "alibi", False):
+    elif is_causal and config._attn_implementation != UNMASKED and "attention_mask" in parameters and not _alibi(config, type(module)):
         inputs["attention_mask"] = _masks(module, config, settings)
     _check_needed(module, parameters, inputs)
     if loss:

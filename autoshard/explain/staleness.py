@@ -37,7 +37,7 @@ from autoshard.simulate import timeline_of
 from autoshard.solution import ROUNDING, VERSION, AnyPlan, ProgramsSolution, Replay, Solution, differences, plain
 from autoshard.solvers import certified
 from autoshard.solvers import solve as solved
-from autoshard.units import seconds, size
+from autoshard.units import hundredths, seconds, size
 
 
 @dataclass(frozen=True)
@@ -294,4 +294,4 @@ def _best_together(joined: Joined, choice: Choice, inspection: Inspection) -> tu
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 1 else f"{share + 1:.3g} times"
+    return f"{hundredths(share)}%" if share < 1 else f"{share + 1:.3g} times"

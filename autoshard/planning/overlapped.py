@@ -102,6 +102,7 @@ def overlapped(question: Question, instance: Instance, answer: Answer, starts: S
                 break
     except KeyboardInterrupt:
         answer = replace(answer, interrupted=True)
+    search.bound = search.bound or search.least_of_streams()
     choice = search.plainest()
     polished = with_choice(answer, choice, evaluate(instance.problem, choice))
     aligned = align_batches(instance.formulated, instance.problem, polished, MOST_ALIGNED)
@@ -172,6 +173,12 @@ class _Search:
                 return math.inf
             self.seconds[choice] = timeline_of(self.instance.formulated, choice, join=True).seconds
         return self.seconds[choice]
+
+    def least_of_streams(self) -> float:
+        """Seconds of the stream that takes longest where each of its tasks takes its least: a bound without a search."""
+        priced = [priced_by_stream(self.problem, *self.tables, part.nodes, part.edges) for part in self.parts]
+        least = [sum(map(np.min, one.node_costs)) + sum(float(e.table.min()) for e in one.edges) for one in priced]
+        return (1 - SAFE) * float(max(least, default=0.0))
 
     def run(self, few: bool, of_bytes: Mapping[int, float]) -> None:
         """Bound and polish, in few steps: from near plans, which are polished, they do where the gap is small then."""

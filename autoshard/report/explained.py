@@ -10,7 +10,7 @@ from autoshard.report.plan_tables import interval_words, prices_table
 from autoshard.report.terminal import shown, spaced
 from autoshard.report.values import Number, ReportTable, numbers
 from autoshard.solution import Solution
-from autoshard.units import seconds, size
+from autoshard.units import hundredths, seconds, size
 
 MOST_EDGES = 6  # in the table of costs
 MOST_REASONS = 3  # edges or ops per alternative
@@ -35,7 +35,7 @@ def _header(record: Mapping[str, Any]) -> ReportTable:
         (record["name"], " ".join(filter(None, [record["kind"], *where]))),
         ("layout", record["layout"]),
         ("parameters", ", ".join(f"{name} {layout}" for name, layout in record["parameters"].items())),
-        ("costs", f"{itself}; {100 * total / record['cost_seconds']:.2g}% of the plan's {seconds(record['cost_seconds'])}"),
+        ("costs", f"{itself}; {hundredths(total / record['cost_seconds'])}% of the plan's {seconds(record['cost_seconds'])}"),
         ("holds", f"{held} per device" if held else "nothing of its own"),
     ]
     if planned and abs(record["cost_seconds"] / planned - 1) > 1e-6:
@@ -73,7 +73,7 @@ def _alternatives(record: Mapping[str, Any]) -> ReportTable:
 
 def _share(one: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     share = one["extra_seconds"] / record["cost_seconds"]
-    return _more(one["extra_seconds"]) + (f" ({100 * share:+.2g}%)" if share else "")
+    return _more(one["extra_seconds"]) + (f" ({hundredths(share, '+')}%)" if share else "")
 
 
 def _more(extra: float) -> str:
@@ -180,6 +180,6 @@ def robustness_table(record: Mapping) -> RenderableType:
     if abs(record["planned_seconds"] / record["cost_seconds"] - 1) > 1e-6:
         said += f", but it says {seconds(record['planned_seconds'])}: model, sizes or rules are not those of then"
     if record["regret"] > max(slack, 1e-5):
-        said += f"; a plan {100 * record['regret']:.2g}% faster was found at these very prices: plan again"
+        said += f"; a plan {hundredths(record['regret'])}% faster was found at these very prices: plan again"
     outside = ReportTable("Outside", ("link", *numbers("bandwidth", "this plan", "the best there", "regret")), regrets)
     return shown(table, said, "" if regrets else None, outside if regrets else None)

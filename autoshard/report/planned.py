@@ -13,7 +13,7 @@ from autoshard.report.proof import overlapped_words, proof, verdict
 from autoshard.report.terminal import shown, spaced
 from autoshard.report.values import ReportTable, TableRow, numbers
 from autoshard.solution import ROUNDING, Solution
-from autoshard.units import percent, seconds, size
+from autoshard.units import hundredths, percent, seconds, size
 
 FEW = 5  # placement mismatches listed
 # assumptions that other lines of the report hold
@@ -108,7 +108,7 @@ def pins_table(rows: Sequence[Mapping], cost: float) -> ReportTable:
     for row in rows:
         paid = row["costs_seconds"] if row["costs_seconds"] > ROUNDING * cost else 0.0
         about = ("" if row["proven"] else "about ") + seconds(paid)
-        listed.append((row["kind"], str(row["name"]), row["layout"] or "", about, f"{100 * paid / cost:.2g}%" if cost else "-"))
+        listed.append((row["kind"], str(row["name"]), row["layout"] or "", about, f"{hundredths(paid / cost)}%" if cost else "-"))
     return ReportTable("What each pin costs", ("", "tensor", "layout", *numbers("costs", "of the plan")), listed)
 
 

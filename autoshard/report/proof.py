@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from autoshard.solution import ROUNDING, Solution
-from autoshard.units import seconds
+from autoshard.units import hundredths, seconds
 
 
 def verdict(solution: Solution) -> str:
@@ -26,7 +26,7 @@ def proof(solution: Solution) -> str:
         return "layouts only: nothing is known about their cost"
     gap, said = solution.objective_gap, " with overlap" if solution.overlapped else ""
     if solution.overlapped and solution.status != "optimal":
-        return f"the fastest with overlap that the search found; no plan is faster by more than {100 * gap:.2g} % under these prices"
+        return f"the fastest with overlap that the search found; no plan is faster by more than {hundredths(gap)} % under these prices"
     return sentence(solution.status, gap, said)
 
 
@@ -34,7 +34,7 @@ def sentence(status: str, gap: float, said: str = "") -> str:
     """What a status and a relative gap say of all other plans."""
     if status != "optimal":
         return "the best found in the time given; a longer time limit may find a better one"
-    return f"no plan is faster{said}{f' by more than {100 * gap:.2g} %' if gap > ROUNDING else ''} under these prices"
+    return f"no plan is faster{said}{f' by more than {hundredths(gap)} %' if gap > ROUNDING else ''} under these prices"
 
 
 def plan_card(solution: Solution) -> dict[str, str]:
@@ -46,11 +46,11 @@ def plan_card(solution: Solution) -> dict[str, str]:
 
 def card(status: str, gap: float, words: str) -> dict[str, str]:
     """For a page: how far from the best a plan may be, in short and in a sentence, and a mood: good, open or none."""
-    mood, short = "open", f"at most {100 * gap:.2g}% from the best" if math.isfinite(gap) else "no bound"
+    mood, short = "open", f"at most {hundredths(gap)}% from the best" if math.isfinite(gap) else "no bound"
     if status == "unjudged":
         mood, short = "none", "not judged"
     elif status == "optimal":
-        mood, short = "good", f"within {100 * gap:.2g}% of the best" if gap > ROUNDING else "proven best"
+        mood, short = "good", f"within {hundredths(gap)}% of the best" if gap > ROUNDING else "proven best"
     return {"mood": mood, "short": short, "long": words + "."}
 
 
