@@ -16,14 +16,15 @@ from autoshard.capture import capture_deep
 from autoshard.cost import spare_bytes
 from autoshard.graph import early_casts, with_microbatches
 from autoshard.mesh import Mesh
+from autoshard.planning.instance import instance_of
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
-from autoshard.simulate.tasks import KNOWN, _Builder, program_of
+from autoshard.simulate.tasks import KNOWN, _Builder, _Facts, program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
 from tests.helpers_kept import assert_stays
-from tests.helpers_models import scheme_plan
+from tests.helpers_models import asked, scheme_plan
 
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 MESHES = {"2x2": (2, 2), "4": (4,), "1x4": (1, 4)}
@@ -52,6 +53,26 @@ def plans(graphs):
 
 CASES = [("mlp", mesh, scheme) for mesh in MESHES for scheme in SCHEMES]
 CASES += [*(("gpt2", "2x2", scheme) for scheme in SCHEMES), ("llama", "2x2", "fsdp")]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_only_becomes_a_gradient_is_in_the_background_views_on_the_way_included(graphs, model):
+    """A transpose behind the reduction of a weight's gradient hurries it no more than the optimizer does: an all_reduce of other values
+    would wait behind it."""
+    graph = graphs[model]
+    formulation = instance_of(asked(graph, Mesh.from_bandwidths((2, 2), **SLOW)).stepped()).formulated
+    facts = _Facts(formulation)
+
+    def only_becomes_a_gradient(i):
+        """Whether op i is read by views alone, and these by views, until they are returned as gradients."""
+        readers = graph.users.get((i, 0), [])
+        ends = [result.kind for result in graph.results if result.value == (i, 0)]
+        views = all(graph.ops[j].is_view and only_becomes_a_gradient(j) for j, _ in readers)
+        return views and bool(readers or ends) and set(ends) <= {"gradient"}
+
+    links = [(k, link) for k, link in enumerate(facts.links) if link.b < len(graph.ops) and not graph.ops[link.b].is_placeholder]
+    expected = {k for k, link in links if graph.ops[link.b].is_view and only_becomes_a_gradient(link.b)}
+    assert facts.of_gradients == expected | set(facts.gradients.values()) and len(expected) > 4
 
 
 @pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)

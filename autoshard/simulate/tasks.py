@@ -271,8 +271,7 @@ class _Facts:
         kinds = {i: op.kind for i, op in enumerate(ops)}
         self.fetches = [k for k, link in enumerate(self.links) if kinds.get(link.b) == KEPT]
         self.reductions = [k for k, link in enumerate(self.links) if kinds.get(link.a) == ACCUMULATED]
-        sums = {i for i, kind in kinds.items() if kind in (ACCUMULATED, REDUCE_THEN_CAST)}
-        self.of_gradients = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
+        self.of_gradients = self._of_gradients({i for i, kind in kinds.items() if kind in (ACCUMULATED, REDUCE_THEN_CAST)})
         self.bases = {i: op.inputs[op.alias or 0][0] for i, op in enumerate(ops) if op.is_view}
         self.casts = early_casts(self.graph)
         self.copies = np.array([-1 if usage.edge is None else usage.edge for usage in formulation.problem.usages], dtype=np.int64)
@@ -293,6 +292,20 @@ class _Facts:
             self.results[k] = True
             if link.b < n:
                 self.gradients[link.b] = k
+
+    def _of_gradients(self, sums: set[int]) -> set[int]:
+        """The links to a sum of gradients or a parameter, and those to views that are read by such links alone."""
+        read: dict[int, list[int]] = {}  # by the node that is read
+        fed: dict[int, list[int]] = {}  # by the node that reads
+        for k, link in enumerate(self.links):
+            read.setdefault(link.a, []).append(k)
+            fed.setdefault(link.b, []).append(k)
+        found = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
+        places = [(i, i) for i, op in enumerate(self.graph.ops) if op.is_view] + [(value[0] + 0.5, hub) for hub, value in self.hubs.items()]
+        for _, node in sorted(places, reverse=True):  # what reads a node first
+            if node in read and found.issuperset(read[node]):
+                found.update(fed.get(node, ()))
+        return found
 
     def steps(self, formulation: Formulation, choice: Sequence[int]) -> list[tuple[Step, ...]]:
         """The steps of the route of each link."""
