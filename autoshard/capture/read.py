@@ -140,7 +140,7 @@ def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
 def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     if not isinstance(node.target, OpOverload):
         if isinstance(node.meta.get("val"), NUMBERS):
-            raise _depends_on_data(node, module)
+            raise _depends_on_data(node, str(next(iter(node.all_input_nodes), node)), module)
         raise ValueError(f"the captured program calls {node.target!r} (node {node.name}), which is not an ATen operator")
     if node.target._schema.is_mutable:
         rest = ", with dropout off (model.eval())" if "bernoulli" in str(node.target) else ""
@@ -150,7 +150,7 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     def literal(item: Any) -> Any:
         if isinstance(item, fx.Node):
             if not isinstance(item.meta.get("val"), torch.Tensor):
-                raise _depends_on_data(item, module)
+                raise _depends_on_data(node, item.name, module)
             inputs.append(values[item])
             return Ref(len(inputs) - 1)
         if isinstance(item, (tuple, list)):
@@ -167,9 +167,9 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, kind, module, _alias(node), backward)
 
 
-def _depends_on_data(node: fx.Node, module: str) -> ValueError:
+def _depends_on_data(node: fx.Node, number: str, module: str) -> ValueError:
     place = line_of(node.meta.get("stack_trace") or "") or (f" in {module}" if module else "")
-    return ValueError(f"the program reads {node.name}{place}, a number that depends on the data: keep it a tensor")
+    return ValueError(f"node {node.name} ({node.target}) reads {number}{place}, a number that depends on the data; keep it a tensor")
 
 
 def _with_order(node: fx.Node, literals: tuple) -> tuple:
