@@ -296,16 +296,16 @@ class _Facts:
     def _of_gradients(self, sums: set[int]) -> set[int]:
         """The links to a sum of gradients or a parameter, and those to views that are read by such links alone."""
         read: dict[int, list[int]] = {}  # by the node that is read
-        fed: dict[int, list[int]] = {}  # by the node that reads
+        into: dict[int, list[int]] = {}  # by the node that reads
         for k, link in enumerate(self.links):
             read.setdefault(link.a, []).append(k)
-            fed.setdefault(link.b, []).append(k)
-        found = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
+            into.setdefault(link.b, []).append(k)
+        reductions = {k for k, link in enumerate(self.links) if link.b in sums or self.gradients.get(link.b) == k}
         places = [(i, i) for i, op in enumerate(self.graph.ops) if op.is_view] + [(value[0] + 0.5, hub) for hub, value in self.hubs.items()]
         for _, node in sorted(places, reverse=True):  # what reads a node first
-            if node in read and found.issuperset(read[node]):
-                found.update(fed.get(node, ()))
-        return found
+            if node in read and reductions.issuperset(read[node]):
+                reductions.update(into.get(node, ()))
+        return reductions
 
     def steps(self, formulation: Formulation, choice: Sequence[int]) -> list[tuple[Step, ...]]:
         """The steps of the route of each link."""
