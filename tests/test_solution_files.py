@@ -1,4 +1,4 @@
-"""Files that are no plan: every one is refused in one sentence, and none of them runs anything."""
+"""Files that are no plan: every one is refused in one sentence, and none of them runs anything. Folders take their names complete."""
 
 import io
 import json
@@ -10,7 +10,7 @@ import dill
 import pytest
 from torch.distributed.tensor.placement_types import Shard
 
-from autoshard.solution import load
+from autoshard.solution import clear_folder, load, publish_folder
 from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import linear_solution
 
@@ -152,3 +152,25 @@ def test_files_of_the_first_release_load_for_ever(tmp_path):
     assert {name: row["layout"] for name, row in solution.parameters.items()} == {k: v["layout"] for k, v in written["parameters"].items()}
     solution.save(tmp_path / "again.json")
     assert load(tmp_path / "again.json") == solution and json.loads((tmp_path / "again.json").read_text())["format"] == 2
+
+
+@pytest.mark.parametrize("before", [(), ("run",), (".run.old",), ("run", ".run.old")])
+def test_a_folder_takes_its_name_complete_and_leaves_no_older_one(tmp_path, before):
+    """`.run.old` is what a process that was killed between the two renames has left."""
+    for name in before:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").write_text("old")
+    clear_folder(tmp_path / "run.partial", tmp_path / "run")
+    (tmp_path / "run.partial" / "new").write_text("new")
+    publish_folder(tmp_path / "run.partial", tmp_path / "run")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["run", "run/new"]
+
+
+def test_a_folder_that_is_being_written_is_emptied_first_and_takes_no_files_name(tmp_path):
+    clear_folder(tmp_path / "run.partial", tmp_path / "run")
+    (tmp_path / "run.partial" / "half").write_text("half")
+    clear_folder(tmp_path / "run.partial", tmp_path / "run")
+    assert not list((tmp_path / "run.partial").iterdir())
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(NotADirectoryError, match=r"run is not a folder; give a folder, or a name that is free"):
+        clear_folder(tmp_path / "run.partial", tmp_path / "run")
