@@ -37,7 +37,8 @@ def program(kind: str) -> tuple[fx.GraphModule, list[str]]:
 @pytest.mark.parametrize(
     ("kind", "writes"),
     {
-        "once": 1, "twice": 2, "read before": 1, "read between": 2, "read after": 0, "viewed before": 0, "returned, too": 0, "of another name": 0,
+        "once": 1, "twice": 2, "read before": 1, "read between": 2,
+        "read after": 0, "viewed before": 0, "returned, too": 0, "of another name": 0,
     }.items(),
 )  # fmt: skip
 def test_rows_are_written_in_place_where_nobody_reads_the_old_ones_afterwards(kind, writes):
