@@ -234,8 +234,11 @@ def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_wh
 
 
 @MODES
-def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training):
+def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training, monkeypatch):
     module = build("others from the sixth on")
+    graph, depth = capture_deep(module, X, training=training, spared=-99)
+    assert not depth.tiled and "run eagerly" in depth.reason
+    monkeypatch.setattr("autoshard.capture.depth.MIDDLE", 0)
     wrong, depth = capture_deep(module, X, training=training, spared=-99)
     assert depth.tiled  # three, and four, layers don't tell
     graph, depth = capture_deep(module, X, training=training, spared=-99, witness=True)
@@ -244,18 +247,33 @@ def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training):
 
 
 @MODES
-def test_where_no_eager_forward_runs_both_depths_are_captured(training):
+def test_layers_of_one_period_may_run_the_same_operators(training):
+    """Gemma-2 has full attention in every second layer, which on short inputs is what the others do."""
+    module = build("plain", 26)
+    for i, layer in enumerate(module.layers):
+        layer.kind = "full" if i % 2 else "sliding"
+    graph, depth = capture_deep(module, X, training=training, witness=True)
+    assert depth.containers[0].period == 2 and depth.tiled and depth.witnessed and depth.captured[0] == 8
+    assert graph == capture(module, X, training=training)
+
+
+@MODES
+def test_where_no_eager_forward_runs_both_depths_are_captured(training, monkeypatch):
+    _, depth = capture_deep(build("only traced"), X, training=training, spared=-99)
+    assert not depth.tiled and "there is no witness" in depth.reason  # which a model of 12 layers needs
+    monkeypatch.setattr("autoshard.capture.depth.MIDDLE", 0)
     graph, depth = capture_deep(build("only traced"), X, training=training, spared=-99)
     assert depth.tiled and depth.captured == ((4, 5) if training else (4, 3))  # in training three periods are too few to tell
     assert graph == capture(build("only traced"), X, training=training)
 
 
 def test_a_model_that_is_not_deep_enough_is_captured_whole():
-    graph, depth = capture_deep(build("plain", 12), X, training=True)
+    graph, depth = capture_deep(build("plain", 11), X, training=True)
     assert not depth.tiled and "doesn't pay" in depth.reason
-    assert depth.captured == (12,)
-    _, depth = capture_deep(build("plain", 20), X, training=False)  # five times 4 layers
-    assert depth.tiled and depth.captured == (4,)
+    assert depth.captured == (11,)
+    for layers in (12, 19, 20, 21):  # 4 of which are captured
+        _, depth = capture_deep(build("plain", layers), X, training=False)
+        assert depth.tiled and depth.captured == (4,) and depth.witnessed == (layers < 20)
 
 
 @pytest.mark.slow

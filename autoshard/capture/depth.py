@@ -33,6 +33,7 @@ from autoshard.torch_private import OpOverload
 # 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);
 # 5 for T5's decoder, whose sums of gradients make the top layers special
 PERIODS = (3, 4, 5)
+MIDDLE = 20  # layers: what a model does in some of them only, as outputs of hidden states, begins in the first few more rarely
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
 
 
@@ -86,13 +87,14 @@ def capture_deep(
     training: bool,
     precision: Precision | None = None,
     witness: bool = False,
-    spared: int = 16,
+    spared: int = 8,
     tested: Depth | None = None,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
-    precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors. spared: tile if so many layers of the model
-    need no capture then (the tests of a tiling take as long as some layers do).
+    precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors; that is done for a model of fewer than
+    MIDDLE layers in any case. spared: tile if so many layers of the model need no capture then (the tests of a tiling take as long as some
+    layers do).
     tested: how the same module was captured with inputs of another batch size. Where the few layers are the same ops here, in other
     sizes, neither the tiling nor the witness is tested again.
     """
@@ -122,6 +124,7 @@ class _FewLayers:
         if not self.repeating:
             return self.all_layers(_why_no_container(self.module))
         layers = sum(self.all.values())
+        witness = witness or layers < MIDDLE
         reasons: list[str] = []
         after_head = self.training and any(c.head for c in self.repeating) and layers >= spared + self.needed(PERIODS[1])
         first = [self.tested.periods] if self.tested is not None and self.tested.tiled else []

@@ -3,7 +3,7 @@
     program   w = the operators of one eager call (in training with its backward), each with its literals and output shapes
     pieces    w = v_0 x_1 v_1 x_2 ... where x_r are the maximal repetitions, each a period repeated up to a length l_r
     grown     the programs of k, k + p and n = k + t p layers have the same v_r and periods, and
-              l_r(n) - l_r(k) is t periods where l_r(k + p) - l_r(k) is one period, and 0 where that is 0; for one r without
+              l_r(n) - l_r(k) is t times l_r(k + p) - l_r(k), which is whole periods, or 0; for one r without
               looking for repetitions, which are others where the first layers are partly as the later ones  `repeats_in_one_place`
 
 The eager program is compared with eager programs of few layers and not with the captured graph: a model may run other code while
@@ -96,7 +96,8 @@ def grown(short: Program, longer: Program, deep: Program, times: Collection[int]
             return f"run eagerly, {of} does something else than few layers of it: {_first(pieces, deep, where)}"
         period, lengths = pieces[0][0], [piece[2] for piece in pieces]
         one, total = lengths[1] - lengths[0], lengths[2] - lengths[0]
-        if (one, total) != (0, 0) and not (period and one == period and total in {t * period for t in times}):
+        whole = period and one > 0 and one % period == 0  # layers of one period may run the same operators
+        if (one, total) != (0, 0) and not (whole and total in {t * one for t in times}):
             return f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
         where += lengths[2]
     return ""
