@@ -96,8 +96,8 @@ def grown(short: Program, longer: Program, deep: Program, times: Collection[int]
             return f"run eagerly, {of} does something else than few layers of it: {_first(pieces, deep, where)}"
         period, lengths = pieces[0][0], [piece[2] for piece in pieces]
         one, total = lengths[1] - lengths[0], lengths[2] - lengths[0]
-        whole = period and one > 0 and one % period == 0  # layers of one period may run the same operators
-        if (one, total) != (0, 0) and not (whole and total in {t * one for t in times}):
+        repeats = period and one > 0 and one % period == 0  # layers of one period may run the same operators
+        if (one, total) != (0, 0) and not (repeats and total in {t * one for t in times}):
             return f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
         where += lengths[2]
     return ""
