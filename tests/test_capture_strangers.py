@@ -19,7 +19,7 @@ from autoshard.capture import capture, capture_fx
 from autoshard.capture.depth import shrunk
 from autoshard.capture.huggingface import load_huggingface
 from autoshard.capture.nested_tensors import copied, reachable, tensors_of
-from autoshard.capture.turns import DEEPEST, FRAMES_PER_LEVEL, deep_enough
+from autoshard.capture.turns import DEEPEST, FRAMES_PER_LEVEL, _levels, deep_enough
 from autoshard.cli import main
 from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
@@ -518,3 +518,13 @@ def test_a_capture_is_the_same_in_every_mode_of_the_caller(mode, training):
     expected = capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint()
     with mode:
         assert capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint() == expected
+
+
+def test_levels_of_modules_are_counted_where_one_is_missing_shared_or_holds_itself():
+    root, shared = nn.Module(), nn.Sequential(nn.Linear(2, 2))
+    assert _levels(root) == 0
+    root.first, root.missing, root.again, root.shared = nn.Sequential(shared), None, root, shared
+    root.register_module("none", None)
+    assert _levels(root) == 2
+    root.first.append(nn.Sequential(nn.Sequential(nn.Sequential())))
+    assert _levels(root) == 4
