@@ -53,6 +53,8 @@ CELLS: tuple[tuple[str, tuple[int, ...], dict, dict], ...] = (  # model, mesh, i
     (QWEN, (2, 8), {"batch": 16, "seq": 4096}, {}),
     (MIXTRAL, (2, 8), {"batch": 16, "seq": 4096}, {"recompute": "auto"}),
     (MIXTRAL, (8, 8), {"batch": 64, "seq": 4096}, {}),
+    ("hf:gemma2_2b", (8,), {"batch": 16, "seq": 4096}, {"recompute": "auto"}),
+    ("hf:qwen2_moe_14b", (8,), {"batch": 16, "seq": 4096}, {"recompute": "auto"}),
     ("llama:llama3_70b", (8, 8), {"batch": 64}, {"recompute": "all"}),
     ("llama:llama3_70b", (16, 8), {"batch": 128}, {"recompute": "all"}),
     ("llama:llama3_405b", (16, 8), {}, {"recompute": "auto"}),
@@ -66,6 +68,16 @@ CONFIGS = {  # as their config.json
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 32768,
         "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "gemma2_2b": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 8192,
+        "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 13,
+    },
+    "qwen2_moe_14b": {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5632, "num_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
     },
     "vit_l": {
         "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 1024, "num_hidden_layers": 24,
