@@ -22,7 +22,7 @@ from autoshard.report.timeline import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.tasks import KNOWN, _Builder, _Facts, program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
-from models import gpt2, llama, mlp
+from models import gpt2, llama, mlp, moe
 from tests.helpers_kept import assert_stays
 from tests.helpers_models import asked, scheme_plan
 
@@ -73,6 +73,16 @@ def test_what_only_becomes_a_gradient_is_in_the_background_views_on_the_way_incl
     links = [(k, link) for k, link in enumerate(facts.links) if link.b < len(graph.ops) and not graph.ops[link.b].is_placeholder]
     expected = {k for k, link in links if graph.ops[link.b].is_view and only_becomes_a_gradient(link.b)}
     assert facts.of_gradients == expected | set(facts.gradients.values()) and len(expected) > 4
+
+
+@pytest.mark.parametrize(("least", "early"), [(0, True), (2**40, False)])
+def test_casts_of_large_parameters_run_early_those_of_experts_too(least, early, monkeypatch):
+    monkeypatch.setattr("autoshard.graph.casts.LARGE", least)
+    graph = capture_deep(*moe.tiny(), training=True, precision=autoshard.Precision(torch.bfloat16))[0]
+    parameters = set(graph.parameters.values())
+    casts = {i for i, op in enumerate(graph.ops) if op.target == "aten._to_copy.default" and op.inputs[0][0] in parameters}
+    assert {len(graph.ops[i].output.shape) for i in casts} == {1, 2, 3}
+    assert early_casts(graph) & casts == (casts if early else set())
 
 
 @pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)

@@ -184,12 +184,12 @@ def with_shared_casts(graph: Graph) -> Graph:
 
 
 def early_casts(graph: Graph) -> set[int]:
-    """Casts of large matrices, inputs and views of these: they can run as soon as the program begins."""
+    """Casts of large parameters, inputs and views of these: they can run as soon as the program begins."""
     there, casts = set[int](), set[int]()
     for i, op in enumerate(graph.ops):
         is_cast = op.target == CAST and op.kind != ACCUMULATED and bool(op.inputs)
         if op.is_placeholder or op.kind == KEPT or ((is_cast or op.is_view) and op.inputs[op.alias or 0][0] in there):
-            if is_cast and math.prod(op.output.shape) >= LARGE and len(op.output.shape) < 3:  # weights of experts hide no gather
+            if is_cast and math.prod(op.output.shape) >= LARGE:
                 casts.add(i)
             if not is_cast or i in casts:
                 there.add(i)
