@@ -246,6 +246,25 @@ def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training, 
     assert graph == capture(module, X, training=training) != wrong
 
 
+TIED = {  # (layer, the layer whose weight it takes)
+    "two layers": [(10, 9)], "every second and the one before": [(k, k - 1) for k in range(1, 24, 2)],
+    "all layers": [(k, 0) for k in range(1, 24)], "a layer and another module": [],
+}  # fmt: skip
+
+
+@MODES
+@pytest.mark.parametrize("tied", TIED)
+def test_layers_that_share_a_weight_are_other_layers(tied, training):
+    """Of 24, for which no witness runs: a capture of few of them doesn't see that two of the others have one parameter."""
+    module = build("plain", 24)
+    for k, other in TIED[tied]:
+        module.layers[k].linear.weight = module.layers[other].linear.weight
+    if not TIED[tied]:
+        module.layers[11].linear.weight = module.first.weight
+    graph, _ = capture_deep(module, X, training=training)
+    assert graph == capture(module, X, training=training)
+
+
 @MODES
 def test_layers_of_one_period_may_run_the_same_operators(training):
     """Gemma-2 has full attention in every second layer, which on short inputs is what the others do."""

@@ -1,6 +1,7 @@
 """Joining and moving collectives in small graphs by hand: what may be joined, what must not, what starts when."""
 
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.capture import capture
+from autoshard.graph import Graph
 from autoshard.lower import compiled, lower
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
@@ -20,10 +22,13 @@ from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
 from autoshard.lower.generator import drawing
 from autoshard.lower.kernels import offload
 from autoshard.lower.kernels.offload import with_waits
+from autoshard.precision import Precision
 from autoshard.runtime import overlap as overlapping
 from autoshard.runtime.bucketing import bucket
 from autoshard.runtime.overlap import described, overlap, room, scheduled
-from models import gpt2
+from autoshard.simulate import timeline_of_solution
+from autoshard.solution import Solution
+from models import gpt2, llama, mlp, moe
 from tests.helpers_lower import mesh_of
 from tests.helpers_models import scheme_plan
 
@@ -313,12 +318,34 @@ def test_a_view_of_a_parameter_that_is_returned_too_holds_no_gather_back(pace):
     assert all(torch.equal(x, y) for x, y in zip(module(*given), expected))
 
 
+def fsdp_plan(make, precision=None) -> tuple[Graph, Solution]:
+    """Of a tiny model, its parameters and batch cut over four ranks."""
+    graph = capture(*make(), training=True, precision=precision)
+    return graph, scheme_plan(graph, mesh_of(2, 2), "fsdp", training=True)
+
+
+def passes_of(graph: Graph, solution: Solution, pace) -> RankGraphs:
+    return trace(lower(graph, solution.layouts, solution.results, solution.mesh), graph, pace.groups, (0, 0))
+
+
 def fsdp_passes(pace) -> RankGraphs:
-    """Of tiny GPT-2, its parameters and batch cut over four ranks."""
-    graph = capture(*gpt2.tiny(), training=True)
-    solution = scheme_plan(graph, mesh_of(2, 2), "fsdp", training=True)
-    program = lower(graph, solution.layouts, solution.results, solution.mesh)
-    return trace(program, graph, pace.groups, (0, 0))
+    return passes_of(*fsdp_plan(gpt2.tiny), pace)
+
+
+@pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["as stored", "bf16"])
+@pytest.mark.parametrize("make", [mlp.tiny, llama.tiny, moe.tiny], ids=["mlp", "llama", "moe"])
+def test_the_simulator_has_in_the_background_what_a_run_has_in_the_second_group(make, precision, pace, monkeypatch):
+    """Gathers of parameters, of casts of them too, and reductions of gradients. A run counts the loss, which is returned, to them."""
+    monkeypatch.setattr("autoshard.graph.casts.LARGE", 0)
+    graph, solution = fsdp_plan(make, precision)
+    run, simulated = Counter(), Counter()
+    for module in passes_of(graph, solution, pace).passes.values():
+        flow = Flow.of(module.graph)
+        run.update((STARTS[start.target], start in flow.unhurried) for start in flow.starts)
+    axes = len(solution.mesh.axes)
+    simulated.update((t.kind, t.stream > axes) for t in timeline_of_solution(graph, solution).tasks if t.kind in STARTS.values())
+    differ = {kind for kind, unhurried in run | simulated if run[kind, unhurried] != simulated[kind, unhurried]}
+    assert differ <= {"all_reduce"} and run["all_gather", True] > 4 and run["reduce_scatter", True] > 4
 
 
 def steps(group):

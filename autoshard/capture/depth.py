@@ -299,18 +299,25 @@ def containers(module: nn.Module) -> tuple[Container, ...]:
     for name, part in module.named_modules():
         if any(name.startswith(c.name + ".") for c in outermost) or not isinstance(part, (nn.ModuleList, nn.Sequential)):
             continue
-        container = _container(name, part)
+        container = _container(name, part, _held_outside(module, name))
         if container is not None and container.depth(PERIODS[0] + 1) < container.layers:
             outermost.append(container)
     return tuple(outermost)
 
 
-def _container(name: str, part: nn.Module) -> Container | None:
-    """The container with the head and period that need the fewest layers; None if it doesn't repeat for three periods."""
+def _held_outside(module: nn.Module, container: str) -> set[int]:
+    """The ids of the parameters that modules outside of a container hold."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {id(parameter) for name, parameter in named if not name.startswith(f"{container}.")}
+
+
+def _container(name: str, part: nn.Module, outside: set[int]) -> Container | None:
+    """The container with the head and period that need the fewest layers; None if it doesn't repeat for three periods. outside: ids of
+    parameters that others hold."""
     layers = list(part.children())
     if not name or len(layers) != len(part._modules) or len({id(layer) for layer in layers}) < len(layers):
         return None  # a layer that is in it twice is shared; the root's children have no common name
-    prints = _fingerprints(layers)
+    prints = _fingerprints(layers, outside)
     n = len(layers)
     best: Container | None = None
     for period in range(1, n // 3 + 1):
@@ -323,9 +330,19 @@ def _container(name: str, part: nn.Module) -> Container | None:
     return best
 
 
-def _fingerprints(layers: list[nn.Module]) -> list[frozenset]:
-    """Per layer its properties, equal for equal layers: types, plain attributes and shapes of all its modules, without its number."""
+def _fingerprints(layers: list[nn.Module], outside: set[int]) -> list[frozenset]:
+    """Per layer its properties, equal for equal layers: types, plain attributes and shapes of all its modules, without its number; and
+    which of its parameters some other layers hold, or modules outside, as far from it as these are."""
     facts = [dict(_facts(layer)) for layer in layers]
+    holders: dict[int, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            holders.setdefault(id(parameter), []).append(i)
+    for i, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            held = holders[id(parameter)]
+            if len(held) < len(layers) and (len(held) > 1 or id(parameter) in outside):
+                facts[i][f"{name}: held by"] = (tuple(k - i for k in held), id(parameter) in outside)
     numbered = {key for key in facts[0] if all(fact.get(key) == ("int", i) for i, fact in enumerate(facts))} if len(layers) > 1 else set()
     return [frozenset((key, value) for key, value in fact.items() if key not in numbered) for fact in facts]
 
