@@ -253,7 +253,7 @@ TIED = {  # (layer, the layer whose weight it takes)
 
 
 @MODES
-@pytest.mark.parametrize("tied", TIED)
+@pytest.mark.parametrize("tied", [pytest.param(tied, marks=pytest.mark.slow if len(pairs) > 1 else ()) for tied, pairs in TIED.items()])
 def test_layers_that_share_a_weight_are_other_layers(tied, training):
     """Of 24, for which no witness runs: a capture of few of them doesn't see that two of the others have one parameter."""
     module = build("plain", 24)

@@ -333,7 +333,7 @@ def fsdp_passes(pace) -> RankGraphs:
 
 
 @pytest.mark.parametrize("precision", [None, Precision(torch.bfloat16)], ids=["as stored", "bf16"])
-@pytest.mark.parametrize("make", [mlp.tiny, llama.tiny, moe.tiny], ids=["mlp", "llama", "moe"])
+@pytest.mark.parametrize("make", [mlp.tiny, moe.tiny, pytest.param(llama.tiny, marks=pytest.mark.slow)], ids=["mlp", "moe", "llama"])
 def test_the_simulator_has_in_the_background_what_a_run_has_in_the_second_group(make, precision, pace, monkeypatch):
     """Gathers of parameters, of casts of them too, and reductions of gradients. A run counts the loss, which is returned, to them."""
     monkeypatch.setattr("autoshard.graph.casts.LARGE", 0)
