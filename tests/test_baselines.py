@@ -116,6 +116,22 @@ def test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan(model, sha
         assert answer.status is Status.OPTIMAL and 0 < answer.cost < 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "training", "more"),
+    [((2, 2), True, {"megatron_fsdp", "hsdp"}), ((2, 2), False, set()), ((4,), True, set()), ((1, 4), True, set())],
+    ids=str,
+)
+def test_a_plan_stands_beside_the_schemes_of_several_axes_where_it_has_these(shape, training, more):
+    model, inputs = TINY["llama"](layers=1)
+    options = {"training": training, "objective": "serial"}
+    rows = autoshard.plan(model, inputs, Mesh.from_bandwidths(shape), **options).baselines
+    assert set(rows) == {*NAMES, *more}
+    for name in more:
+        _, alone = autoshard.autosharding_pass(model, mesh_shape=shape, example_inputs=inputs, algo=name, ilp_solution_file=None, **options)
+        assert rows[name]["cost_seconds"] == pytest.approx(alone["cost_seconds"], rel=1e-3)
+        assert rows[name]["peak_bytes"] < rows["megatron_sp" if name == "megatron_fsdp" else "data_parallel"]["peak_bytes"]
+
+
 @EVERYWHERE
 def test_data_parallel_moves_nothing_between_ops(model, shape, training):
     graph = tiny_graph(model, training)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.baselines import CONTEXT_PARALLEL, USUAL, ZERO, Baseline, allowed, baselines
+from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON, USUAL, ZERO, Baseline, allowed, baselines
 from autoshard.baselines import baseline as scheme_called
 from autoshard.formulate import Formulation, with_pins
 from autoshard.mesh import Mesh
@@ -40,7 +40,9 @@ def solve_baselines(question: Question, instance: Instance) -> tuple[dict[str, d
     formulated, options = instance.formulated, question.options
     rows: dict[str, dict] = {}
     starts = []
-    names = (*USUAL, "expert_parallel", *(ZERO if options.microbatches > 1 else ()), *CONTEXT_PARALLEL)
+    several = options.training and sum(size > 1 for size in formulated.mesh.shape) > 1
+    zero = ZERO if options.microbatches > 1 else ("hsdp",) if several else ()
+    names = (*USUAL, *((SHARDED_MEGATRON,) if several else ()), *zero, "expert_parallel", *CONTEXT_PARALLEL)
     for baseline in baselines(formulated.graph, formulated.mesh, formulated.candidates, names):
         if question.is_over:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
