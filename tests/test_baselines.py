@@ -118,7 +118,7 @@ def test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan(model, sha
 
 @pytest.mark.parametrize(
     ("shape", "training", "more"),
-    [((2, 2), True, {"megatron_fsdp", "hsdp"}), ((2, 2), False, set()), ((1, 4), True, set())],
+    [((2, 2), True, ("megatron_fsdp", "hsdp")), ((2, 2), False, ()), ((1, 4), True, ())],
     ids=str,
 )
 def test_a_plan_stands_beside_the_schemes_of_several_axes_where_it_has_these(shape, training, more):
