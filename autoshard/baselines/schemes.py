@@ -6,6 +6,7 @@
 | fsdp          | batch                               | batch      | sharded over all axes, gathered at each use   |
 | megatron      | heads, hidden features, vocabulary  | batch      | as their classes, replicated over other axes  |
 | megatron_sp   | the same, and the residual sequence | batch      | the same                                      |
+| megatron_fsdp | as megatron_sp                      | batch      | the same, sharded over other axes, too        |
 
 The last axis of more than one device is the fastest. On a mesh with one such axis Megatron doesn't shard the batch. Every op is
 pinned, so the solver only chooses the layouts of hubs and results, which takes no search.

@@ -11,7 +11,7 @@ import numpy as np
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.problem import Problem, Usage, evaluate
+from autoshard.problem import Problem, Usage, evaluate, held
 from autoshard.routes import Route, Routes
 from autoshard.strategies import Candidate, Candidates
 
@@ -85,42 +85,42 @@ class Formulation:
         return evaluate(self.problem_as_run(choice), choice).peak
 
     def problem_as_run(self, choice: Sequence[int], problem: Problem | None = None) -> Problem:
-        """With the usages of this choice: a copy ends with the last op that reads it, or a view of it that isn't a copy itself. More than
-        two choices decide that, so in the problem itself a copy counts as long as any view. problem: this one with other costs."""
+        """With the usages of this choice: a copy of any bytes ends with the last op that reads it, or a view of it that isn't a copy
+        itself. More than two choices decide that, so in the problem itself it counts as long as any view. problem: this with other costs."""
         ops, users, edges, usages = self.graph.ops, self.graph.users, self.problem.edges, self.problem.usages
         results, hubs = {result.value for result in self.graph.results}, {node: value for value, node in self.hubs.items()}
         by_start: dict[int, list[Usage]] = {}
         for u in usages:
             by_start.setdefault(u.start, []).append(u)
 
-        def end(value: Value, layout: Layout | None, held: float) -> float:
+        def end(value: Value, layout: Layout | None, size: float) -> float:
             """Of a copy of so many bytes, with a value in this layout."""
             if value in results or ops[value[0]].kind != "compute":
                 return math.inf
             views = {j for j, a in users.get(value, ()) if ops[j].alias == a and self.candidate(j, choice).inputs[a] == layout}
-            return max([value[0] + 1.0, *(end_of(j, held) if j in views else j + 1 for j, _ in users.get(value, ()))])
+            return max([value[0] + 1.0, *(end_of(j, size) if j in views else j + 1 for j, _ in users.get(value, ()))])
 
-        def end_of(i: int, held: float) -> float:
+        def end_of(i: int, size: float) -> float:
             """... with what view i computes. A hub of another layout is computed in front of its first reader, which then gets its copy."""
             ends = []
             for k, layout in enumerate(self.candidate(i, choice).outputs):
                 node, first = self.hubs.get((i, k)), min((j for j, _ in users.get((i, k), ())), default=i)
                 if node is None or self.hub((i, k), choice) == layout:
-                    ends.append(end((i, k), layout, held))
+                    ends.append(end((i, k), layout, size))
                 else:
                     after = (u.held(choice) for u in by_start.get(first, ()) if u.ends in ((first,), (node, first)))
-                    ends.append(first + (sum(after) < held))
+                    ends.append(first + (sum(after) < size))
             return max(ends)
 
         shorter = list(usages)
-        for n, u in enumerate(usages):
-            if u.edge is None:
+        for n, (u, size) in enumerate(zip(usages, held(self.problem, choice).tolist(), strict=True)):
+            if u.edge is None or not size:
                 continue
             ends: float = u.end
             if (b := edges[u.edge].b) in hubs:
-                ends = end(hubs[b], self.hub(hubs[b], choice), u.held(choice))
+                ends = end(hubs[b], self.hub(hubs[b], choice), size)
             elif b < len(ops) and ops[b].alias is not None:
-                ends = end_of(b, u.held(choice))
+                ends = end_of(b, size)
             if ends < u.end:
                 shorter[n] = replace(u, end=int(ends))
         return replace(problem or self.problem, usages=tuple(shorter))
