@@ -86,7 +86,7 @@ class Formulation:
 
     def problem_as_run(self, choice: Sequence[int], problem: Problem | None = None) -> Problem:
         """With the usages of this choice: a copy of any bytes ends with the last op that reads it, or a view of it that isn't a copy
-        itself. More than two choices decide that, so in the problem itself it counts as long as any view. problem: this with other costs."""
+        itself. More than two choices decide that, so in the problem itself it counts as long as any view. problem: with other costs."""
         ops, users, edges, usages = self.graph.ops, self.graph.users, self.problem.edges, self.problem.usages
         results, hubs = {result.value for result in self.graph.results}, {node: value for value, node in self.hubs.items()}
         by_start: dict[int, list[Usage]] = {}
