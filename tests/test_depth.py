@@ -3,6 +3,7 @@
 import itertools
 import operator
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,21 @@ def others_from_the_sixth_on(net, x):
     return x.sum()
 
 
+def no_gradients_from_the_sixth_on(net, x):
+    for i, layer in enumerate(net.layers):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and i < 6):
+            x = layer(x) + x
+    return x.sum() + net.first(x).sum()
+
+
+def returns_a_hidden_state(net, x):
+    kept = ()
+    for i, layer in enumerate(net.layers):
+        x = layer(x)
+        kept += (x,) * (i == 7)
+    return x.sum(), *kept
+
+
 def only_traced(net, x):
     if not torch.compiler.is_compiling():
         raise RuntimeError("this model is only traced")
@@ -119,6 +135,28 @@ def numbered(i):
     return layer
 
 
+class Knowing(Layer):
+    """Doubles from the sixth layer on: each knows its number, in ways that no two layers have in common."""
+
+    def __init__(self, way: str, i: int):
+        super().__init__()
+        if way == "number":
+            self.number = i
+        elif way == "object":
+            self.number = SimpleNamespace(i=i)
+        elif way == "function":
+            self.more = lambda x: x * 2 if i >= 6 else x
+        else:
+            self.register_forward_hook(lambda layer, args, x: x * 2 if i >= 6 else None)
+
+    def forward(self, x):
+        number, more = getattr(self, "number", 0), getattr(self, "more", lambda x: x)
+        return more(super().forward(x)) * (1 + (getattr(number, "i", number) >= 6))
+
+
+KNOWING = ("number", "object", "function", "hook")
+
+
 def one_shared_layer(layers):
     shared = Layer()
     return Net(layers, layer=lambda i: shared)
@@ -142,6 +180,9 @@ NETS = {
     "scaled by depth": lambda n: Net(n, scaled_by_depth),
     "scaled by number": lambda n: Net(n, scaled_by_number),
     "others from the sixth on": lambda n: Net(n, others_from_the_sixth_on),
+    "no gradients from the sixth on": lambda n: Net(n, no_gradients_from_the_sixth_on),
+    "returns a hidden state": lambda n: Net(n, returns_a_hidden_state),
+    **{way: lambda n, way=way: Net(n, layer=partial(Knowing, way)) for way in KNOWING},
     "only traced": lambda n: Net(n, only_traced),
     "numbered": lambda n: Net(n, layer=numbered),
     "first is different": lambda n: Net(n, layer=lambda i: Layer() if i else nn.Linear(8, 8)),
@@ -206,8 +247,8 @@ def test_a_full_model_that_is_not_few_layers_grown_is_told_apart_by_the_first_op
     ],
 )
 def test_a_net_that_repeats_is_captured_from_few_layers(kind, layers, few, training):
-    graph, depth = capture_deep(build(kind, layers), X, training=training, witness=True, spared=0)
-    assert depth.tiled and depth.witnessed and not depth.reason
+    graph, depth = capture_deep(build(kind, layers), X, training=training, spared=0)
+    assert depth.tiled and not depth.reason
     after_head = training and kind in ("first is different", "first three begin alike")
     assert depth.captured[0] == few + after_head  # training may take more: the first and last layers are special
     assert graph == capture(build(kind, layers), X, training=training)
@@ -223,7 +264,7 @@ def test_a_net_that_repeats_is_captured_from_few_layers(kind, layers, few, train
         ("scaled by depth", r"aten\.div.* is .*aten\.div"),
         ("scaled by number", "too few"),
         ("factors differ", "no ModuleList or Sequential"),
-        ("last one again", r"layers\.11 is used outside"),
+        ("last one again", "no ModuleList or Sequential"),  # its weights are another module's
     ],
 )
 def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_whole(kind, reason, training):
@@ -234,16 +275,17 @@ def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_wh
 
 
 @MODES
-def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training, monkeypatch):
-    module = build("others from the sixth on")
+@pytest.mark.parametrize("layers", [12, 40])
+@pytest.mark.parametrize("kind", ["others from the sixth on", "no gradients from the sixth on", "returns a hidden state", *KNOWING])
+def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(kind, layers, training, monkeypatch):
+    module = build(kind, layers)
     graph, depth = capture_deep(module, X, training=training, spared=-99)
-    assert not depth.tiled and "run eagerly" in depth.reason
-    monkeypatch.setattr("autoshard.capture.depth.MIDDLE", 0)
+    same = kind.startswith("no") and not training
+    assert depth.tiled == same and ("run eagerly" in depth.reason) != same
+    monkeypatch.setattr("autoshard.capture.depth.grown", lambda *_, **__: "")
     wrong, depth = capture_deep(module, X, training=training, spared=-99)
     assert depth.tiled  # three, and four, layers don't tell
-    graph, depth = capture_deep(module, X, training=training, spared=-99, witness=True)
-    assert not depth.tiled and "run eagerly" in depth.reason
-    assert graph == capture(module, X, training=training) != wrong
+    assert graph == capture(module, X, training=training) and (graph == wrong) == same
 
 
 TIED = {  # (layer, the layer whose weight it takes)
@@ -255,7 +297,7 @@ TIED = {  # (layer, the layer whose weight it takes)
 @MODES
 @pytest.mark.parametrize("tied", [pytest.param(tied, marks=pytest.mark.slow if len(pairs) > 1 else ()) for tied, pairs in TIED.items()])
 def test_layers_that_share_a_weight_are_other_layers(tied, training):
-    """Of 24, for which no witness runs: a capture of few of them doesn't see that two of the others have one parameter."""
+    """Of 24: a capture of few of them doesn't see that two of the others have one parameter."""
     module = build("plain", 24)
     for k, other in TIED[tied]:
         module.layers[k].linear.weight = module.layers[other].linear.weight
@@ -271,19 +313,16 @@ def test_layers_of_one_period_may_run_the_same_operators(training):
     module = build("plain", 26)
     for i, layer in enumerate(module.layers):
         layer.kind = "full" if i % 2 else "sliding"
-    graph, depth = capture_deep(module, X, training=training, witness=True)
-    assert depth.containers[0].period == 2 and depth.tiled and depth.witnessed and depth.captured[0] == 8
+    graph, depth = capture_deep(module, X, training=training)
+    assert depth.containers[0].period == 2 and depth.tiled and depth.captured[0] == 8
     assert graph == capture(module, X, training=training)
 
 
 @MODES
-def test_where_no_eager_forward_runs_both_depths_are_captured(training, monkeypatch):
-    _, depth = capture_deep(build("only traced"), X, training=training, spared=-99)
-    assert not depth.tiled and "there is no witness" in depth.reason  # which a model of 12 layers needs
-    monkeypatch.setattr("autoshard.capture.depth.MIDDLE", 0)
-    graph, depth = capture_deep(build("only traced"), X, training=training, spared=-99)
-    assert depth.tiled and depth.captured == ((4, 5) if training else (4, 3))  # in training three periods are too few to tell
-    assert graph == capture(build("only traced"), X, training=training)
+def test_where_no_eager_forward_runs_all_layers_are_captured(training):
+    graph, depth = capture_deep(build("only traced", 40), X, training=training)
+    assert not depth.tiled and "run eagerly" in depth.reason
+    assert graph == capture(build("only traced", 40), X, training=training)
 
 
 def test_a_model_that_is_not_deep_enough_is_captured_whole():
@@ -292,13 +331,13 @@ def test_a_model_that_is_not_deep_enough_is_captured_whole():
     assert depth.captured == (11,)
     for layers in (12, 19, 20, 21):  # 4 of which are captured
         _, depth = capture_deep(build("plain", layers), X, training=False)
-        assert depth.tiled and depth.captured == (4,) and depth.witnessed == (layers < 20)
+        assert depth.tiled and depth.captured == (4,)
 
 
 @pytest.mark.slow
 def test_t5_is_what_a_whole_capture_gives():
     module, example_inputs = t5((12, 14), True)
-    graph, depth = capture_deep(module, example_inputs, training=True, witness=True, spared=-99)
+    graph, depth = capture_deep(module, example_inputs, training=True, spared=-99)
     assert depth.captured[-1] == 12  # 6 + 6 layers: a head and five periods
     assert depth.tiled and graph == capture(module, example_inputs, training=True)
 
@@ -307,14 +346,14 @@ def test_t5_is_what_a_whole_capture_gives():
 @MODES
 def test_mixtral_is_what_a_whole_capture_gives(training):
     module, example_inputs = mixtral(24, training)
-    graph, depth = capture_deep(module, example_inputs, training=training, witness=True)
+    graph, depth = capture_deep(module, example_inputs, training=training)
     assert depth.tiled and graph == capture(module, example_inputs, training=training)
 
 
 @pytest.mark.slow
 def test_llama_8b_is_what_a_whole_capture_gives():
     module, example_inputs = llama.llama3_8b()
-    graph, depth = capture_deep(module, example_inputs, training=True, witness=True)
+    graph, depth = capture_deep(module, example_inputs, training=True)
     assert depth.captured == (4,)
     assert graph == capture(module, example_inputs, training=True)
 
@@ -326,7 +365,7 @@ def test_llama_8b_is_what_a_whole_capture_gives():
     ("kind", "container"),
     [
         ("plain", Container("layers", 12, 0, 1)),
-        ("numbered", Container("layers", 12, 0, 1)),
+        ("numbered", Container("layers", 12, 0, 1, True)),
         ("first is different", Container("layers", 12, 1, 1)),
         ("every second is wide", Container("layers", 12, 0, 2)),
     ],
@@ -336,7 +375,7 @@ def test_containers(kind, container):
 
 
 def test_the_containers_of_an_encoder_and_a_decoder():
-    assert containers(t5((8, 9), False)[0]) == (Container("encoder.block", 8, 1, 1), Container("decoder.block", 9, 1, 1))
+    assert containers(t5((8, 9), False)[0]) == (Container("encoder.block", 8, 1, 1, True), Container("decoder.block", 9, 1, 1, True))
 
 
 def test_a_shrunk_module_is_a_copy_that_shares_its_tensors():
@@ -378,10 +417,10 @@ class OtherWay(Layer):
 
 def test_a_tiling_that_was_tested_is_not_tested_again_for_another_batch():
     net = Net()
-    graph, depth = capture_deep(net, (torch.randn(8, 8),), training=True, witness=True, spared=0)
-    again, other = capture_deep(net, (torch.randn(4, 8),), training=True, witness=True, spared=0, tested=depth)
+    graph, depth = capture_deep(net, (torch.randn(8, 8),), training=True, spared=0)
+    again, other = capture_deep(net, (torch.randn(4, 8),), training=True, spared=0, tested=depth)
     assert again == capture(net, (torch.randn(4, 8),), training=True) and again != graph
-    assert other.captured == (depth.periods,) and other.witnessed
+    assert other.captured == (depth.periods,)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

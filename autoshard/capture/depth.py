@@ -4,7 +4,7 @@
     shrunk      the module with k = h + q p + (n - h) mod p of them, q = 3, then 4, then 5 periods                   `shrunk`
     few layers  G(k) = tile(capture(k + p), -1), or capture(k) where there is one
     proof       tile(G(k), 1) == capture(k + p), node for node, all containers at once, and, where G(k) wasn't captured, the eager
-                forward programs of k and of k + p layers differ by a period
+                programs of k and of k + p layers differ by a period
     deep        tile(G(k), (n - k) / p)
     witness     the eager program of all n layers, on fake tensors, is that of k layers with the same periods repeated: this test
                 detects an `if i >= 6` in the model's code, which no capture of few layers can                      `witness.py`
@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from autoshard.capture.fx_graphs import capture_fx
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
-from autoshard.capture.nested_tensors import copied, unsupported_kind
+from autoshard.capture.nested_tensors import OF_MODULES, copied, unsupported_kind
 from autoshard.capture.witness import Program, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed, tile
 from autoshard.precision import Precision
@@ -33,7 +33,7 @@ from autoshard.torch_private import OpOverload
 # 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);
 # 5 for T5's decoder, whose sums of gradients make the top layers special
 PERIODS = (3, 4, 5)
-MIDDLE = 20  # layers: what a model does in some of them only, as outputs of hidden states, begins in the first few more rarely
+OBJECT = " is"  # the end of the names of facts that are identities
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
 
 
@@ -45,6 +45,7 @@ class Container:
     layers: int  # how many it has
     head: int  # how many layers at its beginning are different
     period: int  # after how many layers it repeats
+    numbered: bool = False  # its layers may know which one they are, by an attribute or a hook that is another in each
 
     def depth(self, periods: int) -> int:
         """The number of layers with that many periods; at most as many as the container has."""
@@ -59,7 +60,6 @@ class Depth:
     captured: tuple[int, ...]  # the number of layers in each capture, that of the full model included
     tiled: bool
     reason: str = ""  # why all layers of the model were captured
-    witnessed: bool = False  # whether the eager programs were compared
     shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
     ignored: str = ""  # what the model asks for that a plan does not do
     periods: int = 0  # of the capture that was tiled; 0 where all layers were captured
@@ -86,19 +86,17 @@ def capture_deep(
     *,
     training: bool,
     precision: Precision | None = None,
-    witness: bool = False,
     spared: int = 8,
     tested: Depth | None = None,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
-    precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors; that is done for a model of fewer than
-    MIDDLE layers in any case. spared: tile if so many layers of the model need no capture then (the tests of a tiling take as long as some
-    layers do).
+    precision: as for `capture`. spared: tile if so many layers of the model need no capture then (the tests of a tiling take as long as
+    some layers do).
     tested: how the same module was captured with inputs of another batch size. Where the few layers are the same ops here, in other
     sizes, neither the tiling nor the witness is tested again.
     """
-    graph, depth = _FewLayers(module, example_inputs, training, precision, tested).extended(witness, spared)
+    graph, depth = _FewLayers(module, example_inputs, training, precision, tested).extended(spared)
     if precision is None:
         return graph, depth
     stored = stored_dtypes(module, example_inputs)
@@ -116,15 +114,15 @@ class _FewLayers:
         self.graphs: dict[int, Graph] = {}  # captured, by periods
         self.derived: dict[int, Graph] = {}  # from the capture of one period more
         self.tilings: dict[int, Graph] = {}  # of all layers, by periods
+        self.programs: dict[int | None, Program] = {}
         self.captured: list[int] = []  # layers
         self.notes: set[str] = set()
 
-    def extended(self, witness: bool, spared: int) -> tuple[Graph, Depth]:
+    def extended(self, spared: int) -> tuple[Graph, Depth]:
         """The graph of all layers and how it was obtained, as `capture_deep` says."""
         if not self.repeating:
             return self.all_layers(_why_no_container(self.module))
         layers = sum(self.all.values())
-        witness = witness or layers < MIDDLE
         reasons: list[str] = []
         after_head = self.training and any(c.head for c in self.repeating) and layers >= spared + self.needed(PERIODS[1])
         first = [self.tested.periods] if self.tested is not None and self.tested.tiled else []
@@ -135,22 +133,23 @@ class _FewLayers:
             try:
                 self.prepare(periods)
             except ValueError as error:
-                return self.all_layers(f"few of its layers can't be captured: {error}")
+                return self.all_layers(f"few of its layers can't be captured, or run eagerly: {error}")
             if reason := self.why_untileable(periods):
                 reasons.append(f"from {periods} periods: {reason}")
                 continue
-            if reason := self.why_wrong(periods, witness):
+            if reason := self.why_wrong(periods):
                 return self.all_layers(reason)
-            return self.deep(periods, witness)
+            return self.deep(periods)
         return self.all_layers("; ".join(reasons))
 
     def prepare(self, periods: int) -> None:
-        """Captures what `periods` are tested with: a period more, or no more than them if a tiling of them was tested."""
+        """Captures what `periods` are tested with: a period more, which also runs, or no more than them if a tiling of them was tested."""
         if self.tested is not None and periods == self.tested.periods:
             self.capture(periods)
             if self._was_tested(periods):
                 return
         self.capture(periods + 1)
+        self._program(periods + 1)
 
     def capture(self, periods: int) -> Graph:
         if periods not in self.graphs:
@@ -181,47 +180,53 @@ class _FewLayers:
             if self._was_tested(periods):
                 return ""
             reason = difference(self._tiled(self.at(periods), periods, self._depths(periods + 1)), self.capture(periods + 1))
-            return reason if reason or periods in self.graphs else self._why_another_forward(periods)
+            if not reason and periods not in self.graphs:
+                short, longer = self._program(periods), self._program(periods + 1)
+                reason = grown(short, longer, longer, {1}, of="a period more")
+            return reason
         except ValueError as error:
             return str(error)
 
-    def _why_another_forward(self, periods: int) -> str:
-        """Why the forward of so many periods isn't that of a period more without it; "" if it is. Captured where it can't run eagerly."""
-        try:
-            short, longer = (self._program(q, training=False) for q in (periods, periods + 1))
-        except ValueError:
-            return difference(self.at(periods), self.capture(periods))
-        return grown(short, longer, longer, {1}, of="a period more")
-
-    def _program(self, periods: int | None, training: bool) -> Program:
+    def _program(self, periods: int | None) -> Program:
         """The eager program of so many periods; None: of all layers."""
-        module = self.module if periods is None else shrunk(self.module, self._depths(periods))
-        return eager_program(module, self.inputs, training=training, precision=self.precision)
+        if periods not in self.programs:
+            depths = self.all if periods is None else self._depths(periods)
+            module = self.module if periods is None else shrunk(self.module, depths)
+            alike = {
+                f"{c.name}.{key}": f"{c.name} {(i - c.head) % c.period}"
+                for c in self.repeating
+                for i, key in enumerate(module.get_submodule(c.name)._modules)
+                if i >= c.head and not c.numbered
+            }
+            self.programs[periods] = eager_program(
+                module, self.inputs, training=self.training, precision=self.precision, alike=alike
+            )  # fmt: skip
+        return self.programs[periods]
 
-    def why_wrong(self, periods: int, witness: bool) -> str:
-        """Why the tiled graph is not that of the module, by its parameters and, with `witness`, by its eager program; "" if it is."""
+    def why_wrong(self, periods: int) -> str:
+        """Why the tiled graph is not that of the module, by its parameters and by its eager program; "" if it is."""
         reason = _misnamed(self._global(periods), self.module)
-        if reason or not witness or (self._was_tested(periods) and self.tested is not None and self.tested.witnessed):
+        if reason or self._was_tested(periods):
             return reason
         try:
-            short, longer, deep = (self._program(q, self.training) for q in (periods, periods + 1, None))
+            short, longer, deep = (self._program(q) for q in (periods, periods + 1, None))
             if reason := grown(short, longer, deep, self._times(periods)):
                 # a period more shows where the layers begin to repeat if the first ones are partly as the others
-                reason = grown(longer, self._program(periods + 2, self.training), deep, self._times(periods + 1))
+                reason = grown(longer, self._program(periods + 2), deep, self._times(periods + 1))
         except ValueError as error:
-            return f"there is no witness: {error}"
+            return f"all of its layers don't run eagerly: {error}"
         return reason
 
     def _times(self, periods: int) -> set[int]:
         """How many periods the containers have beyond these."""
         return {(c.layers - c.depth(periods)) // c.period for c in self.repeating}
 
-    def deep(self, periods: int, witness: bool) -> tuple[Graph, Depth]:
+    def deep(self, periods: int) -> tuple[Graph, Depth]:
         """The graph tiled to all layers."""
         depths = self._depths(SHALLOW)
         shallow = None if depths == self.all else self._tiled(self.at(periods), periods, depths)
         depth = Depth(
-            self.repeating, tuple(self.captured), True, witnessed=witness, shallow=shallow, ignored=max(self.notes), periods=periods,
+            self.repeating, tuple(self.captured), True, shallow=shallow, ignored=max(self.notes), periods=periods,
             few_layers=self.at(periods),
         )  # fmt: skip
         return self._global(periods), depth
@@ -317,22 +322,23 @@ def _container(name: str, part: nn.Module, outside: set[int]) -> Container | Non
     layers = list(part.children())
     if not name or len(layers) != len(part._modules) or len({id(layer) for layer in layers}) < len(layers):
         return None  # a layer that is in it twice is shared; the root's children have no common name
-    prints = _fingerprints(layers, outside)
+    prints, numbered = _fingerprints(layers, outside)
     n = len(layers)
     best: Container | None = None
     for period in range(1, n // 3 + 1):
         head = n - period
         while head > 0 and prints[head - 1] == prints[head - 1 + period]:
             head -= 1
-        candidate = Container(name, n, head, period)
+        candidate = Container(name, n, head, period, numbered)
         if n - head >= 3 * period and (best is None or candidate.depth(3) < best.depth(3)):
             best = candidate
     return best
 
 
-def _fingerprints(layers: list[nn.Module], outside: set[int]) -> list[frozenset]:
+def _fingerprints(layers: list[nn.Module], outside: set[int]) -> tuple[list[frozenset], bool]:
     """Per layer its properties, equal for equal layers: types, plain attributes and shapes of all its modules, without its number; and
-    which of its parameters some other layers hold, or modules outside, as far from it as these are."""
+    which of its parameters some other layers hold, or modules outside, as far from it as these are. And whether anything was left out
+    that is another in each."""
     facts = [dict(_facts(layer)) for layer in layers]
     holders: dict[int, list[int]] = {}
     for i, layer in enumerate(layers):
@@ -344,7 +350,8 @@ def _fingerprints(layers: list[nn.Module], outside: set[int]) -> list[frozenset]
             if len(held) < len(layers) and (len(held) > 1 or id(parameter) in outside):
                 facts[i][f"{name}: held by"] = (tuple(k - i for k in held), id(parameter) in outside)
     numbered = {key for key in facts[0] if all(fact.get(key) == ("int", i) for i, fact in enumerate(facts))} if len(layers) > 1 else set()
-    return [frozenset((key, value) for key, value in fact.items() if key not in numbered) for fact in facts]
+    numbered |= {key for fact in facts for key, value in fact.items() if key.endswith(OBJECT) and value != facts[0].get(key)}
+    return [frozenset((key, value) for key, value in fact.items() if key not in numbered) for fact in facts], bool(numbered)
 
 
 def _facts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -355,8 +362,10 @@ def _facts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{name}:{key}", _fact(value)
             elif isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float, str)) or v is None for v in value):
                 yield f"{name}:{key}", tuple(_fact(v) for v in value)
-            elif callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__"):
-                yield f"{name}:{key}", value.__qualname__
+            elif key not in OF_MODULES or (value and "forward" in key):
+                yield f"{name}:{key}{OBJECT}", id(value)
+                if callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__"):
+                    yield f"{name}:{key}", value.__qualname__
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             yield f"{name}:{key}", _fact(tensor)
 

@@ -120,7 +120,7 @@ def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
     of those of now: a trace replaces these, but not what else refers to them."""
     names = {id(tensor): name for name, tensor in _state(module)}
     inner = {id(part): part for part in module.modules()}
-    own = [(part, key, item) for part in module.modules() for key, item in vars(part).items() if key not in _OF_MODULES]
+    own = [(part, key, item) for part in module.modules() for key, item in vars(part).items() if key not in OF_MODULES]
     # what an object holds, but not through a module alone
     objects = [(part, key, item) for part, key, item in own if not isinstance(item, _PLAIN)]
     held = [row for row in objects if any(id(t) in names for t in reachable(row[2], seen=inner))]
@@ -141,7 +141,7 @@ def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
     return holding
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,6 +1,8 @@
 """The eager program of the full model, on fake tensors: a cheap test for differences that a capture of few layers can't see.
 
-    program   w = the operators of one eager call (in training with its backward), each with its literals and output shapes
+    program   w = the operators of one eager call, each with its literals, the shapes of what it reads and makes, and which of these
+                need a gradient; a backward pass follows its forward, and what few layers of it do is compared as a graph
+    alike     layers of equal fingerprints that can't know which one they are: a call of one stands for all calls with such arguments
     pieces    w = v_0 x_1 v_1 x_2 ... where x_r are the maximal repetitions, each a period repeated up to a length l_r
     grown     the programs of k, k + p and n = k + t p layers have the same v_r and periods, and
               l_r(n) - l_r(k) is t times l_r(k + p) - l_r(k), which is whole periods, or 0; for one r without
@@ -10,7 +12,7 @@ The eager program is compared with eager programs of few layers and not with the
 it is traced (Hugging Face masks do), and then does so in every layer.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -27,11 +29,24 @@ Program = list[str]
 
 
 class _Log(TorchDispatchMode):
-    """Records every operator that runs."""
+    """Records every operator that runs, and the calls of layers that stand for others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.program: Program = []
+        self.outputs: dict[str, Any] = {}  # by calls of such layers
+
+    def standing_for(self, kind: str, forward: Callable) -> Callable:
+        """A forward that runs where none of this kind was called with such arguments before."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            name = f"{kind} {torch.is_grad_enabled()} {_text((args, kwargs))}"
+            self.program.append(name)
+            if name not in self.outputs:
+                self.outputs[name] = forward(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t).requires_grad_(t.requires_grad), self.outputs[name])
+
+        return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -42,7 +57,7 @@ class _Log(TorchDispatchMode):
 
 def _text(item: Any) -> str:
     if isinstance(item, torch.Tensor):
-        return str(tuple(item.shape))
+        return f"{tuple(item.shape)}{' needs grad' * item.requires_grad}"
     if isinstance(item, (tuple, list)):
         return f"[{', '.join(map(_text, item))}]"
     if isinstance(item, dict):
@@ -50,21 +65,20 @@ def _text(item: Any) -> str:
     return str(item)
 
 
-def eager_program(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Program:
-    """The operators that one call of the module runs, in order; in training also those that compute its parameters' gradients."""
+def eager_program(
+    module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None, alike: Mapping[str, str] | None = None
+) -> Program:
+    """The operators that one forward of the module runs, in order, and what it returns. alike: kinds of layers, by their names."""
     mode = static_mode()
     fake, args, kwargs = to_fake(mode, module, *arguments(example_inputs), precision)
     log = _Log()
-    with explained(module), mode, torch.set_grad_enabled(training):
-        with log:
-            outputs = pytree.tree_leaves(dict(out) if isinstance(out := fake(*args, **kwargs), dict) else out)
-        differentiable = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-        parameters = [p for p in fake.parameters() if p.requires_grad]
-        if training and differentiable:
-            tangents = [torch.empty_like(out) for out in differentiable]
-            with log:
-                torch.autograd.grad(differentiable, parameters, tangents, allow_unused=True)
-    return log.program
+    for name, kind in (alike or {}).items():
+        layer = fake.get_submodule(name)
+        layer.forward = log.standing_for(kind, layer.forward)
+    with explained(module), mode, torch.set_grad_enabled(training), log:
+        outputs = fake(*args, **kwargs)
+    leaves = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
+    return log.program + [f"returns {_text(leaf)}" for leaf in leaves]
 
 
 def repeats_in_one_place(short: Program, longer: Program, deep: Program, times: int) -> bool:

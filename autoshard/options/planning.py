@@ -162,8 +162,6 @@ class Options:
         "median", one_of(("median", "average", "worst")), "What is made small over the ranges: median, average, or worst.",
         reopened=False, noted="never", not_in={name: "it is of dynamic_shapes" for name in ("frontier", "plan_programs", "plan_meshes")},
     )  # fmt: skip
-    # check a capture of few layers against an eager run of all of them
-    witness: bool = declared(False, SWITCH, verbs=(), in_pass=False, noted="always")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.of(self.precision))
@@ -180,9 +178,9 @@ class Options:
         return {key: value for key, value in values.items() if facts[key].noted == "always" or key in changed}
 
     def compared(self) -> dict[str, Any]:
-        """What is noted of the options that ask for another plan."""
+        """What is noted of the options that ask for another plan; with an option of before, so that fingerprints stay what they are."""
         asked = having(self, "in_fingerprint")
-        return {key: value for key, value in self.noted().items() if key in asked}
+        return {**{key: value for key, value in self.noted().items() if key in asked}, "witness": False}
 
 
 def note_schema(name: str) -> dict[str, Any]:
@@ -223,7 +221,6 @@ class PipelineOptions:
     budgets: Sequence[float] = untyped((), SIZES)
     # also consider data x tensor x pipeline with fixed layouts
     grid: bool = typed(True, OFF, "Leave out data x tensor x pipeline with fixed layouts.", flags=("--no-grid",))
-    witness: bool = untyped(False, SWITCH)
 
     def __post_init__(self) -> None:
         check_values(self)

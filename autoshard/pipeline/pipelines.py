@@ -114,7 +114,7 @@ class _Search:
     def _capture(self, K: int) -> None:
         inputs = microbatch(self.inputs, K)
         options = self.options
-        graph, depth = capture_deep(self.model, inputs, training=options.training, witness=options.witness, tested=self.tested)
+        graph, depth = capture_deep(self.model, inputs, training=options.training, tested=self.tested)
         self.captures, self.tested = self.captures or depth.noted, depth if depth.tiled else self.tested
         few, layers = depth.few_layers or graph, layers_of(graph, options.layers)
         larger = [k for k in sorted(self.planners, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]

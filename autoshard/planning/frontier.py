@@ -121,7 +121,7 @@ def frontier(
 
     model, example_inputs, progress, assumptions: as for `plan`. options: the fields of `Options` that make sense without one memory
     limit: training, optimizer, master_weights, microbatches, pins, keep, forbid, recompute (a number of blocks, or "all"), time_limit
-    in seconds, witness, skip_fully_replicated; and gap, relative, up to which a point counts as proven (default 1e-3, at least 1e-8).
+    in seconds, skip_fully_replicated; and gap, relative, up to which a point counts as proven (default 1e-3, at least 1e-8).
     ValueError on bad input, `Infeasible` where the pins leave no plan.
 
         curve = frontier(module, (tokens, targets), Mesh.from_bandwidths((8, 8)), training=True)

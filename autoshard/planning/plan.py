@@ -52,7 +52,7 @@ def plan(
 
         def captured(sizes: Sizes) -> Graph:
             inputs = inputs_at(model, example_inputs, named, sizes)
-            return capture_deep(model, inputs, training=checked.training, precision=checked.precision, witness=checked.witness)[0]
+            return capture_deep(model, inputs, training=checked.training, precision=checked.precision)[0]
 
         return plan_ranges(question, ranges, named, captured, options)
     return plan_captured(replace(question, on_plan=on_plan))

@@ -122,7 +122,7 @@ def ask(
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=options.training, precision=options.precision, witness=options.witness)
+        graph, depth = capture_deep(model, example_inputs, training=options.training, precision=options.precision)
     return Question(ModelGraphs(graph, depth.shallow), mesh, options, clock, {**(assumptions or {}), **depth.noted})
 
 
