@@ -4,6 +4,7 @@ import json
 import os
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.capture.huggingface import load_huggingface
-from autoshard.exports.engines import STYLES, pattern
+from autoshard.exports.engines import STYLES, _base_model, pattern
 from autoshard.mesh import Mesh
 from benchmarks.coverage import HF
 from tests.helpers_ranks import join_as_torchrun
@@ -100,6 +101,21 @@ def test_a_plan_of_a_base_model_keeps_its_names():
     pins = {"layers.*.mlp.up_proj.weight": "S(0)", "layers.*.mlp.gate_proj.weight": "S(0)", "layers.*.mlp.down_proj.weight": "S(1)"}
     plan = export(autoshard.plan(model, inputs, Mesh.from_bandwidths((2,), device="cpu"), pins=pins, objective="serial"), "vllm")
     assert plan[r"layers\.\d+\.mlp\.up_proj$"] == "colwise" and plan[r"layers\.\d+\.mlp\.down_proj$"] == "rowwise"
+
+
+@pytest.mark.parametrize(
+    ("names", "base"),
+    [
+        (("model.layers.0.up", "model.norm", "lm_head"), "model."),
+        (("layers.0.up", "norm"), ""),
+        (("model.layers.0.up",), ""),  # nothing is beside it
+        (("h.0.up", "head"), ""),  # the layers themselves are at the top
+        (("model.layers.0.up", "towers.0.up"), "model."),  # what is beside it may be numbered
+        (("norm", "head"), ""),
+    ],
+)
+def test_the_base_model_is_what_stands_beside_a_head(names, base):
+    assert _base_model(SimpleNamespace(parameters={f"{name}.weight": {} for name in names})) == base
 
 
 def test_the_styles_of_the_tables_are_documented_ones():
