@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ from autoshard.lower import run_global
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
 from autoshard.planning.few_layers import corresponding_ops
-from autoshard.planning.selecting import _in_few_layers, answered_per_tensor
+from autoshard.planning.options import Options
+from autoshard.planning.selecting import _in_few_layers, _Search, answered_per_tensor
 from autoshard.precision import Precision
 from autoshard.problem import evaluate
 from autoshard.simulate.timeline import timeline_of
@@ -334,6 +336,32 @@ def test_blocks_are_recomputed_only_where_the_limit_asks_for_it():
 def test_a_wrong_number_of_blocks_is_one_sentence():
     model, inputs = gpt2.tiny()
     assert_refused("expected a number of blocks, 'all', 'blocks' or 'auto'", plan, model, inputs, GRID, training=True, recompute="some")
+
+
+class Asking(_Search):
+    """Two lines that cross at .5, found by asking at 0; every answer takes ten seconds, and none is good enough."""
+
+    def ask(self, exposed, gap=0.0):
+        self.question.clock.seconds += 10.0
+        self.gaps.append((exposed, gap))
+        self.lines = {(1.0, 1.0), (2.0, -1.0)}
+        self.asked += [exposed] if exposed is not None else []
+        return True
+
+    def met_without_limit(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("left", "gaps"),
+    [(51.0, [(None, 0.0), (0.0, 0.03), (0.5, 0.0)]), (49.0, [(None, 0.0), (0.0, 0.06), (0.5, 0.03), (0.5, 0.0)])],
+)
+def test_where_time_is_short_the_exposed_share_is_found_roughly_first(left, gaps):
+    """The first answer took 10 s: with 50 left for as many as there may be, five in all, nothing is asked roughly."""
+    clock = SimpleNamespace(seconds=0.0, now=lambda: clock.seconds)
+    search = Asking(SimpleNamespace(clock=clock, mesh=PAIR, seconds_left=lambda: left, options=Options()), None)
+    search.gaps = []
+    assert search.best() is None and search.gaps == gaps
 
 
 @pytest.mark.parametrize("runs", [((0, 10, "mm"),), ((0, 4, "mm"),), ((4, 10, "silu"), (0, 4, "mm")), ((7, 10, ""),)])

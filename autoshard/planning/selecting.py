@@ -6,7 +6,8 @@ _in_few_layers   the same of few layers, from which the search for the shortest 
 _Search.best     the best of these, with a bound on all of them:
                  1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
                  2. else e = 0, roughly, and well where the forward's kernels hide all transfers
-                 3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
+                 3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum; in a hurry,
+                    which is where the first takes so much of the time left, roughly before well
 """
 
 import math
@@ -35,7 +36,8 @@ from autoshard.strategies import candidates
 
 MOST_SHARES = 4  # e: each takes as long as a plan
 NEAR = 0.01  # of such a share
-LINE_GAP = 0.03  # relative: at e = 0, which is hard where much is offloaded; the crossing of its line is what counts then
+LINE_GAP = 0.03, 0.06  # relative: at e = 0, which is hard where much is offloaded; the crossing of its line is what counts; in a hurry
+ROUGH = 0.03  # relative: in a hurry, until the shares of crossings change little; a quarter of the seconds
 LEAST_GAIN = 1e-9  # relative: a bound above a cost by less is rounding
 
 
@@ -102,7 +104,7 @@ class _Search:
         self.selected: dict[int, _Selected] = {}  # the plans of some of these
         self.lines: set[tuple[float, float]] = set()
         self.bounds: dict[float | None, float] = {}
-        self.asked: list[float] = []  # the shares of these
+        self.asked: list[float] = []  # shares, as roughly as now
         self.answer: Answer | None = None
         self.smallest_limit: tuple[float, float] | None = None  # in which nothing need be offloaded; less may do, if not what was asked for
         self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
@@ -110,13 +112,18 @@ class _Search:
 
     def best(self) -> tuple[_Selected, Answer] | None:
         """The fastest way that was found, and its certificate; None where nothing fits in memory."""
+        clock = self.question.clock
+        began = clock.now()
         self.ask(None)
+        hurried = (MOST_SHARES + 1) * (clock.now() - began) > self.question.seconds_left()
         if host_bandwidth(self.question.mesh.device) is not None and not self.met_without_limit():
-            goes_on = self.ask(0.0, LINE_GAP)
-            for _ in range(MOST_SHARES):
-                if not goes_on or self.is_met() or (share := self.crossing()) is None:
-                    break
-                goes_on = self.ask(share)
+            goes_on = self.ask(0.0, LINE_GAP[hurried])
+            for gap in (ROUGH, 0.0) if hurried else (0.0,):
+                self.asked = []
+                for _ in range(MOST_SHARES):
+                    if not goes_on or self.is_met() or (share := self.crossing()) is None:
+                        break
+                    goes_on = self.ask(share, gap)
         best = self.fastest()
         if best is None or self.answer is None:
             return None
@@ -131,7 +138,7 @@ class _Search:
         question = self.question.with_options(gap=max(self.question.options.gap, gap))
         answer = solve_instance(question, instance, starts, self.prices).in_passing()
         self.bounds[exposed] = max(self.bounds.get(exposed, -math.inf), answer.bound - 2 * saved.exposed * hidden_seconds(saved))
-        if exposed is not None and not gap:
+        if exposed is not None:
             self.asked.append(exposed)
         if answer.choice is None:
             if exposed is None and (known := smallest_limit(answer)) is not None:
