@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BEFORE = "    # check a capture of few layers against an eager run of all of them\n"
+BEFORE = "    # of the seconds over the ranges, relative to the best plan of each size\n"
 FIELD = '    patience_of_users: float = declared(1.0, number(), "How long users wait.")\n'
 RUN = """
 import json, sys
