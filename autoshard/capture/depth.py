@@ -12,7 +12,7 @@
 If one of these fails, or the model isn't deep enough for it to pay, all layers are captured, and `Depth.reason` says why.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -190,17 +190,9 @@ class _FewLayers:
     def _program(self, periods: int | None) -> Program:
         """The eager program of so many periods; None: of all layers."""
         if periods not in self.programs:
-            depths = self.all if periods is None else self._depths(periods)
-            module = self.module if periods is None else shrunk(self.module, depths)
-            alike = {
-                f"{c.name}.{key}": f"{c.name} {(i - c.head) % c.period}"
-                for c in self.repeating
-                for i, key in enumerate(module.get_submodule(c.name)._modules)
-                if i >= c.head and not c.numbered
-            }
-            self.programs[periods] = eager_program(
-                module, self.inputs, training=self.training, precision=self.precision, alike=alike
-            )  # fmt: skip
+            module = self.module if periods is None else shrunk(self.module, self._depths(periods))
+            alike = alike_layers(module, self.repeating)
+            self.programs[periods] = eager_program(module, self.inputs, training=self.training, precision=self.precision, alike=alike)
         return self.programs[periods]
 
     def why_wrong(self, periods: int) -> str:
@@ -376,6 +368,12 @@ def _fact(value: Any) -> tuple:
             return ("tensor", unsupported)
         return ("tensor", tuple(value.shape), tuple(value.stride()), str(value.dtype), value.requires_grad)
     return (type(value).__name__, value)
+
+
+def alike_layers(module: nn.Module, repeating: Sequence[Container]) -> dict[str, str]:
+    """By the name of each layer that can't know which one it is, a name of those that do the same."""
+    numbers = [(c, i, key) for c in repeating if not c.numbered for i, key in enumerate(module.get_submodule(c.name)._modules)]
+    return {f"{c.name}.{key}": f"{c.name} {(i - c.head) % c.period}" for c, i, key in numbers if i >= c.head}
 
 
 def _why_no_container(module: nn.Module) -> str:

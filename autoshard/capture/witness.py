@@ -1,7 +1,8 @@
 """The eager program of the full model, on fake tensors: a cheap test for differences that a capture of few layers can't see.
 
     program   w = the operators of one eager call, each with its literals, the shapes of what it reads and makes, and which of these
-                need a gradient; a backward pass follows its forward, and what few layers of it do is compared as a graph
+                need a gradient; a backward pass follows its forward, and what few layers of it do is compared as a graph. Which op
+                a value comes from is not part of it: a late layer that reads another value of the same shape isn't told apart
     alike     layers of equal fingerprints that can't know which one they are: a call of one stands for all calls with such arguments
     pieces    w = v_0 x_1 v_1 x_2 ... where x_r are the maximal repetitions, each a period repeated up to a length l_r
     grown     the programs of k, k + p and n = k + t p layers have the same v_r and periods, and
