@@ -3,6 +3,7 @@
 import itertools
 import operator
 import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.capture import capture, capture_deep, capture_fx
 from autoshard.capture.depth import Container, containers, graphs_of, shrunk
-from autoshard.capture.witness import grown, repeats_in_one_place
+from autoshard.capture.witness import EagerProgram, Repeated, grown, misread, repeated_in_one_place
 from models import gpt2, llama
 from tests.helpers_refusals import assert_refused
 from tests.test_tile import mixtral, t5
@@ -162,6 +163,17 @@ def one_shared_layer(layers):
     return Net(layers, layer=lambda i: shared)
 
 
+def first_state_from_the_sixth_on(net, x):
+    first = x = net.first(x)
+    for i, layer in enumerate(net.layers):
+        x = layer(first if i >= 6 else x)
+    return x.sum()
+
+
+def the_sixth_again(net, x):
+    return in_a_row(SimpleNamespace(layers=[net.layers[min(i, 5)] for i in range(len(net.layers))]), net.first(x)).sum()
+
+
 def called_again(times):
     """ALBERT: one layer, called in a loop."""
     return Net(1, lambda net, x: in_a_row(SimpleNamespace(layers=[net.layers[0]] * times), x).sum())
@@ -182,6 +194,8 @@ NETS = {
     "others from the sixth on": lambda n: Net(n, others_from_the_sixth_on),
     "no gradients from the sixth on": lambda n: Net(n, no_gradients_from_the_sixth_on),
     "returns a hidden state": lambda n: Net(n, returns_a_hidden_state),
+    "first state from the sixth on": lambda n: Net(n, first_state_from_the_sixth_on),
+    "the sixth again": lambda n: Net(n, the_sixth_again),
     **{way: lambda n, way=way: Net(n, layer=partial(Knowing, way)) for way in KNOWING},
     "only traced": lambda n: Net(n, only_traced),
     "numbered": lambda n: Net(n, layer=numbered),
@@ -216,8 +230,10 @@ def test_a_period_more_is_found_as_by_trying_every_place(short):
             deep = {short[:x] + longer[x : x + more] * times + short[x:] for x in repeated}
             assert len(deep) <= 1
             for other in (*deep, longer, longer + "a"):
-                found = repeats_in_one_place(list(short), list(longer), list(other), times)
-                assert found == (other in deep), (short, longer, other, times)
+                found = repeated_in_one_place(list(short), list(longer), list(other), times)
+                assert bool(found) == (other in deep), (short, longer, other, times)
+                for begin, length, t in found:
+                    assert longer[:begin] + longer[begin : begin + length] * t + longer[begin + length :] == other
 
 
 @pytest.mark.parametrize(
@@ -231,7 +247,46 @@ def test_a_period_more_is_found_as_by_trying_every_place(short):
     ],
 )
 def test_a_full_model_that_is_not_few_layers_grown_is_told_apart_by_the_first_operator(short, longer, deep, reason):
-    assert grown(list(short), list(longer), list(deep), (3,))[-len(reason) or None :] == reason
+    short, longer, deep = (EagerProgram(list(lines), [()] * len(lines)) for lines in (short, longer, deep))
+    assert grown(short, longer, deep, (3,))[-len(reason) or None :] == reason
+
+
+def read_in(layers: Sequence[int], reads: Callable[[int, int], tuple[int, ...]], tail: tuple[tuple[int, int], ...]) -> EagerProgram:
+    """Stacks of so many layers of two operators. reads: by stack and layer, how many lines before its first operator those are that made
+    what it reads; negative numbers count from the first line. tail: what a last line reads, as the stack and the layer (from its end)."""
+    lines, sources, ends = ["x"], [()], []
+    for stack, n in enumerate(layers):
+        ends.append([])
+        for k in range(n):
+            at = len(lines)
+            lines += [f"a{stack}", f"b{stack}"]
+            sources += [tuple(at - r if r > 0 else -r for r in reads(stack, k)), (at,)]
+            ends[-1].append(at + 1)
+    return EagerProgram([*lines, "y"], [*sources, tuple(ends[stack][k] for stack, k in tail)])
+
+
+RIGHT = {
+    "the layer before": (lambda stack, k: (1,), ((-1, -1),)),
+    "the layer before and the input": (lambda stack, k: (1, 0), ((-1, -1),)),
+    "and the one before that": (lambda stack, k: (1, 3) if k else (1, 1), ((-1, -1),)),
+    "a hidden state, counted from either end": (lambda stack, k: (1,), ((-1, -1), (0, 1), (-1, -2))),
+    "the first stack's last layer": (lambda stack, k: (1, 1 + 2 * k), ((0, -1), (-1, -1))),
+}
+WRONG = {
+    "the input, late": lambda stack, k: (1,) if k < 6 else (0,),
+    "the input, early": lambda stack, k: (1,) if k >= 6 else (0,),
+    "the layer before the one before, late": lambda stack, k: (1,) if k < 6 else (3,),
+    "the second layer, late": lambda stack, k: (1, 0) if k < 6 else (1, -4),
+}
+
+
+@pytest.mark.parametrize("stacks", [1, 2])
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
+def test_what_reads_something_else_than_in_few_layers_is_found(name, stacks):
+    reads, tail = RIGHT.get(name) or (WRONG[name], ((-1, -1),))
+    longer, deep = ([4, 5][:stacks], [10, 13][:stacks])
+    repeated = [Repeated(1 + 2 * sum(longer[:s]) + 4, 2, deep[s] - longer[s] + 1) for s in range(stacks)]
+    assert bool(misread(read_in(longer, reads, tail), read_in(deep, reads, tail), repeated)) == (name in WRONG)
 
 
 @MODES
@@ -276,7 +331,13 @@ def test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_wh
 
 @MODES
 @pytest.mark.parametrize("layers", [12, 40])
-@pytest.mark.parametrize("kind", ["others from the sixth on", "no gradients from the sixth on", "returns a hidden state", *KNOWING])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "others from the sixth on", "no gradients from the sixth on", "returns a hidden state", "first state from the sixth on",
+        "the sixth again", *KNOWING,
+    ],
+)  # fmt: skip
 def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(kind, layers, training, monkeypatch):
     module = build(kind, layers)
     graph, depth = capture_deep(module, X, training=training, spared=-99)

@@ -25,7 +25,7 @@ from autoshard.capture.fx_graphs import capture_fx
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
 from autoshard.capture.nested_tensors import OF_MODULES, copied, unsupported_kind
-from autoshard.capture.witness import Program, eager_program, grown
+from autoshard.capture.witness import EagerProgram, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed, tile
 from autoshard.precision import Precision
 from autoshard.torch_private import OpOverload
@@ -114,7 +114,7 @@ class _FewLayers:
         self.graphs: dict[int, Graph] = {}  # captured, by periods
         self.derived: dict[int, Graph] = {}  # from the capture of one period more
         self.tilings: dict[int, Graph] = {}  # of all layers, by periods
-        self.programs: dict[int | None, Program] = {}
+        self.programs: dict[int | None, EagerProgram] = {}
         self.captured: list[int] = []  # layers
         self.notes: set[str] = set()
 
@@ -187,7 +187,7 @@ class _FewLayers:
         except ValueError as error:
             return str(error)
 
-    def _program(self, periods: int | None) -> Program:
+    def _program(self, periods: int | None) -> EagerProgram:
         """The eager program of so many periods; None: of all layers."""
         if periods not in self.programs:
             module = self.module if periods is None else shrunk(self.module, self._depths(periods))
