@@ -138,3 +138,21 @@ def test_a_tied_problem_costs_and_holds_what_the_whole_one_does(name):
     for choice in (answer.choice, [0] * len(small.node_costs)):
         ours, theirs = evaluate(small, choice), evaluate(limited, [choice[g] for g in groups])
         assert ours.cost == pytest.approx(theirs.cost, rel=1e-9) and ours.peak == pytest.approx(theirs.peak, rel=1e-9)
+
+
+@cache
+def with_many_tokens(layers: int) -> Formulation:
+    graph = capture(*llama.tiny(layers=layers, batch=16, seq=64), training=True)
+    return formulate(graph, candidates(graph, MESH), MESH, training=Training())
+
+
+@pytest.mark.parametrize("share", [0.95, 0.92, 0.9])
+def test_where_no_time_is_left_few_layers_give_a_plan_that_fits(share):
+    """The deep problem alone has none so soon. The bound holds: more time finds no plan below it."""
+    deep, few = with_many_tokens(8), with_many_tokens(5)
+    known = FewLayers(few, correspondence(deep, few))
+    problem = replace(deep.problem, usage_limit=share * known.solve(deep.problem).peak)
+    answer, later = known.solve(problem, time_limit=1e-3), known.solve(problem, gap=0.05, time_limit=3.0)
+    assert answer.choice is not None and evaluate(problem, answer.choice).fits
+    assert answer.bound <= later.cost * (1 + 1e-9) and later.cost <= answer.cost * (1 + 1e-9)
+    assert solve(problem, time_limit=1e-3).choice is None

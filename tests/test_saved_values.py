@@ -359,7 +359,7 @@ class Asking(_Search):
 def test_where_time_is_short_the_exposed_share_is_found_roughly_first(left, gaps):
     """The first answer took 10 s: with 50 left for as many as there may be, five in all, nothing is asked roughly."""
     clock = SimpleNamespace(seconds=0.0, now=lambda: clock.seconds)
-    search = Asking(SimpleNamespace(clock=clock, mesh=PAIR, seconds_left=lambda: left, options=Options()), None)
+    search = Asking(SimpleNamespace(clock=clock, mesh=PAIR, seconds_left=lambda: left, is_over=False, options=Options()), None)
     search.gaps = []
     assert search.best() is None and search.gaps == gaps
 

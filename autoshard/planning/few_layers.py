@@ -117,7 +117,8 @@ class FewLayers:
     def _ascent(self, few: Problem, gap: float, clock: Callable[[], float], until: float) -> tuple[Sequence[int] | None, np.ndarray]:
         """A choice for few layers, and messages; at other costs from the last ones, and only as far as is quick."""
         begin = self._last[-1] if self._at_other_costs and self._last else None
-        choice, messages = converged(few, gap=gap, begin=begin, time_limit=until - clock(), patience=PATIENCE, clock=clock)
+        left = max(until - clock(), LEAST_SECONDS)
+        choice, messages = converged(few, gap=gap, begin=begin, time_limit=left, patience=PATIENCE, clock=clock)
         if choice is not None:
             self._last[:] = [(choice, messages)]
         return choice, messages

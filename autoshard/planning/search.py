@@ -103,7 +103,7 @@ def _of_all_seconds(question: Question) -> Answered:
     try:
         best = plan_of(roughly.within(SHARE) if has_limit else roughly)
     except Infeasible as error:
-        if question.has_fallback or not (has_limit and (is_auto or isinstance(error, NoAnswer))):
+        if question.has_fallback or not (has_limit and isinstance(error, NoAnswer)):
             raise
         best = plan_of(roughly)
     return replace(best, question=best.question.with_options(time_limit=options.time_limit, gap=options.gap))

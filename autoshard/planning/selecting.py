@@ -24,7 +24,7 @@ from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.few_layers import FewLayers, completed, corresponding_ops
 from autoshard.planning.instance import Instance, extended_from, formulate_for, instance_of
-from autoshard.planning.options import Infeasible
+from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.question import ModelGraphs, Question, stepped
 from autoshard.planning.refusal import smallest_limit
 from autoshard.planning.solving import solve_instance
@@ -49,7 +49,8 @@ def answered_per_tensor(question: Question) -> Answered:
         search = _Search(question, ways)
         selected = search.best()
     if selected is None:
-        raise Infeasible("no way to keep, recompute and offload single tensors was found that fits in memory", search.smallest_limit)
+        kind = Infeasible if search.is_proven else NoAnswer
+        raise kind("no way to keep, recompute and offload single tensors was found that fits in memory", search.smallest_limit)
     best, answer = selected
     rows: dict[str, dict] = {}
     if options.baselines:
@@ -109,6 +110,7 @@ class _Search:
         self.smallest_limit: tuple[float, float] | None = None  # in which nothing need be offloaded; less may do, if not what was asked for
         self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
         self.starts: list[tuple[SavedValues, Sequence[int]]] = []  # answers, within the limit or not
+        self.is_proven = True  # that problems without an answer have none
 
     def best(self) -> tuple[_Selected, Answer] | None:
         """The fastest way that was found, and its certificate; None where nothing fits in memory."""
@@ -116,12 +118,12 @@ class _Search:
         began = clock.now()
         self.ask(None)
         hurried = (MOST_SHARES + 1) * (clock.now() - began) > self.question.seconds_left()
-        if host_bandwidth(self.question.mesh.device) is not None and not self.met_without_limit():
+        if host_bandwidth(self.question.mesh.device) is not None and not self.question.is_over and not self.met_without_limit():
             goes_on = self.ask(0.0, LINE_GAP[hurried])
             for gap in (ROUGH, 0.0) if hurried else (0.0,):
                 self.asked = []
                 for _ in range(MOST_SHARES):
-                    if not goes_on or self.is_met() or (share := self.crossing()) is None:
+                    if not goes_on or self.question.is_over or self.is_met() or (share := self.crossing()) is None:
                         break
                     goes_on = self.ask(share, gap)
         best = self.fastest()
@@ -141,6 +143,7 @@ class _Search:
         if exposed is not None:
             self.asked.append(exposed)
         if answer.choice is None:
+            self.is_proven &= answer.status is Status.INFEASIBLE
             if exposed is None and (known := smallest_limit(answer)) is not None:
                 self.smallest_limit = self.question.options.memory_limit or 0.0, known[1]
             return False

@@ -121,6 +121,14 @@ class Lagrangian:
             self.lines.append(Line(bound, math.fsum(prices), by_time))
         return bound
 
+    def add_nearby(self, total: float) -> None:
+        """Add what the similar problem has at the best prices of this total, as it is: nothing is proven."""
+        assert self.nearby is not None
+        prices, _ = self.best_prices(total)
+        choice, _ = self.nearby(priced(self.problem, self.rows.of_usages(prices)), self.gap)
+        if choice is not None:
+            self.add(choice)
+
     def _branch(self, incumbent: Incumbent) -> None:
         """Branch and bound on what reductions and dual ascent left open, while exact_seconds last."""
         began, record = self.clock(), incumbent.record

@@ -28,7 +28,7 @@ from .binding_times import Rows, load
 from .exchange_parts import Change, changes, differences
 from .incumbent import Incumbent, Record, Solver
 from .infeasibility import refute
-from .lagrangian import KnownAnswer, Lagrangian, corners, scale
+from .lagrangian import KnownAnswer, Lagrangian, corners, scale, slope
 from .settle import polish
 
 AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves the rest
@@ -38,6 +38,7 @@ CHORDS = 30
 COARSE, FINE = 2, 4  # parts of the gap asked for: between answer and bound at a price; at first, and once no answer is below a chord
 HALVES = 4  # of a first price that is known
 FILLINGS = 6  # of an answer with parts of another; a time at which one filling was too large is considered in the next
+HURRIED, COARSEST = 600.0, 0.03  # seconds left, where a time limit was set; gap of what is added from a similar problem then
 SPLITS = 3  # parts, those with the largest savings, of which a beginning or an end is tried
 
 
@@ -115,6 +116,29 @@ def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: 
             if incumbent.choice is not None:
                 lagrangian.add(incumbent.choice)
         worth *= STEEPER
+
+
+def begin_nearby(problem: Problem, incumbent: Incumbent) -> None:
+    """What a similar problem has at prices of a byte that grow until an answer fits, and then at those of chords: an answer soon, where a
+    time limit is set, and even after it. The last chord's ends are starts of the search."""
+    limit, record = problem.usage_limit, incumbent.record
+    if limit is None or record.nearby is None or incumbent.choice is not None or incumbent.proven:
+        return
+    if incumbent.until - record.clock() > HURRIED:
+        return
+    lagrangian = Lagrangian(without_limit(problem), incumbent.until, record.clock, COARSEST, nearby=record.nearby)
+    lagrangian.add_nearby(0.0)
+    fastest, worth = next(iter(lagrangian.answers.values()), None), FIRST
+    while fastest is not None and not fits(lagrangian, limit) and worth <= STEEPEST:
+        lagrangian.add_nearby(worth * scale(problem, fastest) / fastest.memory)
+        worth *= STEEPER
+    report(lagrangian, incumbent, limit)
+    known = 0
+    while (ends := around(lagrangian, limit)) is not None and known < len(lagrangian.answers) and not incumbent.done:
+        known = len(lagrangian.answers)
+        lagrangian.add_nearby(-slope(*ends))
+        report(lagrangian, incumbent, limit)
+    record.starts = [*record.starts, *(f.choice for f in ends or ())]
 
 
 def begin_at(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, prices: Mapping[int, float]) -> None:

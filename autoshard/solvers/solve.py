@@ -22,7 +22,7 @@ from .elimination import DP, Exhaustive
 from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Nearby, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
-from .price_search import PriceSearch, search_prices
+from .price_search import PriceSearch, begin_nearby, search_prices
 from .settle import Settling, continue_from, polish, reduce_and_settle
 
 TIME_LIMIT = 10000.0  # seconds
@@ -106,6 +106,7 @@ def solve(
     try:
         if hopeless(problem):
             incumbent.raise_bound(math.inf)
+        begin_nearby(problem, incumbent)
         if messages is not None and not incumbent.proven:  # their bound is worth having even where no time is left
             continue_from(problem, incumbent, messages)
         incumbent.note_carried()
