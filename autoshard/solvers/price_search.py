@@ -124,7 +124,7 @@ def begin_nearby(problem: Problem, incumbent: Incumbent) -> None:
     limit, record = problem.usage_limit, incumbent.record
     if limit is None or record.nearby is None or incumbent.choice is not None or incumbent.proven:
         return
-    if incumbent.until - record.clock() > HURRIED:
+    if record.deadline - record.clock() > HURRIED:
         return
     lagrangian = Lagrangian(without_limit(problem), incumbent.until, record.clock, COARSEST, nearby=record.nearby)
     lagrangian.add_nearby(0.0)
