@@ -1,9 +1,10 @@
 """Prices of single kernels against measured ones: matmuls, attention, latent attention and experts, on every kind of device.
 
-    PYTHONPATH=. python benchmarks/kernels.py DIR [--json] [--kept-away]    DIR: gemm, attention, mla, moe .csv or .csv.gz; those it has
+    PYTHONPATH=. python benchmarks/kernels.py DIR [--json] [--kept-away]    DIR: gemm, attention, decode, mla, moe.csv[.gz]; those it has
     PYTHONPATH=. python benchmarks/kernels.py DIR --fit [KIND ...] [--write]    constants of device files, from three quarters of the shapes
 
-Prints per device, kind and dtype the median of |predicted / measured - 1| over shapes of 512 tokens or more, and the 90th percentile.
+Prints per device, kind and dtype the median of |predicted / measured - 1| over shapes of 512 tokens or more, and the 90th percentile. A
+decode (attention of one query to so many tokens) has the constants of attention.
 --kept-away: of those shapes alone that --fit doesn't see, a quarter by their hash; all measurements of a shape are in one part.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from autoshard.cost import attention_seconds, experts_seconds, matmul_seconds
+from autoshard.cost import attention_seconds, decode_seconds, experts_seconds, matmul_seconds, presets
 from autoshard.devices import (
     DEVICE_FILES,
     Amount,
@@ -60,6 +61,7 @@ class Kind:
     form: type
     fields: Mapping[str, Bounds]  # of `form` that are fitted; the others are the data sheet's and the dtype's
     seconds: Callable[[Columns, Any], np.ndarray]
+    constants: str = ""  # whose it has, where it has none of its own
 
 
 def of_matmul(c: Columns, form: MatmulKernel) -> np.ndarray:
@@ -69,6 +71,11 @@ def of_matmul(c: Columns, form: MatmulKernel) -> np.ndarray:
 def of_attention(c: Columns, form: AttentionKernel) -> np.ndarray:
     b, s, h, g, d = (c[name] for name in ("batch", "seq", "heads", "kv_heads", "head_dim"))
     return attention_seconds(b * h * s * s / 2, s, 2 * d, 2 * b * s * d * (2 * h + 2 * g), form)
+
+
+def of_decode(c: Columns, form: AttentionKernel) -> np.ndarray:
+    b, s, h, g, d = (c[name] for name in ("batch", "seq", "heads", "kv_heads", "head_dim"))
+    return decode_seconds(b * h * s, b * g, 2 * d, 4 * b * d * (g * s + h), form)
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,10 @@ KINDS = {
         "attention", ("batch", "seq", "heads", "kv_heads", "head_dim"), lambda c: c["batch"] * c["seq"], AttentionKernel, OF_ATTENTION,
         of_attention,
     ),
+    "decode": Kind(
+        "decode", ("batch", "seq", "heads", "kv_heads", "head_dim"), lambda c: np.full(len(c["seq"]), FEWEST_TOKENS), AttentionKernel, {},
+        of_decode, "attention",
+    ),
     "mla": Kind(
         "mla", ("heads", "batch", "seq"), lambda c: c["batch"] * c["seq"], LatentAttentionKernel,
         OF_ATTENTION | {"beyond": (0.5, 0.1, 3.0)}, of_latent_attention,
@@ -192,6 +203,8 @@ def predicted(kind: Kind, table: Table, gpu: str, dtype: str, constants: Mapping
     of_vllm, form = table.columns["framework"] == "vllm", kernel_form(kind.form, device_file(gpu)["given"], dtype, constants)
     if "vllm heat" in constants:
         form = replace(form, heat=form.heat * np.where(of_vllm, constants["vllm heat"], 1.0))
+    if kind.seconds is of_decode:  # as in a plan
+        form = replace(form, bandwidth=max(form.bandwidth, presets.mesh(gpu, (1,)).device.memory_rate))
     return kind.seconds(table.columns, form) * np.where(of_vllm, constants["vllm"], 1.0)
 
 
@@ -237,7 +250,7 @@ def cells(directory: Path, kinds: Iterable[str] = tuple(KINDS)) -> Iterator[tupl
 
 
 def fit(directory: Path, kinds: list[str], write: bool) -> None:
-    for name, kind, gpu, dtype, table in cells(directory, kinds):
+    for name, kind, gpu, dtype, table in cells(directory, [name for name in kinds if KINDS[name].fields]):
         if gpu not in known_devices():
             print(f"{name} {gpu}: no device file")
             continue
@@ -266,7 +279,7 @@ def main() -> None:
         return fit(arguments.directory, arguments.fit or list(KINDS), arguments.write)
     rows = []
     for name, kind, gpu, dtype, table in cells(arguments.directory):
-        part, known = table[table.kept_away] if arguments.kept_away else table, constants_of(name, gpu, dtype)
+        part, known = table[table.kept_away] if arguments.kept_away else table, constants_of(kind.constants or name, gpu, dtype)
         if len(part.seconds):
             error: dict = {"rows": len(part.seconds), "median": None}
             if known is not None:

@@ -27,7 +27,7 @@ from benchmarks.studies import Study
 STUDIES = {  # name: the module of benchmarks/studies that has it, under that name in capitals
     **dict.fromkeys(("limited", "frontier", "recompute"), "limits"), "memory": "peaks",
     **dict.fromkeys(("pipeline", "dlrm", "programs"), "searches"), "experts": "experts", "long_context": "long_context",
-    **dict.fromkeys(("serving", "launcher_points", "large_models", "ranks", "degrees"), "launches"), "simulate": "simulated",
+    **dict.fromkeys(("serving", "latent", "launcher_points", "large_models", "ranks", "degrees"), "launches"), "simulate": "simulated",
     **dict.fromkeys(("planning_time", "peer_problems"), "planning_time"), "redistribution": "redistribution", "tables": "tables",
     **dict.fromkeys(("commands", "startup", "checks"), "commands"), "dynamic": "dynamic",
     "warm_starts": "warm_starts", "protocol": "protocol",

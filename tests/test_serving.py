@@ -1,11 +1,13 @@
 """Degrees for serving: the cache's bytes, prices composed of layers, which degrees are legal, and the verb."""
 
+import copy
 import json
 import math
 import resource
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,8 +23,10 @@ from autoshard.report.terminal import as_text
 from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
 from autoshard.serving.projections import divided
 from autoshard.serving.step_prices import price_of
-from autoshard.serving.steps import Stored, paged_attention, steps_of
+from autoshard.serving.steps import READ_AGAIN, Stored, paged_attention, steps_of
 from benchmarks.coverage import HF
+from benchmarks.studies.launches import latent as studied_latent
+from benchmarks.studies.launches import measured_layers
 from tests.helpers_command import record_of, refusal, run
 from tests.helpers_kept import assert_stays
 from tests.helpers_models import scheme_plan
@@ -70,6 +74,73 @@ def test_new_tokens_see_the_new_ones_before_them_and_all_stored_ones(stored, new
     found, weights = paged_attention(None, q, *pairs, None, scaling=0.3)
     torch.testing.assert_close(found, expected)
     assert found.is_contiguous() and weights is None and found.shape == (2, new, 4, head_dim)
+
+
+# -- compressed keys --------------------------------------------------------------------------------------------------------------
+
+RANK, ROTARY, PLAIN, VALUE = 16, 4, 6, 10  # features
+
+
+@cache
+def latent(kind="DeepseekV3", q_rank=32, heads=8):
+    """A model of multi-head latent attention, one dense layer and one of experts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 128}
+    ranks = {"q_lora_rank": q_rank, "kv_lora_rank": RANK, "qk_rope_head_dim": ROTARY, "qk_nope_head_dim": PLAIN, "v_head_dim": VALUE}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1}
+    return on_meta(kind, num_hidden_layers=2, first_k_dense_replace=1, **sizes, **ranks, **experts)
+
+
+def sparse():
+    model = copy.copy(latent())
+    model.config = copy.copy(model.config)
+    model.config.index_topk = 4
+    return model
+
+
+@pytest.mark.parametrize(("stored", "copies", "heads"), [(5, 1, 4), (5, 2, 4), (1, 1, 1), (64, 4, 4)])
+def test_a_decode_of_compressed_keys_is_that_of_the_keys_and_values_they_stand_for(stored, copies, heads):
+    torch.manual_seed(0)
+    layer = SimpleNamespace(qk_nope_head_dim=PLAIN, v_head_dim=VALUE, expand_kv=None)
+    layer.kv_b_proj = torch.nn.Linear(RANK, heads * (PLAIN + VALUE), bias=False)
+    q, new, old = (torch.randn(3, n, length, dims) for n, length, dims in (
+        (heads, 1, PLAIN + ROTARY), (1, 1, RANK + ROTARY), (1, stored, RANK + ROTARY),
+    ))  # fmt: skip
+
+    def expanded(held):
+        keys, values = layer.kv_b_proj(held[..., :RANK]).view(3, -1, heads, PLAIN + VALUE).transpose(1, 2).split((PLAIN, VALUE), 3)
+        return torch.cat((keys, held[..., RANK:].expand(-1, heads, -1, -1)), 3), values
+
+    everything = torch.ones(1, 1, dtype=torch.bool)
+    expected = attention(q, *expanded(new), everything, 0.3) + attention(q, *expanded(old), everything.expand(1, stored), 0.3)
+    held = old.expand(-1, copies, -1, -1)
+    found, _ = paged_attention(layer, q, Stored(new[..., :RANK], held), Stored(new[..., RANK:], held), None, scaling=0.3)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "q_rank"), [("DeepseekV3", 32), ("DeepseekV3", None), ("Glm4MoeLite", 32)])
+def test_compressed_keys_are_on_every_device_and_heads_are_shared_as_megatron_does(kind, q_rank):
+    model = latent(kind, q_rank)
+    plan = serve_plan(model, 4, **QUICK)
+    assert {row.tensor: row.copies for row in plan.rows if row.pipeline == 1} == {1: 1, 2: 2, 4: 4}
+    for row in plan.rows:
+        if row.pipeline == 1:
+            assert row.cache_bytes == -(-8 // row.replicas) * 2 * (RANK + ROTARY) * 32 * 2
+    steps = steps_of(model, 4)
+    for graph in (steps.prefill(1, 16), steps.decode(8, 16)):
+        rows = price_of(steps, graph, mesh(4)).solution.parameters
+        layouts = {name.rpartition("self_attn.")[2]: row["layout"] for name, row in rows.items() if "layers.0.self_attn" in name}
+        whole = {"kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", *(("q_a_proj.weight", "q_a_layernorm.weight") if q_rank else ())}
+        shared = {"q_b_proj.weight" if q_rank else "q_proj.weight": "S(0)", "kv_b_proj.weight": "S(0)", "o_proj.weight": "S(1)"}
+        assert layouts == {**dict.fromkeys(whole, "R"), **shared}
+    decoded = [op for op in steps.decode(8, 16).ops if "attention" in op.target]
+    assert decoded and all(op.fused.reads[:3] == (1.0, 1.0, READ_AGAIN) for op in decoded)
+
+
+@pytest.mark.parametrize("case", [("h200", 8, 128, 16384), ("h200", 128, 16, 16384), ("b200", 64, 512, 2048)])
+def test_layers_of_latent_attention_take_about_as_long_as_measured(case):
+    (measured,) = (row for row in measured_layers() if row[:4] == case)
+    figures = studied_latent(measured, None)
+    assert abs(figures["error"]) < 0.2, figures
 
 
 # -- the cache ------------------------------------------------------------------------------------------------------------------
@@ -242,7 +313,7 @@ test_what_can_not_be_served_is_one_sentence = refusals(
     (lambda: serve_plan(of_hf("bert"), 2, **QUICK), "expected a decoder"),
     (lambda: serve_plan(of_hf("t5"), 2, **QUICK), "expected a decoder"),
     (lambda: serve_plan(of_hf("falcon"), 2, **QUICK), "attention of its own"),
-    (lambda: serve_plan(of_hf("deepseek_v3"), 2, **QUICK), "compressed"),
+    (lambda: serve_plan(sparse(), 2, **QUICK), "compressed keys of which a step reads few"),
     (lambda: serve_plan(llama(), 2, max_tokens=32, batch=0), "expected"),
     (lambda: serve_plan(llama(), 2, max_tokens=1, batch=8), "expected"),
     (lambda: serve_plan(llama(), 2, **QUICK, prompt=32), "expected"),

@@ -6,7 +6,9 @@ A parameter matmul y[.., n] = x[.., k] w[k, n] has a weight that is computed fro
     head class V   V = class(n) of some and class(k) of none, and V contains a dim of the loss, the output or the longest token table
 
 Heads and hidden features are inner classes. The residual stream is one as well where no norm separates it, but it contains more
-matmuls than the classes inside the blocks. Therefore the smallest classes are taken first, and a matmul is used once.
+matmuls than the classes inside the blocks; and the ranks of latent attention (queries, keys and values through fewer features than both
+sides have) are, which Megatron leaves whole. Therefore the smallest classes are taken first, narrow ones last, and a matmul is used once,
+whose weight may have the class in a dim of its own, too (a matrix per head).
 """
 
 from collections.abc import Iterator
@@ -89,11 +91,17 @@ def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor
         rows.setdefault(classes.of(*m.contracted), []).append(m)
     used: set[ParameterMatmul] = set()
     inner: list[int] = []
-    for c in sorted((c for c in columns if c in rows), key=lambda c: len(columns[c]) + len(rows[c])):  # stable: in order
+
+    def is_narrow(c: int) -> bool:
+        sides = [(m.kept, m.contracted) for m in columns[c]] + [(m.contracted, m.kept) for m in rows[c]]
+        own, other = zip(*([graph.tensor(value).shape[d] for value, d in pair] for pair in sides))
+        return all(a < b for a, b in zip(own, other))
+
+    for c in sorted((c for c in columns if c in rows), key=lambda c: (is_narrow(c), len(columns[c]) + len(rows[c]))):  # stable: in order
         members = {*columns[c], *rows[c]}
         if len(members) == len(columns[c]) + len(rows[c]) and not members & used and c not in batch and not sizes[c] % divisor:
             inner.append(c)
-            used |= members
+            used |= members | {m for m in matmuls if c in [classes.of(m.kept[0], d) for d in range(m.kept[1] - 1)]}
     tables = {t for t in token_tables(graph) if not graph.tensor((t, 0)).shape[0] % divisor}
     vocabulary = {classes.of((t, 0), 0) for t in tables}
     scored = vocabulary | _scored(graph, classes)

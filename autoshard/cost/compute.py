@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.measured_kernels import attention_seconds, matmul_seconds
+from autoshard.cost.measured_kernels import attention_seconds, decode_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.devices import Device
 from autoshard.graph import ITEMSIZE, WRITES, Fused
@@ -115,10 +115,12 @@ def busy_seconds(
         return _of_form(matmul_seconds, batch * math.prod(mkn) * form.rate, *mkn, form, batch, stored)
     if kernels is not None and kind in ATTENTION and itemsize == 2:
         q, k, v = i[1:4] if kind == "attention_backward" else i[:3]
-        scores, read, of = share * math.prod(q[:-1]) * k[-2], _bytes_moved(name, inputs, computed), kernels.attention
+        scores, dims, of = share * math.prod(q[:-1]) * k[-2], q[-1] + v[-1], kernels.attention
+        read = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
         if np.all(np.equal(q[-2], 1)):  # a decode reads keys and values as fast as a copy does: 2.7 to 3.0 TB/s on an H100 (docs/gpu.md)
             of = replace(of, bandwidth=most(of.bandwidth, device.memory_rate))
-        forward = _of_form(attention_seconds, scores * of.rate, scores, most(k[-2], 1), q[-1] + v[-1], read, of)
+            return _of_form(decode_seconds, scores * of.rate, scores, math.prod(k[:-2]), dims, read, of)
+        forward = _of_form(attention_seconds, scores * of.rate, scores, most(k[-2], 1), dims, read, of)
         return forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)

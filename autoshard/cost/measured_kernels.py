@@ -20,6 +20,10 @@ queries of one head, on a multiprocessor of its own, has 128 K beside K keys:
     c         (S + tail * 128 K multiprocessors) each
     t         launch + c + M / bandwidth                                                                            (`attention_seconds`)
 
+and with one query per head, as a decode has it, the keys are split among all multiprocessors; P pairs of a sequence and a head of keys:
+
+    t         launch + sqrt( (S each)^2 + (M / bandwidth)^2 + (P split / multiprocessors)^2 )      each without short  (`decode_seconds`)
+
 Experts (E with rows, R rows in all, W matrices of [h, i] each, P pairs of a token and an expert before the ranks divided them):
 
     t         launch + sqrt( (2 W (R + dense (P - R) + 32 E) h (i + narrow) / rate)^2 + (W E h i itemsize / bandwidth)^2 )
@@ -39,6 +43,7 @@ ROWS, COLUMNS, PARTS = np.array([(*tile, parts) for tile in TILES for parts in S
 AREA = ROWS * COLUMNS
 HALVINGS = np.log2(128 * 256 / AREA)
 QUERIES = 128  # of a tile of attention
+SPLIT_KEYS = 3e-6  # seconds of a multiprocessor with the keys of one head of one sequence, at least (tests/data/kernels/decode.csv)
 EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
 
 
@@ -77,14 +82,22 @@ def _unaligned(stored: Amount, n: Amount, of: MatmulKernel) -> Amount:
 
 def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:
     """scores: that are computed, of all heads; keys: of each query; dims: of a head's query and of its value, added; moved: bytes."""
+    computing = (scores + of.tail * QUERIES * keys * of.multiprocessors) * _each_score(dims, of) * (1 + of.short / keys)
+    return of.launch + computing + moved / of.bandwidth
+
+
+def decode_seconds(scores: Amount, pairs: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:
+    """pairs: of a sequence and a head of keys; the others as for `attention_seconds`."""
+    computing, reading = scores * _each_score(dims, of), moved / of.bandwidth
+    return of.launch + np.sqrt(computing**2 + reading**2 + (pairs * SPLIT_KEYS / of.multiprocessors) ** 2)
+
+
+def _each_score(dims: Amount, of: AttentionKernel) -> Amount:
     rate = of.rate
     if of.by_dims:
         known, rates = np.array(of.by_dims).T
         rate = rate * np.interp(np.log2(dims), np.log2(2 * known), rates)
-    wide = 1 + (of.wide - 1) * (dims > 2 * WIDE)
-    each = np.hypot(2 * dims / rate, 1 / of.exponentials) * (1 + of.short / keys) * wide
-    computing = (scores + of.tail * QUERIES * keys * of.multiprocessors) * each
-    return of.launch + computing + moved / of.bandwidth
+    return np.hypot(2 * dims / rate, 1 / of.exponentials) * (1 + (of.wide - 1) * (dims > 2 * WIDE))
 
 
 def experts_seconds(

@@ -216,7 +216,7 @@ class _Search:
                 prices = _towards(centre[0], best[0], step), _towards(centre[1], best[1], step)
             else:
                 prices = best[0], np.append(fees, np.zeros(len(best[1]) - len(fees)))
-            self._say(k)
+            self._say(f"{k + 1} of at most {self.more_rounds} prices", k / self.more_rounds)
             answer, bound = self._solved(*prices)
             if answer is None:
                 return
@@ -285,10 +285,9 @@ class _Search:
             self.bound, self.weights = bound, (of_nodes, of_edges)
         return answer.choice, bound
 
-    def _say(self, k: int) -> None:
+    def _say(self, step: str, share: float) -> None:
         proven = f"best {self.shortest * 1e3:.3f} ms, proven within {self.gap:.2%} of the best"
-        most = self.more_rounds
-        self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {most} prices", 0.6 + 0.3 * k / most)
+        self.question.clock.say(f"solving for overlap: {proven}, {step}", 0.6 + 0.2 * share)
 
     # -- polishing
 
@@ -324,6 +323,8 @@ class _Search:
                     is_new = tuple(mixed) not in self.seconds
                     seconds = self.offer(mixed)
                     if is_new:
+                        tried = self.simulations - left[0]
+                        self._say(f"{tried:.0f} of at most {self.simulations} time lines", 1 + tried / (2 * self.simulations))
                         spent = 1.0 if seconds < math.inf else UNFIT
                         left[k] -= spent
                         idle = 0 if seconds < (1 - LITTLE) * self.seconds[x] else idle + spent

@@ -134,7 +134,8 @@ def serve_plan(
             progress(f"pricing tensor {t} pipeline {p}", k / len(pairs))
         rows.append(_row(pricer, ServeRow(t, p, devices // (t * p)), batch, prompt, max_tokens, limit))
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_second, row.memory_bytes, row.tensor, row.pipeline))
-    sharded = next((row.tensor for row in rows if row.tensor > 1 and row.fits and row.copies == 1), None)
+    apart = (row.tensor for row in rows if row.tensor > 1 and row.fits and (row.copies == 1 or pricer.steps(None, 1).latents))
+    sharded = next(apart, None)
     solution = None if sharded is None else pricer.price("prefill", sharded, 1, 1, prompt, modules=True).solution
     return ServePlan(tuple(rows), devices, make((devices, 1, 1)).device.name, batch, max_tokens, prompt, limit, solution)
 

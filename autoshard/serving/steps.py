@@ -5,6 +5,11 @@ DynamicCache concatenates, repeat_kv writes every key-value head once per query 
 attention and another cache: attention reads the stored keys and values once, and those of the new tokens beside them. These graphs are
 priced and never run; `kv_cache.empty_cache` has the caches of transformers, for plans that run.
 
+Multi-head latent attention keeps one compressed key c and a rotary part r per token. With W_k and W_v, the matrices that expand c to a
+head's keys and values, a decode attends to the stored [c, r] themselves, as engines do (DeepSeek-V2, arXiv 2405.04434, section 2.1.2):
+
+    q (W_k c) = (q W_k) c,    sum of weights (W_v c) = W_v (sum of weights c)    so all heads share one key, whose first part is its value
+
 Layer i of the model is priced as layer `corresponding[i]` of the few: the first and the last periods are themselves, those between
 are all like the second one (`capture.depth.containers` compares their shapes and attributes).
 """
@@ -13,7 +18,7 @@ import copy
 import inspect
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +28,13 @@ from torch import nn
 from transformers.cache_utils import DynamicLayer
 
 from autoshard.capture import Container, cache_name, capture_module, containers, shrunk
-from autoshard.graph import Graph
+from autoshard.graph import Fused, Graph, Op
 from autoshard.serving.kv_cache import CachedLayer, cached_layers, on_meta, text_config
 
 PAGED = "autoshard_paged"  # the name of the attention below in transformers' AttentionInterface
+# How much of the values, a part of the keys, a kernel of latent attention reads beside them: vLLM 0.20 takes 1.46 times as long as a
+# copy of the keys alone on an H200, and 1.23 times on a B200 (benchmarks/study.py latent).
+READ_AGAIN = 0.375
 PERIODS = 3  # of the repeated layers in the graphs: the first, one between, the last
 
 
@@ -54,6 +62,8 @@ def paged_attention(
     """Attention of transformers' interface: causal over new tokens, and all stored ones. Of equal cost, not of equal value: the two
     parts are added without their weights. A single new token is attended to beside stored ones without a kernel of attention of its own: an
     engine has one for both."""
+    if isinstance(key, Stored) and hasattr(module, "expand_kv"):
+        return _latent_attention(module, query, key, value, scaling)
     new = (key.new, value.new) if isinstance(key, Stored) else (key, value)
     if isinstance(key, Stored) and new[0].shape[2] == 1:
         own, shown = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in new)
@@ -66,6 +76,31 @@ def paged_attention(
     return y.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 
 
+def _latent_attention(
+    module: Any, query: torch.Tensor, latent: Stored, rotary: Stored, scaling: float | None
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Of one new token, to compressed keys; `old` of both holds compressed key and rotary part beside each other."""
+    rank, dims = latent.new.shape[-1], (module.qk_nope_head_dim, module.v_head_dim)
+    keys, values = module.kv_b_proj.weight.view(query.shape[1], sum(dims), rank).split(dims, 1)
+    plain, turned = query.split((dims[0], rotary.new.shape[-1]), 3)
+    query = torch.cat((torch.bmm(plain[:, :, 0].transpose(0, 1), keys).transpose(0, 1)[:, :, None], turned), 3)
+    y = latent.new * (query * torch.cat((latent.new, rotary.new), 3)).sum(3, keepdim=True).softmax(3)
+    y = y + F.scaled_dot_product_attention(query, latent.old, latent.old[..., :rank], scale=scaling, enable_gqa=True)
+    return torch.bmm(y[:, :, 0].transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)[:, None], None
+
+
+def _reads_once(graph: Graph) -> Graph:
+    """The same graph, in which attention reads values once that are a part of its keys."""
+
+    def known(op: Op) -> Op:
+        inputs = [graph.storage(value) for value in op.inputs]
+        if "attention" not in op.target or inputs[1] != inputs[2]:
+            return op
+        return replace(op, fused=Fused((1.0, 1.0, READ_AGAIN, *(1.0,) * (len(inputs) - 3)), (1.0,) * len(op.outputs), True))
+
+    return replace(graph, ops=tuple(map(known, graph.ops)))
+
+
 @dataclass(frozen=True, eq=False)
 class Steps:
     """A model as it is served: few of its layers, and what is known of all of them."""
@@ -76,6 +111,7 @@ class Steps:
     cache: tuple[CachedLayer, ...]  # of each layer of the model
     hidden: int  # elements that a layer hands to the next one, per token
     itemsize: int
+    latents: int = 0  # where keys are compressed: how many copies of them the tensor parallel devices have, one each
 
     def prefill(self, prompts: int, tokens: int) -> Graph:
         """Prompts of so many tokens; one for each replica."""
@@ -88,10 +124,13 @@ class Steps:
         cache.layers = []
         for k in range(len(self.blocks)):
             one = self.cache[self.corresponding.index(k)]
-            shapes = [(batch, one.heads, one.tokens(tokens), d) for d in (one.key_dim, one.value_dim)]
-            cache.layers.append(PagedLayer(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)))
+            dims = (one.key_dim, one.value_dim) if not self.latents else (one.key_dim + one.value_dim,)
+            shapes = [(batch, self.latents or one.heads, one.tokens(tokens), d) for d in dims]
+            held = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+            cache.layers.append(PagedLayer(held[0], held[-1]))
         ids = torch.empty(batch, 1, dtype=torch.int64, device="meta")
-        return self._captured({"input_ids": ids, cache_name(self.few) or "cache": cache})
+        graph = self._captured({"input_ids": ids, cache_name(self.few) or "cache": cache})
+        return _reads_once(graph) if self.latents else graph
 
     def _captured(self, inputs: dict[str, Any]) -> Graph:
         transformers.AttentionInterface.register(PAGED, paged_attention)  # transformers builds no mask for a name that it doesn't know
@@ -110,11 +149,13 @@ def steps_of(model: nn.Module, key_value_heads: int | None = None, parts: int = 
             f"{_published(model).__name__} has attention of its own, not that of transformers' AttentionInterface, so its decode step "
             "can't be priced; plan it as it is: autoshard plan hf:DIR --set cache=dynamic"
         )
-    if getattr(config, "kv_lora_rank", None):
+    is_latent = bool(getattr(config, "kv_lora_rank", None))
+    if is_latent and (getattr(config, "index_topk", None) or not any(hasattr(part, "expand_kv") for part in model.modules())):
         raise ValueError(
-            f"{_published(model).__name__} keeps compressed keys (multi-head latent attention), which engines read with kernels of their "
-            "own that are not priced; plan its steps as they are: autoshard plan hf:DIR --set cache=dynamic"
+            f"{_published(model).__name__} keeps compressed keys of which a step reads few (sparse attention), or expands them in a way "
+            "that isn't known here, so its decode step can't be priced; plan it as it is: autoshard plan hf:DIR --set cache=dynamic"
         )
+    latents, key_value_heads = (key_value_heads or 1, None) if is_latent else (0, key_value_heads)
     if key_value_heads is not None or parts > 1:
         model = _rebuilt(model, key_value_heads, parts)
     name = _layers_of(model)
@@ -125,13 +166,15 @@ def steps_of(model: nn.Module, key_value_heads: int | None = None, parts: int = 
     for one in {id(c): c for c in (few.config, text_config(few))}.values():
         one._attn_implementation = PAGED
     _returns_last_logits(few)
+    for part in few.modules() if is_latent else ():
+        _leaves_stored_keys(part)
     transformers.AttentionInterface.register(PAGED, paged_attention)
     held, corresponding = cached_layers(few), _corresponding(total, depth, container)
     if len(held) != depth:
         raise ValueError(f"{len(held)} of {depth} layers of {type(model).__name__} use the cache; expected all of them")
     blocks = tuple(f"{name}.{k}" for k in range(depth))
     itemsize = next(p.element_size() for p in few.parameters() if p.is_floating_point())
-    return Steps(few, blocks, corresponding, tuple(held[k] for k in corresponding), config.hidden_size, itemsize)
+    return Steps(few, blocks, corresponding, tuple(held[k] for k in corresponding), config.hidden_size, itemsize, latents)
 
 
 def _published(model: nn.Module) -> type:
@@ -207,6 +250,18 @@ def _returns_last_logits(model: nn.Module) -> None:
         return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
     model.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+
+
+def _leaves_stored_keys(module: nn.Module) -> None:
+    """Makes a layer of latent attention hand stored keys on as they are."""
+    original = type(module)
+    if not hasattr(original, "expand_kv"):
+        return
+
+    def expand_kv(self: Any, latent: Any, rotary: Any) -> Any:
+        return (latent, rotary) if isinstance(latent, Stored) else original.expand_kv(self, latent, rotary)  # type: ignore[attr-defined]
+
+    module.__class__ = type(original.__name__, (original,), {"expand_kv": expand_kv, "__module__": original.__module__})
 
 
 def block_of_layer(name: str, blocks: tuple[str, ...]) -> int | None:
