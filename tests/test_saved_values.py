@@ -34,7 +34,7 @@ from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import DEVICES
 from autoshard.planning.few_layers import corresponding_ops
 from autoshard.planning.options import Options
-from autoshard.planning.selecting import _in_few_layers, _Search, answered_per_tensor
+from autoshard.planning.selecting import _in_few_layers, _in_turn, _Search, _Selected, answered_per_tensor
 from autoshard.precision import Precision
 from autoshard.problem import evaluate
 from autoshard.simulate.timeline import timeline_of
@@ -282,6 +282,39 @@ def test_a_value_is_copied_back_before_it_is_read(precision):
         choice = replace(chosen_with(graph, offloaded=[name]), offloaded={name: Offload(before)})
         run = selective(graph, choice)
         assert (run.index[f"{name}.{RELOADED}"], 0) in run.users, (name, before)
+
+
+@pytest.mark.parametrize("more", [0.0, 0.1, None])
+@pytest.mark.parametrize("bandwidth", [3e9, 55e9])
+def test_values_are_copied_back_in_turn_where_their_bytes_fit(more, bandwidth):
+    """From right before their readers to where the link is in time: no peak above the limit, no longer a time line."""
+    graph, mesh = capture(*mlp.tiny(layers=6, batch=2048), training=True), replace(PAIR, device=replace(HOST, host_bandwidth=bandwidth))
+    offloaded, reader = [name for name in saved_of(graph)[2] if name.startswith(("gelu", "addmm"))], {}
+    for name in offloaded:
+        i, k = graph.index[name.rpartition(".")[0]], int(name.rpartition(".")[2])
+        reader[name] = min(j for j, _ in graph.users[i, k] if graph.ops[j].backward)
+    chosen = Chosen(frozenset(), {name: Offload(graph.ops[reader[name]].name) for name in offloaded})
+
+    def of(chosen, limit):
+        formulated = priced(selective(graph, chosen), mesh, limit)
+        choice = solve(replace(formulated.problem, usage_limit=None)).choice
+        return _Selected(chosen, formulated, choice, evaluate(formulated.problem, choice))
+
+    limit = None if more is None else of(chosen, None).judged.peak * (1 + more)
+    late = of(chosen, limit)
+    early = of(Chosen(frozenset(), _in_turn(asked(graph, mesh, memory_limit=limit, recompute="auto"), late)), limit)
+    lines = [timeline_of(one.formulated, one.choice, join=True) for one in (late, early)]
+    assert early.judged.fits and early.judged.cost == pytest.approx(late.judged.cost)
+    assert lines[1].seconds <= lines[0].seconds * (1 + 1e-9)
+    run = early.formulated.graph
+    places = {name: run.index[f"{name}.{RELOADED}"] for name in offloaded}
+    assert all(run.index[f"{name}.{OFFLOADED}"] < place for name, place in places.items())
+    reads = {name: min(j for j, _ in run.users[place, 0]) for name, place in places.items()}
+    assert all(place < reads[name] for name, place in places.items()) and set(early.chosen.offloaded) == set(offloaded)
+    assert more is not None or sorted(offloaded, key=places.get) == sorted(offloaded, key=reads.get)
+    if more is None:
+        moved = sum(place < late.formulated.graph.index[f"{name}.{RELOADED}"] for name, place in places.items())
+        assert moved == len(offloaded) and (bandwidth < 5e9 or lines[1].seconds < 0.97 * lines[0].seconds)
 
 
 def test_a_plan_without_choices_has_no_policy():

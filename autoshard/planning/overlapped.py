@@ -324,7 +324,8 @@ class _Search:
                     seconds = self.offer(mixed)
                     if is_new:
                         tried = self.simulations - left[0]
-                        self._say(f"{tried:.0f} of at most {self.simulations} time lines", 1 + tried / (2 * self.simulations))
+                        if not tried % 5:
+                            self._say(f"{tried:.0f} of at most {self.simulations} time lines", 1 + tried / (2 * self.simulations))
                         spent = 1.0 if seconds < math.inf else UNFIT
                         left[k] -= spent
                         idle = 0 if seconds < (1 - LITTLE) * self.seconds[x] else idle + spent

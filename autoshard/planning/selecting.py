@@ -1,7 +1,7 @@
 """Recomputation and offloading per tensor, chosen together with the layouts (formulate.saved_values).
 
 _AllWays         the problem of all ways to get the saved values, in which a share e of the transfers to and from the host costs
-_selected        the graph of an answer to it, with the answer's layouts, judged as any other
+_selected        the graph of an answer to it, with the answer's layouts, judged as any other; what is offloaded comes back in turn
 _in_few_layers   the same of few layers, from which the search for the shortest time line begins at every price
 _Search.best     the best of these, with a bound on all of them:
                  1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
@@ -11,14 +11,30 @@ _Search.best     the best of these, with a bound on all of them:
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autoshard.cost import host_bandwidth
+import numpy as np
+
+from autoshard.cost import host_bandwidth, host_seconds
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, SavedValues, chosen_of, hidden_seconds, transfer_seconds_of, with_pins, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, SUFFIX, Chosen, Graph, alternatives, forward_blocks, repeated_blocks, selective
+from autoshard.graph import (
+    OFFLOADED,
+    RELOADED,
+    SUFFIX,
+    Chosen,
+    Graph,
+    Offload,
+    alternatives,
+    constants,
+    forward_blocks,
+    repeated_blocks,
+    selective,
+)
+from autoshard.layout import local_numel
 from autoshard.planning.baselining import solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
@@ -29,7 +45,7 @@ from autoshard.planning.question import ModelGraphs, Question, stepped
 from autoshard.planning.refusal import smallest_limit
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.variants import Answered
-from autoshard.problem import Evaluation, evaluate, without_limit
+from autoshard.problem import Evaluation, evaluate, usage_profile, without_limit
 from autoshard.solution import noted_choice
 from autoshard.solvers import Answer, Status
 from autoshard.strategies import candidates
@@ -38,6 +54,7 @@ MOST_SHARES = 4  # e: each takes as long as a plan
 NEAR = 0.01  # of such a share
 LINE_GAP = 0.03, 0.06  # relative: at e = 0, which is hard where much is offloaded; the crossing of its line is what counts; in a hurry
 ROUGH = 0.03  # relative: in a hurry, until the shares of crossings change little; a quarter of the seconds
+LEAD = 1.1  # a value is copied back so many times its transfer's seconds before the next one is
 LEAST_GAIN = 1e-9  # relative: a bound above a cost by less is rounding
 
 
@@ -212,16 +229,50 @@ def _lines(saved: SavedValues, answer: Answer) -> dict[tuple[int, ...], tuple[fl
 
 
 def _selected(question: Question, saved: SavedValues, choice: Sequence[int]) -> _Selected:
-    """The graph of an answer, with the answer's layouts; without copies of views whose storage is kept, where those change nothing."""
+    """The graph of an answer, with the answer's layouts; without copies of views whose storage is kept, and with values copied back in
+    turn, where that fits and costs no more."""
     offloads, hidden = transfer_seconds_of(saved, choice), hidden_seconds(saved)
     chosen = chosen_of(saved, choice, max(0.0, 1 - hidden / offloads) if offloads else 0.0)
+    plain = _as_graph(question, saved, choice, chosen)
+    own = evaluate(saved.problem, choice).cost - 2 * saved.exposed * offloads  # seconds of the answer without transfers
+    in_turn = replace(chosen, offloaded=_in_turn(question, plain))
     spare = {name for name in chosen.recomputed if _is_view_of_kept(question.graph, chosen, name)}
-    if spare:
-        less = _as_graph(question, saved, choice, replace(chosen, recomputed=chosen.recomputed - spare))
-        own = evaluate(saved.problem, choice).cost - 2 * saved.exposed * offloads  # seconds of the answer without transfers
-        if less.judged.fits and less.judged.cost <= (own + 2 * max(0.0, offloads - hidden)) * (1 + LEAST_GAIN):
-            return less
-    return _as_graph(question, saved, choice, chosen)
+    for better in (replace(in_turn, recomputed=chosen.recomputed - spare), in_turn):
+        if better != chosen:
+            one = _as_graph(question, saved, choice, better)
+            if one.judged.fits and one.judged.cost <= (own + 2 * max(0.0, offloads - hidden)) * (1 + LEAST_GAIN):
+                return one
+    return plain
+
+
+def _in_turn(question: Question, one: _Selected) -> dict[str, Offload]:
+    """Where offloaded values are copied back, one after the other on the link: each in time for the next one, where its bytes fit from
+    then on."""
+    graph, problem, mesh = one.formulated.graph, one.formulated.problem, question.mesh
+    runs = [op.backward and op.kind not in (OFFLOADED, RELOADED) for op in graph.ops]
+    seconds = [float(cost[i]) if run else 0.0 for run, cost, i in zip(runs, problem.node_costs, one.choice)]
+    begins = np.concatenate([[0.0], np.cumsum(seconds)])  # of each op
+    times, total = usage_profile(problem, one.choice)
+    held = np.append(total, 0.0)[np.searchsorted(times, np.arange(len(graph.ops)), side="right") - 1]
+    spare = (math.inf if problem.usage_limit is None else problem.usage_limit) - held
+    moved = constants(question.graph)
+    names = {op.name for i, op in enumerate(question.graph.ops) if i not in moved}
+    usable = [i for i, op in enumerate(graph.ops) if runs[i] and not op.is_placeholder and op.name in names]
+    reader = {i: min(j for j, _ in graph.users[i, 0]) for i, op in enumerate(graph.ops) if op.kind == RELOADED}
+    offloaded, free = dict(one.chosen.offloaded), math.inf
+    for i, at in sorted(reader.items(), key=lambda item: (-item[1], -item[0])):
+        output, layout = graph.ops[i].output, one.formulated.candidate(i, one.choice).outputs[0]
+        assert layout is not None
+        size = local_numel(output.shape, layout, mesh) * output.itemsize
+        free = min(free, begins[at]) - LEAD * host_seconds(size, mesh.device)
+        first = usable[max(bisect_right(usable, free, key=begins.__getitem__) - 1, 0)]
+        full = np.flatnonzero(spare[first:i] < size)
+        place = min((k for k in usable if k > first + full[-1]), default=i) if len(full) else first
+        if place < i:
+            spare[place:i] -= size
+            name = graph.ops[i].name.removesuffix(f".{RELOADED}")
+            offloaded[name] = replace(offloaded[name], before=graph.ops[place].name)
+    return offloaded
 
 
 def _is_view_of_kept(graph: Graph, chosen: Chosen, name: str) -> bool:
