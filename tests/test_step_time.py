@@ -74,3 +74,15 @@ def test_more_work_is_never_faster_though_more_hides_behind_it(launcher):
     assert both.sum() > 100
     fast, slow = (prices_of(some[both], sizes, site, launcher).seconds for some in (rows, again))
     assert (slow >= fast).all()
+
+
+@pytest.mark.parametrize("launcher, sizes, how", [
+    ("automodel", FLAVORS["deepseek_v3", "16B"], {"data": 2, "shard": 2, "zero": 3, "recompute": "selective_op"}),
+    ("megatron", FLAVORS["qwen3", "30B-A3B"], {"context": 2, "zero": 1, "expert_tensor": 8, "async_expert": True}),
+])  # fmt: skip
+def test_a_faster_link_is_never_slower_where_the_host_is_what_kernels_wait_for(launcher, sizes, how):
+    """What hides behind collectives of tensor parallelism has less to hide behind; but the host's launches take as long as before."""
+    run = TrainingRuns.of([Launch(16, 2048, 32, microbatch=4, tensor=8, sequence_parallel=True, expert=2, **how)])
+    assert legal(run, sizes, launcher).all()
+    seconds = [prices_of(run, sizes, Site(inside=inside), launcher).seconds.item() for inside in (3e11, 6e11, 3e12)]
+    assert seconds == sorted(seconds, reverse=True)

@@ -128,8 +128,8 @@ def launch_seconds(launches: TrainingRuns, sizes: ModelSizes, site: Site, launch
     """Seconds of a step of launches by kind."""
     runs, constants, split = _described(launches, sizes, site, launcher, fitted)
     one, ends = of_each_kind(block, runs, constants)
-    of_experts, _, more = experts(runs, sizes, constants, split, one) if sizes.experts else ({}, {}, NOTHING)
-    parts = step_parts(runs, constants, split, one, ends, more)
+    of_experts, _, more = experts(runs, sizes, constants, split, one) if sizes.experts else ({}, {}, (NOTHING, NOTHING))
+    parts = step_parts(runs, constants, split, one, ends, *more)
     if runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
@@ -204,9 +204,9 @@ def _described(
 
 def experts(
     runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block | None = None
-) -> tuple[Parts, Kinds, np.ndarray]:  # fmt: skip
-    """What a mixture needs beyond its dense model: bytes per device by kind; or with a block's seconds those per step by kind, and of one
-    block and microbatch, which other stages wait for."""
+) -> tuple[Parts, Kinds, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+    """What a mixture needs beyond its dense model: bytes per device by kind; or with a block's seconds those per step by kind, and those
+    of one block and microbatch for `step_parts`."""
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
@@ -224,7 +224,7 @@ def experts(
         at_hand = np.minimum(blocks * largest, 2)  # by FSDP: a block and the next
         kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2.0 * at_hand * local, 0.0)
         kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
-        return {}, kinds, NOTHING
+        return {}, kinds, (NOTHING, NOTHING)
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
@@ -251,7 +251,9 @@ def experts(
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
         "data parallel": times * sent + runs.microbatches * edges + reduced,
     }  # fmt: skip
-    return parts, {}, sizes.expert_layers / runs.layers * (exchanged + few + sent)
+    beside = sent + np.where(runs.async_expert > 0, exchanged, 0.0)
+    share = sizes.expert_layers / runs.layers
+    return parts, {}, (share * (exchanged + few + sent - beside), share * beside)
 
 
 def _experts_seconds(runs: TrainingRuns, constants: RunConstants, sizes: ModelSizes) -> tuple[np.ndarray]:

@@ -25,11 +25,14 @@ TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 
 
-def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block, more: np.ndarray = NOTHING) -> Parts:
+def step_parts(
+    runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block, more: np.ndarray = NOTHING,
+    sent: np.ndarray = NOTHING,
+) -> Parts:  # fmt: skip
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
     launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split:
     `stages(runs, ...)`, which depends on no constant but `balanced`. one, ends: as `block` has them. more: seconds of a block besides, of
-    which only what waits for them is counted here."""
+    which only what waits for them is counted here. sent: such seconds beside kernels; the host's launches may take longer than both."""
     (forward, backward), has = one.seconds, constants.has
     hidden, edges = _with_fsdp(one, runs, constants)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)
@@ -38,7 +41,7 @@ def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: 
     host, head_seconds = host_seconds(runs, constants, one), sum(head.values())
 
     def stage(blocks: np.ndarray, heads: np.ndarray | float) -> np.ndarray:
-        return np.maximum(blocks * hidden + heads * head_seconds, blocks * host) + blocks * more
+        return np.maximum(blocks * (hidden + sent) + heads * head_seconds, blocks * host) + blocks * more
 
     p, m = runs.pipeline, runs.microbatches
     mean, blocks = stage(runs.layers / p, 1 / p), runs.layers / p
@@ -51,7 +54,7 @@ def step_parts(runs: TrainingRuns, constants: RunConstants, split: Stages, one: 
     return {
         **parts,
         "data parallel": m * (blocks * np.maximum(hidden - forward - backward, 0.0) + edges * (p == 1)) + late,
-        "host": m * np.maximum(blocks * host - (blocks * hidden + head_seconds / p), 0.0),
+        "host": m * np.maximum(blocks * host - (blocks * (hidden + sent) + head_seconds / p), 0.0),
         "bubble": m * (slowest - mean) + has("bubble") * bubbles(runs, one) * (p * mean - slowest + (p - 1) * transfer),
         "transfers": m * transfer,
         "optimizer": optimizer,
