@@ -514,6 +514,29 @@ def test_arguments_are_read_as_a_shell_has_them():
     }  # fmt: skip
 
 
+SHELL = [  # lines of a script, and what a shell gives its command
+    (["A=2 B=3", "run --a $A --b ${B}"], {"a": ["2"], "b": ["3"]}),
+    (["local A=2", "readonly B=3", "declare -i C=4; export D='5' E=\"6\"", "run --a $A $B $C $D $E"], {"a": [*"23456"]}),
+    ([': "${A:=7}"', "run --a $A"], {"a": ["7"]}),
+    (["A=64", "B=$((A/(2*4)))", "C=$(( 8 + 2 * B - 1 ))", "run --a $B --b $C --c $((C%4*A)) --d $((A**9))"],
+     {"a": ["8"], "b": ["23"], "c": ["192"], "d": ["$((64**9))"]}),
+    (["run --a=\"1\" --b='2' --c 3"], {"a": ["1"], "b": ["2"], "c": ["3"]}),
+    (['A=" --a 1 --b x y"', "python train.py $A"], {"a": ["1"], "b": ["x", "y"]}),
+    (["A=(", "  --a 1", '  --b "x y"', ")", "python train.py ${A[@]} --c 3"], {"a": ["1"], "b": ["x", "y"], "c": ["3"]}),
+    (["A=1", "if debug; then", "  A=2; B=3", "else", "  B=4", "fi", "C=1", "C=2", "run --a $A --b $B --c $C"],
+     {"a": ["$A"], "b": ["$B"], "c": ["2"]}),  # only a shell knows
+    (["case $SIZE in", "  8B) A=32 ;;", "  70B) A=80 ;;", "esac", "[ x ] || run --a $A"], {"a": ["$A"]}),
+    (["A=1", "if more; then A=\"$A 2\"; B=3; fi", "run --a $A --b $B"], {"a": ["1", "2"], "b": ["3"]}),
+    (["A=1", "case $1 in --tp) A=$2 ;; esac", "run --a $A"], {"tp": [], "a": ["1"]}),
+]
+
+
+@pytest.mark.parametrize("lines, said", SHELL, ids=lambda value: str(value)[:40])
+def test_arguments_are_those_that_a_shell_gives(lines, said):
+    assert arguments_of("\n".join(lines)) == said
+
+
+
 def test_copies_of_zero_1_states_add_up_after_they_are_scattered():
     """Links of one kind: a reduction by scatter and gather in a node sends what one over all sends, less of it between nodes."""
     launch = Launch(512, 4096, 512, data=512, shard=512, zero=1)

@@ -7,13 +7,15 @@ A text may be hostile: what its variables, aliases and merges stand for is count
 proportional to the text. What is written is compared with what the format's own parser reads of it.
 """
 
+import ast
 import json
 import math
+import operator
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -25,8 +27,13 @@ from autoshard.reading import DEEPEST, check_sound
 NAME = re.compile(r"[A-Za-z_]\w*")
 DEFAULT = re.compile(r"\$\{(\w+):?[-=]([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-ARITHMETIC, BARE = re.compile(r"\$\(\([^()]*\)\)"), re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*")  # $((A*B)): names without $
-PRODUCT = re.compile(r"\$\(\( *(\d{1,9}(?: *\* *\d{1,9}){0,3}) *\)\)")  # $((8*2))
+ARITHMETIC, BARE = re.compile(r"\$\(\((?:[^()]|\([^()]*\))*\)\)"), re.compile(r"(?<![\w$])(?<!\$\{)[A-Za-z_]\w*")  # $((A*B)): without $
+NUMBERS = re.compile(r"\$\(\(((?:[\d+*/% -]|\([\d+*/% -]*\)){1,40})\)\)")  # $((8*(2+1)))
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
+DECLARED = re.compile(r"^(?:(?:then|else|do|export|local|readonly|declare|typeset)\s+|-\w+\s+|[^\s()=$]+\)\s*)*")  # before NAME=value
+ASSIGNED = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s"'#(]*)(?:\s+|$)""")
+PRESET = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # ${NAME:=value}
+BRANCHES = {"if": 1, "case": 1, "fi": -1, "esac": -1}
 PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
 DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
 MOST_EXPANDED = 10**6  # characters
@@ -175,23 +182,27 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
     text = _with_defaults(text, lambda one: one[0].replace("\n", " "))
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    variables = Variables({})
+    variables, depth = Variables({}), 0
     for line in lines:
         for part in re.split(r";(?=\s|$)", line):
-            variables.note(part)
+            depth += BRANCHES.get(part.strip().partition(" ")[0], 0)
+            variables.note(part, depth > 0)
     uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
-    words = [word.strip("\"'\\,;") for line in uncommented for word in re.split(r"\s+", line)]
-    # parentheses that are not closed within a word are those of an array of options
-    words = [word if word.count("(") == word.count(")") else word.strip("\"'()\\,") for word in words]
     options: dict[str, list[str]] = {}
-    name = ""
-    for word in words:
+    name, is_quoted, began_quoted = "", False, False
+    for written in (word for line in uncommented for word in re.split(r"\s+", line)):
+        word, closes = written.strip("\"'\\,;"), written.count(")") > written.count("(")
+        if written.count("(") != written.count(")"):  # of an array of options, not of a word
+            word = word.strip("\"'()\\,")
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-            name = name.replace("_", "-")
-            options[name] = [value] if value else []
+            name, began_quoted = name.replace("_", "-"), is_quoted or written[0] == '"'
+            options[name] = [value.strip("\"'")] if value else []
         elif name and word:
             options[name].append(word)
+        is_quoted ^= written.count('"') % 2 == 1
+        if closes or (began_quoted and not is_quoted):  # the end of the options, behind which a command follows
+            name = ""
     return options
 
 
@@ -201,13 +212,27 @@ class Variables:
 
     known: dict[str, str]
     left: int = MOST_EXPANDED
+    unsure: set[str] = field(default_factory=set)  # which the branches of an if or a case set differently
 
-    def note(self, line: str) -> None:
-        """The variable that a line sets, if it does: [export] NAME=value # comment."""
-        name, is_one, rest = re.sub(r"^export\s+", "", line.strip()).partition("=")
-        value = rest[:1] + rest[1:].partition("#")[0]
-        if is_one and NAME.fullmatch(name) and not (value.strip() and value[0].isspace()) and value[:1] != "(":
-            self.known[name] = self.replaced(value.strip().strip("\"'"))
+    def note(self, line: str, in_branch: bool = False) -> None:
+        """The variables that a line sets, if it does: [export] NAME=value [NAME=value] # comment."""
+        for name, value in PRESET.findall(line):
+            self.known.setdefault(name, value)
+        line = line.strip()[DECLARED.match(line.strip()).end() :]  # type: ignore[union-attr]
+        several = ASSIGNED.findall(line) if re.fullmatch(f"(?:{ASSIGNED.pattern}){{2,}}(?:#.*)?", line) else [line.partition("=")[::2]]
+        for name, rest in several:
+            value = rest[:1] + rest[1:].partition("#")[0]
+            if "=" in line and NAME.fullmatch(name) and not (value.strip() and value[0].isspace()) and value[:1] != "(":
+                self._set(name, self.replaced(value.strip().strip("\"'")), in_branch, re.search(rf"\$\{{?{name}\b", value) is not None)
+
+    def _set(self, name: str, value: str, in_branch: bool, adds: bool) -> None:
+        differs = in_branch and not adds and (name in self.unsure or self.known.get(name, value) not in ("", value))
+        if differs and "$" not in value:
+            self.unsure.add(name)
+            self.known.pop(name, None)
+        elif not differs:
+            self.unsure.discard(name)
+            self.known[name] = value
 
     def replaced(self, text: str) -> str:
         """The text with the variables' values. ValueError, before it is made, where it would be too long."""
@@ -221,7 +246,19 @@ class Variables:
 
         text = _with_defaults(text, lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2])
         text = ARITHMETIC.sub(lambda one: BARE.sub(r"$\g<0>", one[0]), text)
-        return PRODUCT.sub(lambda product: str(math.prod(map(int, product[1].split("*")))), VARIABLE.sub(value, text))
+        return NUMBERS.sub(_calculated, VARIABLE.sub(value, text))
+
+
+def _calculated(text: re.Match[str]) -> str:
+    """What a shell makes of $((8*(2+1))); the text itself where that is no number."""
+
+    def value(node: Any) -> int:
+        return OPERATORS[type(node.op)](value(node.left), value(node.right)) if isinstance(node, ast.BinOp) else node.value
+
+    try:
+        return str(value(ast.parse(text[1].strip(), mode="eval").body))
+    except (SyntaxError, KeyError, AttributeError, ZeroDivisionError):
+        return text[0]
 
 
 def flat(data: Mapping[str, Any], section: str = "") -> dict[str, Any]:
