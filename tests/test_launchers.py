@@ -858,3 +858,9 @@ def test_strategies_of_the_first_fsdp_shard_over_all_ranks_or_inside_a_node(stra
     known = Overrides(sizes=LLAMA8, seq=4096, microbatch=1, global_batch=devices)
     launch = read_configuration("accelerate", text, "a.yaml", known).launch
     assert (launch.data, launch.shard, launch.zero) == (devices, shard, zero)
+
+
+def test_rotary_positions_by_their_former_name_are_no_table():
+    text = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --max-position-embeddings 64"
+    sizes = [read_configuration("megatron", text + more, "a.sh", Overrides(8)).sizes for more in ("", " --use-rotary-position-embeddings")]
+    assert [of.learned_positions for of in sizes] == [True, False]

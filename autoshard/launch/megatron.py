@@ -44,6 +44,7 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
 EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
 EXCHANGE, LEVELS = "cp-comm-type", "hierarchical-context-parallel-sizes"
 UNTIED, PRECISE = "untie-embeddings-and-output-weights", "use-precision-aware-optimizer"
+LEARNED = "learned_absolute"  # positions
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
 FLAGS = frozenset({  # arguments that have no value: what stands behind them is something else
     "sequence-parallel", "bf16", "fp16", "fp8-param-gather", "grad-reduce-in-bf16", "use-distributed-optimizer", "use-torch-fsdp2",
@@ -290,8 +291,8 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     return ModelSizes(
         layers, width, ffn, heads, kv_heads=a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab=vocab,
         head_dim=head_dim, tied="untie-embeddings-and-output-weights" not in a, gated=gated,
-        learned_positions=a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
-        qk_norm="qk-layernorm" in a and not latent,
+        learned_positions="use-rotary-position-embeddings" not in a and a.text("position-embedding-type", LEARNED) == LEARNED, **more,
+        latent=latent, qk_norm="qk-layernorm" in a and not latent,
     )  # fmt: skip
 
 
@@ -334,7 +335,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "num-layers": m.layers, "hidden-size": m.width, "ffn-hidden-size": m.ffn, "num-attention-heads": m.heads, "kv-channels": m.head_dim,
         "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,
         "disable-bias-linear": m.gated, "qk-layernorm": m.qk_norm,
-        "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": "learned_absolute" if m.learned_positions else "rope",
+        "untie-embeddings-and-output-weights": not m.tied, "position-embedding-type": LEARNED if m.learned_positions else "rope",
         "vocab-size": m.own_vocab, "make-vocab-size-divisible-by": PADDED["megatron"],
         "seq-length": launch.seq, "max-position-embeddings": launch.seq,
         "micro-batch-size": launch.microbatch, "global-batch-size": launch.global_batch,
