@@ -19,6 +19,7 @@ VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of token
 MOST_LAYERS = 10_000
 LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
 DATA = (".json", ".yaml", ".yml")
+UNFUSED = "no-gradient-accumulation-fusion"
 GROUP = "microbatch-group-size-per-virtual-pipeline-stage"
 LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF = (
     "pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage",
@@ -27,12 +28,12 @@ LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF = (
 )  # fmt: skip
 CONFLICTS = (
     ((LAYOUT,), (VIRTUAL, PER_VIRTUAL, *ENDS_OF)), ((VIRTUAL,), (PER_VIRTUAL,)), ((PER_VIRTUAL,), ENDS_OF[:2]), (ENDS_OF[:2], ENDS_OF[2:]),
-    (("use-torch-fsdp2",), ("use-distributed-optimizer",)),
+    (("use-torch-fsdp2",), ("use-distributed-optimizer",)), (("fp4-format",), ("fp8-format",)),
 )  # fmt: skip
 EXCLUSIVE = (
     frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF}),
     frozenset({"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy", "use-distributed-optimizer",
-               "fsdp-manual-registration", "fsdp-double-buffer"}),  # which need --use-megatron-fsdp
+               "fsdp-manual-registration", "fsdp-double-buffer", UNFUSED}),  # which need --use-megatron-fsdp; FSDP 2 needs the last
     frozenset({"recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method"}),
 )  # fmt: skip
 OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
@@ -41,6 +42,7 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
     "sequence-length": "seq-length", "devices": "nproc-per-node", "num-nodes": "nnodes", "fp8": "fp8-format", "fp4": "fp4-format",
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
+BALANCED = "moe-router-load-balancing-type"
 EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
 EXCHANGE, LEVELS = "cp-comm-type", "hierarchical-context-parallel-sizes"
 UNTIED, PRECISE = "untie-embeddings-and-output-weights", "use-precision-aware-optimizer"
@@ -49,7 +51,7 @@ NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current":
 FLAGS = frozenset({  # arguments that have no value: what stands behind them is something else
     "sequence-parallel", "bf16", "fp16", "fp8-param-gather", "grad-reduce-in-bf16", "use-distributed-optimizer", "use-torch-fsdp2",
     "use-megatron-fsdp", "use-custom-fsdp", "fsdp-manual-registration", "fsdp-double-buffer", "optimizer-cpu-offload", PRECISE,
-    "recompute-activations", "checkpoint-activations",
+    "recompute-activations", "checkpoint-activations", UNFUSED,
     EXPERT_OVERLAP, *ENDS_OF[2:],
 })  # fmt: skip
 RECOMPUTABLE = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}  # transformer_config.py
@@ -65,6 +67,10 @@ class Arguments(dict[str, list[str]]):
             return default
         return integer(self[name][0] if self[name] else "", f"--{name}", least)
 
+    def known(self, name: str) -> int:
+        """A number where it is written as one, else 0."""
+        return int(text) if (text := self.text(name)).isdecimal() and len(text) < 10 else 0
+
     def text(self, name: str, default: str = "") -> str:
         return self[name][0] if self.get(name) else default
 
@@ -72,7 +78,24 @@ class Arguments(dict[str, list[str]]):
 REFUSED: tuple[tuple[str, Callable[[Arguments], bool], str], ...] = (  # lines of training/arguments.py
     ("use-torch-fsdp2", lambda a: a.number("pipeline-model-parallel-size", 1) > 1, "goes with no pipeline"),  # 1034
     ("use-torch-fsdp2", lambda a: a.number("expert-model-parallel-size", 1) > 1, "goes with no expert parallelism"),  # 1036
-    ("use-torch-fsdp2", lambda a: UNTIED not in a, f"needs --{UNTIED}"),  # 1044
+    ("use-torch-fsdp2", lambda a: not {UNTIED, UNFUSED} <= a.keys(), f"needs --{UNTIED} and --{UNFUSED}"),  # 1040, 1044
+    ("tp-comm-overlap", lambda a: "sequence-parallel" not in a or a.number("tensor-model-parallel-size", 1) == 1,
+     "needs --sequence-parallel and tensor parallelism"),  # 1439
+    ("distribute-saved-activations", lambda a: "sequence-parallel" in a and a.number("tensor-model-parallel-size", 1) > 1,
+     "goes with no --sequence-parallel"),  # transformer_config.py:1875
+    ("max-position-embeddings", lambda a: 0 < a.known("max-position-embeddings") < a.known("seq-length"),
+     "is less than --seq-length"),  # 1354
+    ("hidden-size", lambda a: not a.keys() & {"kv-channels", "multi-latent-attention"}
+     and a.known("hidden-size") % (a.known("num-attention-heads") or 1) > 0, "does not divide by --num-attention-heads"),  # 1332
+    ("moe-ffn-hidden-size", lambda a: "num-layers" in a and "num-experts" not in a and a.text("moe-layer-freq", "1") == "1",
+     "needs --num-experts"),  # transformer_config.py:1702
+    ("moe-router-topk", lambda a: a.number("moe-router-topk", 2) == 1 and "num-experts" in a and "moe-router-pre-softmax" not in a
+     and a.text("moe-router-score-function", "softmax") == "softmax" and "sinkhorn" not in a.get(BALANCED, []),
+     "of 1 needs --moe-router-pre-softmax"),  # transformer_config.py:2670
+    ("cpu-offloading", lambda a: a.number("pipeline-model-parallel-size", 1) > 1 or "recompute-granularity" in a,
+     "goes with neither a pipeline nor recomputation"),  # transformer_config.py:1846
+    ("optimizer-cpu-offload", lambda a: "fp8-param-gather" in a and a.text("fp8-recipe", "delayed") != "delayed",
+     "with --fp8-param-gather needs --fp8-recipe delayed"),  # 1889
     ("fp16", lambda a: "bf16" in a or "use-torch-fsdp2" in a, "goes with neither --bf16 nor --use-torch-fsdp2"),  # 1046, 1196
     ("optimizer-cpu-offload", lambda a: PRECISE not in a, f"needs --{PRECISE}"),  # 1885
     ("no-overlap-p2p-communication", lambda a: a.number("pipeline-model-parallel-size", 1) == 2 and (VIRTUAL in a or PER_VIRTUAL in a),
@@ -195,6 +218,9 @@ def _check_conflicts(a: Arguments, path: str) -> None:
     for name, is_refused, why in REFUSED:
         if name in a and is_refused(a):
             raise ValueError(f"{path}: --{name} {why}")
+    for name, known in (("recompute-granularity", ("full", "selective")), ("recompute-method", ("uniform", "block"))):
+        if a.text(name, known[0]) not in known:
+            raise ValueError(f"{path}: --{name} is {a.text(name)[:40]!r}; expected {' or '.join(known)}")
     granularity, more = a.text("recompute-granularity"), [name in a for name in ("recompute-method", "recompute-num-layers")]
     if granularity and more != [granularity == "full"] * 2:
         raise ValueError(f"{path}: --recompute-method and --recompute-num-layers go with --recompute-granularity full, and with no other")
@@ -347,7 +373,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         LEVELS: [launch.alltoall, launch.context // launch.alltoall] if 1 < launch.alltoall < launch.context else None,
         "expert-model-parallel-size": launch.expert if m.experts or launch.expert > 1 else None,
         "sequence-parallel": launch.sequence_parallel, "use-distributed-optimizer": launch.zero == 1, "use-torch-fsdp2": launch.zero == 3,
-        "optimizer-cpu-offload": launch.offload, PRECISE: launch.offload,
+        UNFUSED: launch.zero == 3, "optimizer-cpu-offload": launch.offload, PRECISE: launch.offload,
         INSTANCES: launch.replicate if launch.zero and launch.replicate > 1 else None,
         "recompute-granularity": {"none": None, "full": "full"}.get(launch.recompute, "selective"),
         "recompute-modules": [{"attn": "core_attn"}.get(name, name) for name in launch.recompute.split("+")]
