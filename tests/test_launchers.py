@@ -874,3 +874,11 @@ def test_rotary_positions_by_their_former_name_are_no_table():
     text = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --max-position-embeddings 64"
     sizes = [read_configuration("megatron", text + more, "a.sh", Overrides(8)).sizes for more in ("", " --use-rotary-position-embeddings")]
     assert [of.learned_positions for of in sizes] == [True, False]
+
+
+def test_a_bare_no_of_accelerates_yaml_is_one_kind_of_run():
+    """As accelerate's own 0_30_0_sagemaker.yaml has it; YAML reads it as false."""
+    text = "distributed_type: {}\nmixed_precision: bf16\nnum_processes: 1\n"
+    known = Overrides(sizes=LLAMA8, seq=4096, microbatch=1)
+    bare, quoted = (read_configuration("accelerate", text.format(no), "a.yaml", known) for no in ("NO", "'NO'"))
+    assert bare == quoted and bare.launch.zero == 0

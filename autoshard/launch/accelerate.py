@@ -68,7 +68,7 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
     if kind == "DEEPSPEED":
         zero = section.number("deepspeed_config.zero_stage", default=2)
         return (ranks if zero else 1), zero
-    if kind in ("MULTI_GPU", "NO"):
+    if kind in ("MULTI_GPU", "NO", "FALSE"):  # YAML reads a bare NO as false
         return 1, 0
     raise ValueError(f"{section.path}: distributed_type is {str(kind)[:40]}; expected FSDP, MULTI_GPU or DEEPSPEED")
 
