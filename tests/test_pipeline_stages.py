@@ -125,7 +125,18 @@ def chunks() -> tuple[Model, tuple]:
     return Model(forward, both=nn.Linear(6, 12), linears=nn.ModuleList(nn.Linear(6, 6) for _ in range(3))), (torch.randn(8, 6),)
 
 
-@pytest.mark.parametrize("build, least", [(residual_linears, 5), (residual_matmuls, 6), (chunks, 3)])
+def rows_of_a_buffer() -> tuple[Model, tuple]:
+    """Nothing but the transposed weight of the first layer is before the place that the fewest bytes cross."""
+
+    def forward(m, x):
+        for k, linear in enumerate(m.linears):
+            x = x + linear(x) * 0.3 + m.rows[k]
+        return x.square().mean()
+
+    return Model(forward, linears=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), rows=torch.randn(4, 6)), (torch.randn(8, 6),)
+
+
+@pytest.mark.parametrize("build, least", [(residual_linears, 5), (residual_matmuls, 6), (chunks, 3), (rows_of_a_buffer, 4)])
 def test_every_layer_has_its_own_parameters_and_gets_what_it_reads(build, least):
     layers = layers_of(capture(*build(), training=True))
     assert layers.count >= least

@@ -6,7 +6,8 @@ produced before position r and read after it, flops(a, b) of the ops between two
     G(q, r) = min over a of  max(G(q - 1, a), C(a))   with flops(a, r) <= (1 + eps) mean; of equals the evenest     (`clustered`)
 
 (Alpa, section 5.2). The positions are the boundaries of repeated blocks and the local minima of C. Ops that depend on no input and no
-parameter (masks, rotary tables) belong to no layer: every stage computes its own copy.
+parameter (masks, rotary tables) belong to no layer: every stage computes its own copy. A view of a parameter or an input (a weight
+transposed) belongs to the layer of the first op that reads it.
 
 A backward op belongs to the lowest layer among the gradients that it reads; it belongs to a lower one if it also reads a parameter or
 a forward value that only a lower layer uses, or if only the gradient of a lower layer's parameter needs it (a sum of what arrives, for
@@ -102,12 +103,24 @@ def _consists_of(layers: Layers, finer: Layers) -> bool:
     return len(inside) == finer.count and all(b[1] - a[1] in (0, 1) for a, b in pairwise(inside))
 
 
+def _views(graph: Graph, forward: list[int]) -> dict[int, list[int]]:
+    """The forward views of placeholders, last first, and what reads each in the forward."""
+    views = [i for i in reversed(forward) if graph.ops[graph.storage((i, 0))[0]].is_placeholder]
+    users = {i: [j for k in range(len(graph.ops[i].outputs)) for j, _ in graph.users.get((i, k), ())] for i in views}
+    return {i: readers for i in views if (readers := [j for j in users[i] if not graph.ops[j].backward])}
+
+
 def _divided(graph: Graph, forward: list[int], flops: list[float], boundaries: list[int]) -> Layers:
     of = [-1] * len(graph.ops)
+    views = _views(graph, forward)
+    computing = [at for at, i in enumerate(forward) if i not in views]
+    boundaries = sorted({next((at for at in computing if at >= b), b) for b in boundaries} - set(computing[:1]))
     layer = 0
     for at, i in enumerate(forward):
         layer += layer < len(boundaries) and at == boundaries[layer]
         of[i] = layer
+    for i, readers in views.items():
+        of[i] = min(of[j] for j in readers)
     _backward_layers(graph, of, len(boundaries))
     of, total = _merged(graph, of, len(boundaries) + 1)
     sums = [0.0] * total
