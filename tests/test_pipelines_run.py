@@ -4,16 +4,18 @@ import copy
 import math
 import os
 import time
+from functools import reduce
 
 import pytest
 import torch
 from helpers_pipelines import apart, as_pipeline, batch_of, dropping, in_one_process, model_of, planned, sharing, train, whole
 from helpers_ranks import results, run_ranks
+from torch import nn
 
 import autoshard
 from autoshard.api.running import captured_pipeline
 from autoshard.runtime.pipeline_verify import DrawsOfStages
-from tests.helpers_models import said
+from tests.helpers_models import Model, said
 
 LOSSES = 1e-5  # relative
 
@@ -211,3 +213,31 @@ def test_unequal_stages_train_as_one_process_does():
     plan = planned("gpt2", 3, stages=3, microbatches=2)
     assert sorted(len(stage.devices) for stage in plan.stages) == [1, 1, 2]
     _check("gpt2", plan, 3, 2)
+
+
+def partly_frozen():
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))})
+    model["layers"][:3].requires_grad_(False)
+    return Model(lambda m, x, y: nn.functional.mse_loss(reduce(lambda x, layer: x + layer(x), m.parts["layers"], x), y), parts=model)
+
+
+def _train_partly(rank, model, inputs, plan):
+    sharded = autoshard.parallelize(model, plan, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), example_inputs=inputs)
+    loss = sharded.step(*inputs)
+    before = whole(sharded)
+    return loss, {name: p.grad.full_tensor() for name, p in sharded.named_parameters() if p.grad is not None}, before
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_stage_may_have_nothing_to_train(schedule):
+    torch.manual_seed(0)
+    model, inputs = partly_frozen(), (torch.randn(8, 8), torch.randn(8, 8))
+    plan = autoshard.plan(model, inputs, autoshard.Cluster.of(2), microbatches=(2,), schedules=(schedule,), stages=2, grid=False)
+    held = results(2, _train_partly, model, inputs, plan)
+    losses = [model(*part) / 2 for part in zip(*(x.chunk(2) for x in inputs))]
+    sum(losses).backward()
+    expected, state = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, model.state_dict()
+    assert [len(gradients) for _, gradients, _ in held] == [0, len(expected)]
+    for loss, gradients, kept in held:
+        torch.testing.assert_close((loss, gradients), (sum(losses).detach(), {name: expected[name] for name in gradients}))
+        torch.testing.assert_close(kept, {name: state[name] for name in kept})

@@ -10,6 +10,7 @@ Zero-bubble schedules run the halves apart; the others run `backward`.
 
 from dataclasses import dataclass
 from operator import getitem
+from typing import Any
 
 from autoshard.graph import reached
 from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace, without_idle, write_in_place
@@ -37,7 +38,7 @@ class StageGraphs:
     of: RankGraphs
     forward: Boxed
     inference: Boxed  # without dropout
-    backward: Boxed | None
+    backward: Boxed  # in a stage that has nothing to train, these do nothing
     halves: Halves | None
 
 
@@ -54,14 +55,19 @@ def stage_graphs(stage: LoweredStage, where: Where, spare_bytes: float, *, halve
         scheduled([*graphs.passes.values(), inference], Pace(stage.mesh, where.groups), spare_bytes, where.second_group)
     for one in () if stage.program.is_even else (*graphs.passes.values(), inference):
         without_idle(one)
-    backward = None if graphs.backward is None else boxed(graphs.backward)
-    halves = _halves(graphs) if halved and graphs.backward is not None else None
+    backward = _nothing if graphs.backward is None else boxed(graphs.backward)
+    halves = _halves(graphs) if halved else None
     write_in_place(inference, graphs.loads, graphs.outputs)
     return StageGraphs(graphs, boxed(graphs.forward), boxed(inference), backward, halves)
 
 
+def _nothing(arguments: list[Any]) -> list[Any]:
+    return []
+
+
 def _halves(graphs: RankGraphs) -> Halves:
-    assert graphs.backward is not None
+    if graphs.backward is None:
+        return Halves(_nothing, _nothing, (), ())
     *nodes, output = graphs.backward.graph.nodes
     results = output.args[0]
     placeholders = [node for node in nodes if node.op == "placeholder"]

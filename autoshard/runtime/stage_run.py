@@ -123,7 +123,6 @@ class StageRun(PipelineStageBase):
         arguments = self.saved.pop(bwd_chunk_id)
         arguments += [self._tangent(name, received, bwd_chunk_id) for name in graphs.tangents] + self.where.position
         if full_backward:
-            assert self.graphs.backward is not None
             arguments += self._sums()  # no second list: it would hold what the pass frees
             with self._drawing():
                 values = dict(zip(graphs.gradients, self.graphs.backward(arguments), strict=True))
@@ -180,7 +179,7 @@ class StageRun(PipelineStageBase):
         return incoming.ops
 
     def _send(self, forward: bool, k: int) -> list[dist.P2POp]:
-        return outgoing(self.stage.leaves[forward], self.place.rank, self.held.pop((forward, k)), self.place.sends)
+        return outgoing(self.stage.leaves[forward], self.place.rank, self.held.pop((forward, k), {}), self.place.sends)
 
     def _received(self, forward: bool, k: int) -> dict[str, Tensor]:
         incoming = self.incoming.pop((forward, k), None)
