@@ -225,6 +225,8 @@ def _train_partly(rank, model, inputs, plan):
     sharded = autoshard.parallelize(model, plan, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), example_inputs=inputs)
     loss = sharded.step(*inputs)
     before = whole(sharded)
+    assert sharded.evaluate(*inputs).item() == pytest.approx(loss.item())
+    torch.testing.assert_close(whole(sharded), before)  # an evaluation is no step of the running means
     return loss, {name: p.grad.full_tensor() for name, p in sharded.named_parameters() if p.grad is not None}, before
 
 

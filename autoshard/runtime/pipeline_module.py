@@ -131,8 +131,14 @@ class PipelineModule(nn.Module):
         return loss
 
     def evaluate(self, *args: Any, weights: Sequence[float] | None = None, **kwargs: Any) -> Tensor:
-        """The loss of a batch, as `step` without gradients and without dropout. Every rank calls this."""
-        return self._runner.run(args, kwargs, weights, training=False)
+        """The loss of a batch, as `step` without gradients and without dropout. What a training step writes into buffers (running means of
+        batch norm) is not written. Every rank calls this."""
+        buffers = [local(x) for x in self.buffers()] if self._runner.plan.training else []
+        before = [x.clone() for x in buffers]
+        loss = self._runner.run(args, kwargs, weights, training=False)
+        for x, value in zip(buffers, before):
+            x.copy_(value)
+        return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
