@@ -148,6 +148,23 @@ def test_every_layer_has_its_own_parameters_and_gets_what_it_reads(build, least)
     assert {op.name.removeprefix(RECEIVED) for graph in stages for op in graph.ops if op.name.startswith(RECEIVED)} <= sent
 
 
+def test_what_is_written_into_a_buffer_is_written_where_it_is_read():
+    """One batch norm after each of three layers: its running means are read in the first, written in the third."""
+
+    def forward(m, x):
+        m.mean.copy_(torch.ones(6))  # computed by no layer
+        for k, linear in enumerate(m.linears):
+            x = x + (m.norm(linear(x)) if k < 3 else linear(x))
+        return (x - m.mean).square().mean()
+
+    model = Model(forward, linears=nn.ModuleList(nn.Linear(6, 6) for _ in range(7)), norm=nn.BatchNorm1d(6), mean=torch.zeros(6))
+    layers = layers_of(capture(model, (torch.randn(8, 6),), training=True))
+    assert layers.count >= 3
+    for graph in (stage_program(layers, v, v + 1).graph for v in range(layers.count)):
+        written = {result.name for result in graph.results if result.kind == "buffer"}
+        assert written <= {op.name for op in graph.ops if op.kind == "buffer"}
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_halved_stage_computes_the_same_and_sends_before_it_computes_gradients_of_parameters(recomputed):
     layers = layers_of(graph_of("mlp", True))

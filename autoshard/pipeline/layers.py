@@ -295,7 +295,8 @@ def _lower_to(graph: Graph, of: list[int], i: int, layer: int, needs: Callable[[
 
 
 def _merged(graph: Graph, of: list[int], count: int) -> tuple[list[int], int]:
-    """Merges layers between which a value would flow in the wrong direction: a forward value down, a backward value up."""
+    """Merges layers between which a value would flow in the wrong direction: a forward value down, a backward value up. What is written
+    into a buffer flows to all that read the buffer, in the next microbatch."""
     joined = [False] * count  # joined[l]: layer l belongs to l - 1
     for i, op in enumerate(graph.ops):
         if of[i] < 0:
@@ -304,5 +305,10 @@ def _merged(graph: Graph, of: list[int], count: int) -> tuple[list[int], int]:
             low, high = (of[i], of[a]) if not graph.ops[a].backward else (of[a], of[i])
             if 0 <= low < high and of[a] >= 0:
                 joined[low + 1 : high + 1] = [True] * (high - low)
+    for name, value in ((result.name, result.value) for result in graph.results if result.kind == "buffer"):
+        ends = [value[0]] if value else []
+        ends += [j for j, _ in graph.users.get((graph.index[name], 0), ()) if not graph.ops[j].backward]
+        layers = [of[i] for i in ends if of[i] >= 0] or [0]
+        joined[min(layers) + 1 : max(layers) + 1] = [True] * (max(layers) - min(layers))
     number = list(np.cumsum([not j for j in joined]) - 1)
     return [int(number[layer]) if layer >= 0 else -1 for layer in of], int(number[-1]) + 1
