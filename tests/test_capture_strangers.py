@@ -363,6 +363,7 @@ REFUSED = {
         linear(lambda layer, x: layer(x) if x.sum() > 0 else x),
         rf"{HERE}: its shapes or its control flow depend on the data",
     ),
+    "selected by the data": (linear(lambda layer, x: torch.combinations(layer(x)[0])), rf"{HERE}: its shapes .* depend on the data"),
     "counted by the data": (
         linear(lambda layer, x: layer(x) * sum((x > 0).sum(0).tolist())),
         r"(?s)^(?!.*nested).*depends? on the data",
