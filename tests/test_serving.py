@@ -304,6 +304,12 @@ def test_memory_decides_and_the_most_sequences_are_those_that_fit():
     assert all(0 < row.most_sequences < 10**9 and "the cache is too large" in row.why for row in many)
 
 
+def test_no_sequences_are_served_faster_than_each_of_them_takes():
+    answer = 2  # a prompt passes through the stages one after the other, and one sequence can't fill them
+    for row in serve_plan(llama(4), 4, max_tokens=4096, prompt=4096 - answer, batch=1).rows:
+        assert row.tokens_per_second <= answer / (row.seconds_to_first_token + (answer - 1) * row.seconds_per_token)
+
+
 def of_hf(name):
     return load_huggingface(str(HF / name), {})[0]
 

@@ -6,7 +6,7 @@ transfer between stages:
 
     time to first token    sum_k s_k + (p - 1) x                                 one prompt of `prompt` tokens, alone
     time per output token  max( sum_k (s_k + x),  m max_k (s_k + x) )            ceil(b / m) sequences per group; x = 0 where p = 1
-    tokens per second      r b n / ( b max_k (prefill s_k + x) + n * time per output token ),      n = max_tokens - prompt
+    tokens per second      r b n / ( max( sum_k, b max_k )(prefill s_k + x) + n * time per output token ),      n = max_tokens - prompt
     memory                 weights + b sum over the stage's layers of CachedLayer.bytes(max_tokens, t) + activations, of the fullest device
 
 Experts are sharded over the t devices: whole experts where t divides their number e, else g = t / gcd(e, t) parts of each, along the
@@ -223,7 +223,7 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
     why = "" if memory <= limit else _why_too_large(weights, activations, limit, most * r)
     return replace(
         row, why=why, seconds_to_first_token=first, seconds_per_token=token,
-        tokens_per_second=r * sequences * answer / (sequences * max(of_prompt) + answer * token) * batch / (r * sequences),
+        tokens_per_second=batch * answer / (max(sum(of_prompt), sequences * max(of_prompt)) + answer * token),
         weight_bytes=weights, cache_bytes=sequences * stored, activation_bytes=activations, memory_bytes=memory,
         most_sequences=max(most, 0) * r, copies=max(layer.copies(t) for layer in steps.cache),
         replicated_bytes=prefill.replicated, expert_bytes=prefill.experts,
