@@ -302,6 +302,7 @@ def test_memory_decides_and_the_most_sequences_are_those_that_fit():
     assert serve_plan(model, 2, **QUICK, memory_limit=1.0).best is None
     many = serve_plan(model, 2, max_tokens=32, batch=10**9).rows  # whose activations alone are too many
     assert all(0 < row.most_sequences < 10**9 and "the cache is too large" in row.why for row in many)
+    assert serve_plan(model, 1, max_tokens=10**11, batch=2).best is None  # more bytes than torch counts at the captured batch
 
 
 def test_no_sequences_are_served_faster_than_each_of_them_takes():
@@ -322,6 +323,7 @@ test_what_can_not_be_served_is_one_sentence = refusals(
     (lambda: serve_plan(sparse(), 2, **QUICK), "compressed keys of which a step reads few"),
     (lambda: serve_plan(llama(), 2, max_tokens=32, batch=0), "expected"),
     (lambda: serve_plan(llama(), 2, max_tokens=1, batch=8), "expected"),
+    (lambda: serve_plan(llama(), 2, max_tokens=10**12, batch=2), "batch is 2 and max_tokens 1000000000000; expected 1e.12 tokens of all"),
     (lambda: serve_plan(llama(), 2, **QUICK, prompt=32), "expected"),
     (lambda: serve_plan(llama(), 2, **QUICK, memory_limit=math.nan), "memory_limit is nan; expected bytes per device above 0"),
     (lambda: serve_plan(llama(), 2, **QUICK, devices_per_node=True), "expected"),

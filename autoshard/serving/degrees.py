@@ -36,6 +36,7 @@ from autoshard.serving.steps import Steps, expert_fields, steps_of
 from autoshard.solution import Solution
 from autoshard.units import size
 
+MOST_TOKENS = 10**12  # of all sequences: torch can't describe a cache of 2 ** 63 bytes
 MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (replicas, pipeline, tensor)
 
 
@@ -119,6 +120,8 @@ def serve_plan(
     asked = {"devices": devices, "max_tokens": max_tokens, "batch": batch, "devices_per_node": devices_per_node}
     for name, value in asked.items():
         count().check(name, value)
+    if batch * max_tokens > MOST_TOKENS:
+        raise ValueError(f"batch is {batch} and max_tokens {max_tokens}; expected {MOST_TOKENS:.0e} tokens of all sequences at most")
     prompt = max(max_tokens // 2, 1) if prompt is None else prompt
     if type(prompt) is not int or not 1 <= prompt < max_tokens:
         raise ValueError(f"prompt is {prompt!r} tokens; expected at least 1 and fewer than max_tokens, {max_tokens}")
@@ -167,7 +170,7 @@ class _Pricer:
         captured = partial(self.captured, kind, self.built(tensor))
         try:
             return captured(1, tokens) if batch == 1 else resized(captured(LARGE, tokens), batch)
-        except ValueError:  # a size above LARGE, or an error of the capture, which comes again
+        except (ValueError, RuntimeError):  # a size above LARGE, too many bytes at LARGE, or an error of the capture, which comes again
             return captured(batch, tokens)
 
     def _price(self, kind: str, tensor: int, replicas: int, batch: int, tokens: int, modules: bool = False) -> StepPrice:
