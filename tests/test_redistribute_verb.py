@@ -69,6 +69,7 @@ REFUSED = [  # the problem's text, options, the sentence
     ("[]", [], "has less than 1 item; expected one or a list of shape"),
     ('{"shape": [8]}', [], "lacks 'mesh'"),
     (json.dumps({**SMALL, "shape": [0, 4]}), [], "shape is [0, 4]; expected one or more whole numbers, each at least 1"),
+    (json.dumps({**SMALL, "mesh": [128, 128]}), [], "problem s: mesh [128, 128] has 16384 ranks; expected 8192 at most"),
     (json.dumps({**SMALL, "src": [[0], [0]]}), [], "the layout uses mesh axis 0 twice"),
     (json.dumps({**SMALL, "item_size": 4}), [], "problem s has an unknown key 'item_size'; did you mean 'itemsize'?"),
     (json.dumps({**SMALL, "src_partial": [1], "reduce_op": "product"}), [], "reduce_op holds \"product\" is not one of"),

@@ -19,6 +19,7 @@ from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Size
 
 ITEMSIZE = 8  # bytes per element of TensorCraft's problems
 KEYS = ("id", "shape", "mesh", "src", "src_bs", "src_partial", "dst", "dst_bs", "dst_partial", "reduce_op", "itemsize", "mem")
+MOST_RANKS = 2**13  # the messages of a step between all of them are counted pair by pair
 NEAR = 0.75  # likeness of a key that was meant as another: item_size, dst_block
 
 
@@ -38,6 +39,11 @@ class BlockProblem:
         for what, sizes in (("shape", self.shape), ("mesh", self.mesh)):
             if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
                 raise ValueError(f"{self._what()}{what} is {list(sizes)}; expected one or more whole numbers, each at least 1")
+        if (ranks := math.prod(self.mesh)) > MOST_RANKS:
+            raise ValueError(
+                f"{self._what()}mesh {list(self.mesh)} has {ranks} ranks; expected {MOST_RANKS} at most: leave out the axes that neither "
+                "the source nor the target uses, or plan one axis after the other"
+            )
         if isinstance(self.itemsize, bool) or not isinstance(self.itemsize, int) or self.itemsize < 1:
             raise ValueError(f"{self._what()}itemsize is {self.itemsize!r}; expected whole bytes per element, at least 1")
         for end in ("source", "target"):
