@@ -43,13 +43,14 @@ class Precision:
         """`bf16` computes in bfloat16 and reduces gradients in float32, as torchtitan and Megatron do; `bf16:reduce=bf16,output=fp32` says
         otherwise. ValueError on anything else."""
         head, _, rest = written.partition(":")
-        values: dict[str, Any] = {"param_dtype": _none(head), "reduce_dtype": "float32"}
+        values: dict[str, Any] = {"param_dtype": _none(head)}
         for part in filter(None, rest.split(",")):
             word, sign, value = part.partition("=")
-            if word not in WORDS or not sign:
-                raise ValueError(f"precision {written!r} has {part!r}; expected {', '.join(WORDS)} as in bf16:reduce=fp32,output=fp32")
+            if word not in WORDS or not sign or WORDS[word] in values:
+                words = f"{', '.join(WORDS)}, each once at most"
+                raise ValueError(f"precision {written!r} has {part!r}; expected {words}, as in bf16:reduce=fp32,output=fp32")
             values[WORDS[word]] = _none(value) if word != "cast_forward_inputs" else {"true": True, "false": False}.get(value, value)
-        return Precision(**values)
+        return Precision(**{"reduce_dtype": "float32"} | values)
 
     @staticmethod
     def of(given: Any) -> Precision | None:

@@ -54,6 +54,11 @@ def test_text_and_value_are_inverses():
         assert Precision.parse(str(precision)) == precision == Precision.of(str(precision))
 
 
+def test_a_word_comes_once():
+    with pytest.raises(ValueError, match="has 'reduce=fp32'; expected reduce, output, cast_forward_inputs, each once at most"):
+        Precision.parse("bf16:reduce=bf16,reduce=fp32")
+
+
 def test_bf16_reduces_in_float32_and_dtypes_are_given_in_any_form():
     assert Precision.of("bf16") == Precision(torch.bfloat16, "float32") == Precision("bf16", torch.float32)
     assert str(Precision.of("bf16")) == "bfloat16:reduce=float32"
