@@ -52,8 +52,9 @@ def dims_of(
             if not (isinstance(dim, int) and 0 <= dim < len(dims)):
                 raise ValueError(f"dynamic_shapes has dim {dim!r} of {name}, which has {len(dims)} dims")
             called, one = _range(given, f"dim {dim} of {name}")
-            if ranges.setdefault(called, one) != one:
-                raise ValueError(f"dim {dim} of {name} is {given}, another input has {called} in another multiple; expected one for all")
+            if (other := ranges.setdefault(called, one)) != one:
+                a, b = (f"{some.least} to {some.greatest} in steps of {some.multiple}" for some in (one, other))
+                raise ValueError(f"dim {dim} of {name} has {called} from {a}, another dim from {b}; expected one for all")
             dims[dim] = called
         inputs[name] = tuple(dims)
     sizes = sizes_of(inputs, {name: tuple(x.shape) for name, x in zip(names, tensors) if isinstance(x, torch.Tensor)})
