@@ -140,6 +140,12 @@ def test_other_files_of_a_folder_stay_as_they_are():
         other.write_text("x")
     cache = PlanCache("plans")
     assert cache.entries() == [] and cache.prune(0) == 0 and [other.read_text() for other in others] == ["x", "x"]
+    others = [Path("plans", "package.json"), Path("plans", "runs", "mine.json"), Path("plans", "runs", "old", "mine.json")]
+    Path("plans", "runs", "old").mkdir()
+    for other in others:
+        other.write_text("[" * 100_000)
+    cache.put(CacheEntry("key", "family", {}, "x"))
+    assert {entry.key for entry in cache.entries()} == {"key", "mine"} and cache.prune(0) == 1 and all(map(Path.exists, others))
 
 
 def refuse(*_, **__):

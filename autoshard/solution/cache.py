@@ -19,6 +19,7 @@ from autoshard.writing import write_atomically
 
 MOST_BYTES = 1e9  # of all entries of a folder
 LOOKED_AT = 20  # entries of a family
+BEGINNING = b'{"key": "'  # of an entry's file
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ class PlanCache:
         return self._read(self._listed())
 
     def prune(self, most_bytes: float) -> int:
-        """Removes what was used longest ago, until the rest has at most so many bytes; returns how many entries went."""
+        """Removes what was used longest ago, until the rest has at most so many bytes; returns how many entries went. Files that are no
+        entries stay, wherever the folder is."""
         kept, gone = 0, 0
         for path, num_bytes in self._listed().items():
             kept += num_bytes
-            if kept > most_bytes:
+            if kept > most_bytes and self._content(path, len(BEGINNING)) == BEGINNING:
                 gone += _could(self.files.rm_file, path)
         return gone
 
@@ -86,15 +88,16 @@ class PlanCache:
     def _listed(self, family: str = "") -> dict[str, int]:
         """The bytes of the entries by their paths, those used last first."""
         infos = self.files.find(f"{self.root}/{family}", detail=True)
-        plans = (path for path in infos if path.endswith(".json") and not Path(path).name.startswith("."))  # dots: being written
+        paths = (path for path in infos if path.count("/") == self.root.count("/") + 2)
+        plans = (path for path in paths if path.endswith(".json") and not Path(path).name.startswith("."))  # dots: being written
         return {path: infos[path]["size"] for path in sorted(plans, key=lambda path: (-infos[path].get("mtime", 0.0), path))}
 
     def _read(self, paths: Iterable[str]) -> list[CacheEntry]:
         return [_of_file(path, content) for path in paths if (content := self._content(path)) is not None]
 
-    def _content(self, path: str) -> bytes | None:
+    def _content(self, path: str, most: int | None = None) -> bytes | None:
         try:
-            return self.files.cat_file(path)
+            return self.files.cat_file(path, end=most)
         except (FileNotFoundError, NotADirectoryError):
             return None  # another process may have pruned it
 
@@ -114,5 +117,5 @@ def _of_file(path: str, content: bytes) -> CacheEntry:
     try:
         data = json.loads(content)
         return CacheEntry(key, family, dict(data["facts"]), str(data["text"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return CacheEntry(key, family, {"status": "no plan"}, content.decode(errors="replace"))
