@@ -273,6 +273,21 @@ def test_as_many_stages_as_asked_for_leave_no_device_idle(monkeypatch):
     assert devices() == [(0,), (1,)]
 
 
+SHAPES = {
+    (1, 1): [(1,)], (1, 3): [(3,)], (1, 4): [(2, 2)], (1, 6): [(2, 3)], (1, 7): [(7,)], (1, 8): [(2, 4)], (1, 12): [(3, 4)],
+    (2, 1): [(2,)], (2, 2): [(2, 2)], (2, 3): [(2, 3)], (2, 4): [(2, 4), (4, 2)], (4, 8): [(4, 8), (8, 4)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes, devices", SHAPES)
+def test_a_submesh_is_tried_as_nodes_by_devices_and_with_halves_of_nodes(nodes, devices):
+    cluster = Cluster((Kind(nodes, devices, intra_node_bandwidth=8e9, inter_node_bandwidth=1e9),))
+    meshes = cluster.meshes(next(s for s in cluster.submeshes if s.size == nodes * devices))
+    assert [mesh.shape for mesh in meshes] == SHAPES[nodes, devices]
+    crosses = [[nodes > 1 and math.prod(mesh.shape[k:]) > devices for k in range(len(mesh.axes))] for mesh in meshes]
+    assert [[axis.bandwidth <= 1e9 for axis in mesh.axes] for mesh in meshes] == crosses
+
+
 def test_measured_links_replace_bandwidths():
     axes = (Axis("a", 2, 1e6, 1e-3, shared_by=2, backend="gloo"), Axis("b", 2, 1e8, 1e-4, backend="gloo"))
     measured = Mesh(axes, SLOW)
