@@ -1,5 +1,6 @@
 """Launchers' configurations: read, checked for legality against plain loops, written, priced and ranked."""
 
+import json
 import tomllib
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +37,7 @@ from autoshard.launch.legality import PRECISIONS as EXPRESSED
 from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.ranking import ranking
 from autoshard.launch.runs import FIELDS, PRECISIONS, RECOMPUTE, SCHEDULES, TrainingRuns, distinct
-from autoshard.launch.texts import arguments_of
+from autoshard.launch.texts import arguments_of, nested
 from autoshard.launch.torchtitan import FLAVORS, model_parts
 from models import llama
 from tests.helpers_kept import assert_stays
@@ -504,6 +505,30 @@ BROKEN = [  # launcher, file's name, text, sentence
      "strategy is 'magic'; expected fsdp2, megatron_fsdp or ddp"),
     ("automodel", "a.yaml", "distributed: {tp_size: 2}", "does not say the sizes; add it after the file, as hf:DIR"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor, context, data, micro, accumulated", [(1, 1, 1, 3, 1), (2, 3, 4, 2, 5), (1, 2, 3, 1, 4)])
+def test_a_deepspeed_file_may_leave_out_what_follows_from_the_rest(tensor, context, data, micro, accumulated):
+    degrees = ({} if tensor == 1 else {"tensor_parallel.autotp_size": tensor}) | ({} if context == 1 else {"sequence_parallel_size": context})
+    batch, devices = micro * accumulated * data, tensor * context * data
+    counts = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulated}
+
+    def found(written, devices=devices):
+        known = Overrides(sizes=SMALL, seq=96, devices=devices)
+        launch = read_configuration("deepspeed", json.dumps(nested(degrees | written)), "a.json", known).launch
+        return [launch.devices, launch.tensor, launch.context, launch.data, launch.microbatch, launch.microbatches, launch.global_batch]
+
+    everything = [devices, tensor, context, data, micro, accumulated, batch]
+    assert found(counts, None) == everything
+    for left_out in ("", *counts):
+        assert found({name: of for name, of in counts.items() if name != left_out}) == everything
+    assert found({"train_batch_size": batch})[4:] == [micro * accumulated, 1, batch]
+    for name in counts:
+        with pytest.raises(ValueError, match="is not micro batch"):
+            found(counts | {name: counts[name] + 1})
+    for left_out in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if data > 1 else ():
+        with pytest.raises(ValueError, match=f"is not micro batch [0-9]+ x accumulation [0-9]+ x {data} ranks"):
+            found({name: of + (name == "train_batch_size") for name, of in counts.items() if name != left_out})
 
 
 @pytest.mark.parametrize("launcher, file, text, sentence", BROKEN, ids=[f"{row[0]}-{k}" for k, row in enumerate(BROKEN)])
