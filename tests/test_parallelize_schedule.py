@@ -1,5 +1,6 @@
 """Joining and moving collectives in small graphs by hand: what may be joined, what must not, what starts when."""
 
+import copy
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -449,6 +450,25 @@ def test_a_reload_goes_to_the_named_gpu_or_the_current_one_and_is_waited_for_onc
     for _ in range(2):
         offload._Copies.wait(copies, x)
     assert waited == ["copied"]
+
+
+def test_at_every_limit_of_live_bytes_as_many_are_joined_as_fit(pace):
+    def sums(x):
+        waited = []
+        for k in (4, 1, 6, 2, 5, 3, 7, 8):
+            x = x.sin()
+            waited.append(reduced(x[: 8 * k].cos(), pace.groups.names[k > 4]))
+            if len(waited) % 3 == 0:
+                x = x + waited[-2].sum()
+        return waited
+
+    module = traced(sums, SMALL)
+    least, found = int(room([module.graph], 0.0)), []
+    for limit in range(least, least + 1000, 24):
+        copied = copy.deepcopy(module)
+        found.append(bucket(copied, pace, limit))
+        assert room([copied.graph], 0.0) <= limit
+    assert found == sorted(found) and Counter(found) == {1: 6, 2: 9, 3: 25, 4: 2}
 
 
 @pytest.mark.slow

@@ -74,13 +74,11 @@ def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[
         both = None if previous is None else _union(previous, new, cap, buckets)
         if previous is not None and both is not None:
             both.held = _held(both, flow, owner)
-            _add(live, previous.held, -1)
-            _add(live, both.held, 1)
-            if all(max(live[first:end], default=0) <= limit for first, end, _ in both.held):
+            joined = _added(_added(live, previous.held, -1), both.held, 1)
+            if all(max(joined[first:end], default=0) <= limit for first, end, _ in both.held):
                 buckets[buckets.index(previous)] = last[key] = both
+                live = joined
                 continue
-            _add(live, both.held, -1)
-            _add(live, previous.held, 1)
         last[key] = new
         buckets.append(new)
     return [b.members for b in buckets if len(b.members) > 1]
@@ -122,9 +120,11 @@ def _merged(held: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return merged
 
 
-def _add(live: list[int], held: Sequence[tuple[int, int, int]], sign: int) -> None:
+def _added(live: Sequence[int], held: Sequence[tuple[int, int, int]], sign: int) -> list[int]:
+    live = list(live)
     for first, end, count in held:
         live[first:end] = [now + sign * count for now in live[first:end]]
+    return live
 
 
 def _closed(before: int, buckets: Sequence[Bucket]) -> int:
