@@ -4,12 +4,14 @@ import math
 import random
 import socket
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from autoshard.layout import S
 from autoshard.mesh import Mesh
@@ -184,6 +186,45 @@ def gloo_rank(rank, port, meshes, number):
             expected = shard_blocks(whole_of(problem), problem.target, mesh)[rank]
             assert torch.equal(groups.run(route, shard_blocks(whole_of(problem), problem.source, mesh)[rank]), expected)
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def store():
+    """Of ranks that are threads of this process: torch's collectives between them, but no send and receive."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    multi_threaded_pg._install_threaded_pg()
+    yield dist.HashStore()
+    multi_threaded_pg._uninstall_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def test_routes_without_permutes_on_four_threads(store):
+    rng, mesh, routes = random.Random(5), (2, 2), []
+    for i, op in enumerate(["sum", "avg", "max", "min"] * 6):
+        problem = random_problem(rng, mesh=mesh, partial=True)
+        if i < 4:
+            problem = BlockProblem((6,), mesh, BlockLayout(((1,),), (3,), (0,)), BlockLayout(((1,),), (3,)), 4)
+        problem = replace(problem, source=replace(problem.source, reduce_op=op), target=replace(problem.target, reduce_op=op))
+        routes.append((astar(problem, prices_of(problem, i), most=300), shard_blocks(whole_of(problem), problem.source, mesh)))
+    kinds = [{step.collective for step in route.steps} for route, _ in routes]
+    routes = [of for of, some in zip(routes, kinds) if "permute" not in some]
+    assert len(routes) > 20 and set().union(*kinds) >= {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "split"}
+
+    def run(rank):
+        dist.init_process_group("threaded", rank=rank, world_size=4, store=store)
+        groups, found = BlockGroups.of(mesh), []
+        for route, parts in routes:
+            found.append((groups.run(route, parts[rank]), groups.sent[:]))
+            groups.sent.clear()
+        dist.destroy_process_group()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        ranks = list(pool.map(run, range(4)))
+    for k, (route, parts) in enumerate(routes):
+        expected, sent = simulate(route, parts)
+        assert all(torch.equal(of[k][0], part) for of, part in zip(ranks, expected, strict=True))
+        assert [of[k][1] for of in ranks] == [[step[rank] for step in sent] for rank in range(4)]
 
 
 @pytest.mark.slow
