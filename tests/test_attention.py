@@ -17,6 +17,7 @@ from autoshard.capture import capture, capture_fx
 from autoshard.capture.attention import canonical
 from autoshard.capture.operators import ATTENTION, DROPOUT, DROPOUT_BACKWARD, differentiate
 from autoshard.capture.operators import BACKWARD as ATTENTION_BACKWARD
+from autoshard.capture.replaced import _is_one_op
 from autoshard.cli.model import load_model
 from autoshard.cost.compute import op_flops
 from autoshard.layout import S, parse
@@ -330,6 +331,31 @@ def test_attention_is_captured_as_one_op_and_keys_are_not_repeated(name, trainin
     assert graph.input_tensors(op)[1].shape[1] == sizes.get("groups", 4)
     larger = [op.name for op in graph.ops for t in op.outputs if t is not None and len(t.shape) == 5]
     assert not larger  # [batch, groups, heads of a group, keys, width]
+
+
+Q, K, G = (2, 4, 3, 8), (2, 4, 5, 8), (2, 2, 5, 8)  # batch, heads, tokens, width
+TAKEN = {  # shapes of query, key and value, and what else differs: whether one operator computes it
+    "plain": (Q, K, K, {}, True), "values of another width": (Q, K, (2, 4, 5, 6), {}, True), "masked": (Q, K, K, {"mask": (3, 5)}, True),
+    "causal": (Q, Q, Q, {"is_causal": True}, True), "dropout": (Q, K, K, {"dropout": 0.99}, True), "groups": (Q, G, G, {}, True),
+    "keys of another width": (Q, (2, 4, 5, 6), K, {}, False), "fewer values": (Q, K, (2, 4, 4, 8), {}, False),
+    "heads of values": (Q, K, G, {}, False), "another batch": ((1, 4, 3, 8), K, K, {}, False),
+    "no such groups": (Q, *[(2, 3, 5, 8)] * 2, {}, False), "not grouped": (Q, G, G, {"grouped": False}, False),
+    "mask of 5 dims": (Q, K, K, {"mask": (1, 2, 1, 3, 5)}, False), "two masks": (Q, K, K, {"mask": (3, 5), "is_causal": True}, False),
+    "mask of 4 dims": (Q, K, K, {"mask": (2, 1, 3, 5)}, True), "trained mask": (Q, K, K, {"mask": (3, 5), "trained": True}, False),
+    "everything dropped": (Q, K, K, {"dropout": 1.0}, False), "no tokens": ((2, 4, 0, 8), K, K, {}, False),
+    "no keys": (Q, *[(2, 4, 0, 8)] * 2, {}, False), "three dims": (Q[1:], K[1:], K[1:], {}, False),
+    "three of keys": (Q, K[1:], K[1:], {}, False), "integers": (Q, K, K, {"dtypes": [torch.int64] * 3}, False),
+    "a double": (Q, K, K, {"dtypes": [torch.float32, torch.float32, torch.float64]}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_one_operator_computes(name):
+    *shapes, more, taken = TAKEN[name]
+    more = {"mask": None, "dropout": 0.0, "is_causal": False, "grouped": True, "trained": False, "dtypes": [torch.float32] * 3, **more}
+    mask = None if more["mask"] is None else torch.empty(more["mask"], device="meta", requires_grad=more["trained"])
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, more["dtypes"])]
+    assert _is_one_op(*tensors, mask, more["dropout"], more["is_causal"], more["grouped"]) is taken
 
 
 OTHERS = {

@@ -9,6 +9,7 @@ import autoshard
 from autoshard import Mesh
 from autoshard.api import simulate
 from autoshard.capture import capture_module
+from autoshard.graph.records import Fused
 from autoshard.strategies import fused
 from autoshard.strategies.fusion import MATMULS
 from autoshard.strategies.fusion import _groups as groups_of
@@ -60,7 +61,9 @@ def test_reductions_to_other_results_are_kernels_of_their_own():
 
 
 def test_a_matmul_divides_kernels():
-    read, written, count = kernels(graph_of(lambda x, w: torch.relu(torch.relu(x) @ w) * 2))
+    graph = graph_of(lambda x, w: torch.relu(torch.relu(x) @ w) * 2)
+    assert [op.fused for op in graph.ops if op.target in MATMULS] == [Fused((1.0, 1.0), (1.0,), True)]
+    read, written, count = kernels(graph)
     assert (read, written, count) == (2 * X, 2 * X, 2)
 
 

@@ -509,7 +509,8 @@ BROKEN = [  # launcher, file's name, text, sentence
 
 @pytest.mark.parametrize("tensor, context, data, micro, accumulated", [(1, 1, 1, 3, 1), (2, 3, 4, 2, 5), (1, 2, 3, 1, 4)])
 def test_a_deepspeed_file_may_leave_out_what_follows_from_the_rest(tensor, context, data, micro, accumulated):
-    degrees = ({} if tensor == 1 else {"tensor_parallel.autotp_size": tensor}) | ({} if context == 1 else {"sequence_parallel_size": context})
+    degrees = {"tensor_parallel.autotp_size": tensor, "sequence_parallel_size": context}
+    degrees = {name: of for name, of in degrees.items() if of != 1}
     batch, devices = micro * accumulated * data, tensor * context * data
     counts = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulated}
 

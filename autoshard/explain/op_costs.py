@@ -21,9 +21,9 @@ class Redistribution:
 
     source: str
     target: str
-    steps: tuple[Step, ...] = ()  # collectives in order, each on one mesh axis
-    seconds: float = 0.0  # of all microbatches of a step
-    bytes: float = 0.0  # that each rank sends
+    steps: tuple[Step, ...]  # collectives in order, each on one mesh axis
+    seconds: float  # of all microbatches of a step
+    bytes: float  # that each rank sends
 
 
 class CandidateCost(NamedTuple):

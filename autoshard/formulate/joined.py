@@ -43,7 +43,7 @@ class Piece:
     name: str
     formulated: Formulation
     problem: Problem  # its own, without the choices that pins exclude
-    weight: float = 1.0  # how often it runs
+    weight: float  # how often it runs
     family: str = ""  # programs of one family share all parameters; by default the name
     switches: float | None = 1.0  # how often the family's copies are made anew; None: it shares all with home
     devices: tuple[int, ...] = ()  # their numbers in the cluster, row-major over the piece's mesh; empty: all of them

@@ -37,7 +37,7 @@ class TensorEdge(NamedTuple):  # a plain tuple: a deep model has tens of thousan
     source_layouts: Layouts  # per choice of a
     target_layouts: Layouts  # per choice of b
     value: Value
-    times: int = 1  # in a step
+    times: int  # in a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Formulation:
     tensor_edges: tuple[TensorEdge, ...]  # one per edge of the problem
     held: tuple[str, ...]  # what each usage of the problem holds: one of usages.KINDS
     routes: Routes
-    microbatches: int = 1  # times that the graph runs in a step
+    microbatches: int  # times that the graph runs in a step
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

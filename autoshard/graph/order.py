@@ -29,12 +29,11 @@ Slot = tuple[str, int, int]  # name of an op, output, dim
 Runs = tuple[tuple[int, int], ...]  # (first position, how many) of tokens that are stored one after the other
 
 
-def stored_runs(size: int, head_tail: int, start: int = 0, stop: int | None = None) -> Runs:
+def stored_runs(size: int, head_tail: int, start: int, stop: int) -> Runs:
     """The positions of the tokens that are stored at [start, stop) of a sequence of `size` tokens in this order, adjacent runs joined.
 
     ValueError where the parts don't divide the sequence.
     """
-    stop = size if stop is None else stop
     if not head_tail:
         return ((start, stop - start),) if stop > start else ()
     if size % (2 * head_tail):

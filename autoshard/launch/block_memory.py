@@ -34,7 +34,7 @@ def tensor_bytes(tensor: tuple, sizes: Sizes) -> np.ndarray:
 
 
 def kept_bytes(
-    tasks: Sequence[BlockTask], sizes: Sizes, how: str, regathers: np.ndarray, of_inputs: np.ndarray | float = 1.0
+    tasks: Sequence[BlockTask], sizes: Sizes, how: str, regathers: np.ndarray, of_inputs: np.ndarray
 ) -> np.ndarray:
     """What a block keeps for its backward. how: as `kernel_seconds` groups ops. regathers: 1 where the gathered inputs of matmuls are
     gathered again; else they are kept in place of the shards. of_inputs: share of the bytes of elementwise results that only matmuls read,

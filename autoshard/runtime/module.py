@@ -42,7 +42,7 @@ class Runner:
     build: Callable[[Any, Any, Sequence[bool]], TracedCall]  # of a call's inputs, their global tensors on meta, modes of all modules
     state_of: Callable[[Any], Any]  # what else these objects hold
     frozen: frozenset[str]  # parameters for which the plan has no gradient
-    number: int = 1  # of microbatches in a step
+    number: int  # of microbatches in a step
     step: OpenStep | None = None  # that `microbatches` has begun
     calls: dict[Any, TracedCall] = field(default_factory=dict)
     by_inductor: bool = False  # whether inductor compiles all graphs

@@ -51,7 +51,7 @@ Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a
 
 @torch.no_grad()
 def verify_stages(
-    model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int = 0
+    model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int
 ) -> Verification:
     """Loss and gradients of the stages against the unsharded model, on seeded values where the model has none.
 

@@ -35,7 +35,7 @@ class Reduced:
     problem: Problem | None
     nodes: tuple[int, ...]  # per node of the reduced problem, the original node; the node of the base load follows them
     steps: tuple[tuple, ...] = field(repr=False)
-    num_nodes: int = 0
+    num_nodes: int
 
     def lift(self, choice: Sequence[int] | np.ndarray) -> list[int]:
         """The corresponding answer of the original problem, of the same cost."""

@@ -41,8 +41,8 @@ Sources = dict[Value, dict[Value, float]]  # of values that are computed again: 
 class KernelGroup:
     size: int  # elements over which it runs
     results: set[int]  # elements of its reductions' results
+    first: int
     ops: list[int] = field(default_factory=list)
-    first: int = 0
 
 
 # Kernels of their own in a compiled program as well, but of rows that inductor pads (its shape_padding).

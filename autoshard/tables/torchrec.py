@@ -250,7 +250,7 @@ def _parameter(table: Table, option: Option, devices: Sequence[int], world: int,
     return ParameterSharding(sharding_spec=spec, sharding_type=sharding, compute_kernel=_kernel(option), ranks=list(devices))
 
 
-def _column_parts(option: Option, shards: int, per_node: int = 1) -> int:
+def _column_parts(option: Option, shards: int, per_node: int) -> int:
     return {"column_wise": shards, "grid": shards // per_node, "grid_shard": shards // per_node}.get(option.sharding, 1)
 
 
