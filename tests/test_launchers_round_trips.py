@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from autoshard.cli.launchers import as_in
 from autoshard.launch import Launch, LaunchConfig, Overrides, edited_text, read_configuration, why_illegal
 from autoshard.launch.configurations import FORMATS, configuration_text
 from autoshard.launch.edits import edited
@@ -291,6 +292,15 @@ def test_a_file_keeps_its_line_ends_and_its_byte_order_mark(tmp_path):
     assert run("check", str(job), "--devices", "1024", "--out", str(better))[0] == 0
     new = better.read_bytes()
     assert new.startswith(old[:40]) and new.count(b"\r\n") == new.count(b"\n") >= old.count(b"\n")
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [(b"a\r\nb\r\nc\n", b"x\r\ny\r\n"), (b"a\r\nb\n", b"x\ny\n"), (b"a", b"x\ny\n"), (b"\xef\xbb\xbfa", b"\xef\xbb\xbfx\ny\n")],
+)
+def test_a_text_gets_the_line_ends_that_most_lines_have(tmp_path, old, new):
+    (tmp_path / "job.sh").write_bytes(old)
+    assert as_in(str(tmp_path / "job.sh"), "x\ny\n").encode() == new
 
 
 def test_check_changes_only_what_the_launch_decides(tmp_path):

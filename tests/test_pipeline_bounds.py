@@ -220,6 +220,15 @@ def test_a_share_fits_where_a_layer_more_and_half_as_many_again_in_flight_do(mic
             assert not limited.share_fits(u, bigger)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4, 16])
+def test_layers_are_planned_with_half_of_the_microbatches_that_equal_stages_have_in_flight(microbatches):
+    layers, asked = layers_of(capture(*mlp.tiny(layers=4, batch=16), training=True), 4), []
+    table = StageTable(Cluster.of(4), layers, microbatches, optimizer="adamw", limit=None, recompute="never")
+    StagePlanner(table, lambda jobs: asked.extend(jobs) or JobRunner(None).run(jobs)).plan()
+    found = {job.mesh.num_devices: job.in_flight for job in asked}
+    assert found == {1: min(microbatches, 2), 2: 1, 4: 1}, found
+
+
 @pytest.mark.parametrize(("room", "fits"), [(0.5, False), (0.8, True), (2.0, True)])
 def test_a_model_is_said_not_to_fit_only_after_all_submeshes_were_tried(room, fits):
     """At 0.8 of its parameters, gradients and state, on two devices only two stages fit: whole sub-meshes of two don't."""

@@ -86,7 +86,9 @@ def test_every_single_move_delivers(world):
             for step in rng.sample(alike, min(4, len(alike))):
                 after = space.layout(step.state)
                 one = BlockProblem(problem.shape, problem.mesh, space.layout(space.source), after, 4)
-                assert_delivers(route_of(one, [priced(one, prices, kind, one.source, after)], "feasible", 0.0, "buffers", 0))
+                alone = priced(one, prices, kind, one.source, after)
+                assert alone.seconds == pytest.approx(step.seconds, rel=1e-12)
+                assert_delivers(route_of(one, [alone], "feasible", 0.0, "buffers", 0))
                 seen[kind] += 1
     assert set(seen) == {
         "split", "all_gather", "all_to_all", "permute", "change_block_size", "all_reduce", "reduce_scatter", "exchange"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate, without_limit
 from autoshard.solvers import Status, annealing, hull, solve
 from autoshard.solvers.annealing import Annealing, graph_of
-from autoshard.solvers.cutting_planes import PriceAscent
+from autoshard.solvers.cutting_planes import OPTIMISM, PriceAscent
 from autoshard.solvers.dual_ascent import Messages
 from autoshard.solvers.forest_moves import walk
 from autoshard.solvers.incumbent import Incumbent
@@ -53,6 +54,28 @@ def test_a_walk_reports_the_cost_that_the_judge_finds_and_what_it_keeps_fits(see
     cost, moves = walk(graph, messages.limit, np.ones(len(rows)), x, best, 10.0, 0.1, 16, 0.5, 2 * 10**5, rng)
     assert moves > 50 and evaluate(problem, best).fits and evaluate(problem, x).fits
     assert cost == pytest.approx(evaluate(problem, best).cost, rel=1e-12) and cost <= incumbent.cost
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_choices_near_are_the_best_and_the_incumbents_and_more_with_a_larger_share_of_the_gap(seed):
+    messages, incumbent = ascended(without_limit(grid_problem(seed)), 2)
+    ones, before = [np.zeros(len(c), bool) for c in messages.problem.node_costs], 0
+    for v, (keep, i) in enumerate(zip(ones, incumbent.choice, strict=True)):
+        keep[[i, np.split(messages.reduced, messages.first[1:-1])[v].argmin()]] = True
+    for share in (0.0, 0.3, 0.6, 1.0):
+        keep = messages.near(incumbent, share)
+        assert all((some <= more).all() for some, more in zip(ones, keep, strict=True)) and before <= sum(map(sum, keep))
+        before = sum(map(sum, keep))
+    assert [list(x) for x in keep] == [list(x | y) for x, y in zip(messages.affordable(incumbent), ones)]
+
+
+def test_the_gap_of_a_bound_scales_with_the_costs():
+    problem = grid_problem(0)
+    ascent = PriceAscent(Messages(problem), incumbent_of(problem))
+    for bound in (-8.0, 2.0, 400.0):
+        assert ascent.gap(bound) == pytest.approx(OPTIMISM * abs(bound), rel=1e-12) and ascent.gap(bound) > 0  # without an answer
+    ascent.incumbent = SimpleNamespace(cost=40.0)
+    assert ascent.gap(37.0) == 3.0 and 0 < ascent.gap(40.0) < 1e-9
 
 
 def path_of(problem: Problem) -> dict:

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import DeviceConstants, MemoryConstants, StackConstants
-from autoshard.cost.devices import device_constants, known_stacks
+from autoshard.cost.devices import device_constants, known_stacks, spread_of
 from autoshard.cost.kernels import Ring, beside
 from autoshard.devices import DEVICE_FILES, SLOWED, known_devices
 from autoshard.launch import peak_memory
@@ -252,6 +253,33 @@ def test_a_ring_within_a_node_has_the_nodes_link_and_beyond_it_the_adapters():
     assert between.bandwidth < 5e10 < inside.bandwidth
     alone = Ring.over(np.array([1.0]), np.array([1.0]), per_node, network, constants.device, constants.stack)
     assert alone.gather(1e9) == 0 and alone.all_reduce(1e9) == 0
+
+
+@pytest.mark.parametrize("nodes, members, copies", [(1, 4, 2), (2, 4, 1), (3, 2, 2), (2, 3, 3), (4, 1, 2)])
+def test_tokens_go_to_other_devices_as_often_as_if_all_were_drawn(nodes, members, copies):
+    """Of all ways to send the copies of a token of device 0: those to other nodes, once per copy or once per node, and inside a node to
+    another place."""
+    ring = Ring(np.array([float(nodes * members)]), np.array([1e9]), np.array([1e-6]), np.array([float(nodes)]))
+    ways = list(itertools.product(range(nodes * members), repeat=copies))
+    to_others = np.mean([sum(device >= members for device in way) for way in ways])
+    to_nodes = np.mean([len({device // members for device in way} - {0}) for way in ways])
+    within = np.mean([sum(device % members != 0 for device in way) for way in ways])
+    rounds = 1e-6 * math.ceil(math.log2(nodes * members))
+    for joined, others in ((0.0, to_others), (1.0, to_nodes)):
+        for inside, adapter in ((1e12, 1e9), (1e9, 1e12)):
+            expected = max(1e6 * others / adapter, 1e6 * within / inside) + rounds
+            assert ring.all_to_all(1e6, copies, inside, adapter, joined)[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_a_share_of_runs_lies_between_widens_around_the_median():
+    names = known_stacks()
+    before = spread_of(names, 0.0)
+    assert (before[0] == before[1]).all()
+    for share in (0.2, 0.5, 0.8, 1.0):
+        low, high = spread_of(names, share)
+        assert (low <= before[0]).all() and (high >= before[1]).all() and len(low) == len(names)
+        before = low, high
+    assert (low < high).all()
 
 
 def test_stages_hold_all_blocks_and_are_balanced_by_cost_where_the_launcher_does_so():
