@@ -13,6 +13,7 @@ from autoshard.calibrate import fit, held_out, summary
 from autoshard.calibrate.fit import alpha_beta, increasing
 from autoshard.calibrate.importers import parse
 from autoshard.cost import bytes_sent, collective_seconds
+from autoshard.cost.curves.device_counts import Family
 from autoshard.mesh import LinkCurve, Mesh
 from benchmarks.calibration import extrapolated, table, together
 from benchmarks.calibration import family as family_of
@@ -267,6 +268,24 @@ def rows_of(num):
     errors = {"gmae": 1.23456, "mean": 0.987654}
     systems = {f"system-{k:03d}-of-a-long-name": errors for k in range(num)}
     return [{"what": "held out, pooled, strict", "points": 123456, "failures": 1234, "systems": systems, **errors} for _ in range(13)]
+
+
+@pytest.mark.parametrize(
+    "counts, nodes, devices, expected",
+    [
+        ([(1, 2), (1, 4), (1, 8), (2, 16)], 1, 3, ((1, 2), (1, 4), np.log2(1.5))),
+        ([(1, 2), (1, 4), (1, 8), (2, 16)], 1, 16, ((1, 4), (1, 8), 2.0)),  # beyond those that were measured
+        ([(1, 4), (1, 8)], 1, 2, ((1, 4), (1, 8), -1.0)),
+        ([(1, 8), (2, 8), (2, 16), (4, 32)], 2, 12, ((2, 8), (2, 16), np.log2(1.5))),  # of as many nodes
+        ([(1, 8), (2, 16), (4, 32), (8, 32)], 3, 24, ((2, 16), (4, 32), np.log2(1.5))),  # of as many devices per node
+        ([(1, 8), (2, 8), (4, 32)], 3, 24, ((2, 8), (4, 32), np.log2(3) / 2)),  # of several nodes
+        ([(1, 8), (2, 16)], 3, 24, ((2, 16), (2, 16), 0.0)), ([(1, 8), (2, 16)], 1, 4, ((1, 8), (1, 8), 0.0)),
+        ([(2, 16), (4, 16)], 3, 24, ((4, 16), (4, 16), 0.0)),  # counts of equally many devices are no two
+    ],
+)  # fmt: skip
+def test_a_count_is_interpolated_between_the_nearest_of_the_most_comparable_counts(counts, nodes, devices, expected):
+    a, b, weight = Family("all_gather", dict.fromkeys(counts), (1.0,))._neighbours(nodes, devices)
+    assert (a, b) == expected[:2] and weight == pytest.approx(expected[2])
 
 
 def test_the_table_of_many_systems_fits_80_columns():

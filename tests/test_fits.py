@@ -16,7 +16,7 @@ from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
 from autoshard.launch.allocations import _excess
 from autoshard.launch.block_memory import OWN_INPUT, kept_tasks
 from autoshard.launch.captured_block import tasks_of
-from autoshard.launch.fitting import will_fit
+from autoshard.launch.fitting import _moves, will_fit
 from autoshard.launch.launch_prices import launch_memory, prices_of
 from autoshard.launch.peak_memory import chance_to_fit, chance_within
 from autoshard.launch.runs import SCHEDULES, TrainingRuns
@@ -345,3 +345,19 @@ def test_stages_of_torch_receive_into_a_buffer_per_microbatch_whatever_is_sharde
     launch = Launch(8, 8192, 32, data=1, pipeline=8, recompute="full", split="ends")
     alone, sharded = (launch_memory(TrainingRuns.of([replace(launch, zero=zero)]), LLAMA8, Site(), "torchtitan") for zero in (0, 2))
     assert alone.fullest().kinds["transfers"][0] == sharded.fullest().kinds["transfers"][0] >= 32 * 2 * 8192 * 4096
+
+
+@pytest.mark.parametrize("launcher", ["torchtitan", "megatron", "nanotron", "deepspeed", "accelerate"])
+@pytest.mark.parametrize("data, micro, zero, shard", [(1, 1, 0, 1), (2, 6, 0, 1), (3, 4, 3, 1), (4, 2, 1, 4), (4, 1, 3, 2)])
+def test_a_change_of_a_launch_keeps_its_devices_and_its_sequences_per_step(launcher, data, micro, zero, shard):
+    launch = Launch(4 * data, 4096, 24 * data, micro, data=data, shard=shard, zero=zero, tensor=2, pipeline=2)
+    moves = {what: (replace(launch, **fields), fields, columns) for what, fields, columns in _moves(launch, launcher, True)}
+    for to, fields, columns in moves.values():
+        assert to.data * to.tensor * to.pipeline * to.context == to.devices == launch.devices and to.global_batch == launch.global_batch
+        assert (to != launch or columns) and to.data % to.shard == 0 and to.zero >= zero and micro % to.microbatch == 0
+        assert set(fields) & {"tensor", "pipeline", "context"} == set() or to.data == data // 2
+    assert {name in moves for name in ("tensor", "pipeline", "context")} == {data % 2 == 0}
+    assert [n for n in range(1, 9) if f"microbatch {n}" in moves] == [n for n in range(1, micro) if micro % n == 0]
+    known = {"megatron": {1}, "nanotron": {1}, "deepspeed": {1, 2, 3}}.get(launcher, {2, 3})
+    more = {n for n in known if data > 1 and (n > zero or n == zero and shard < data)}
+    assert {n for n in range(4) if f"zero {n}" in moves} == more and all(moves[f"zero {n}"][0].shard == data for n in more)

@@ -11,6 +11,7 @@ import pytest
 from autoshard.capture import capture
 from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_bytes
 from autoshard.formulate import Formulation, Tables, Training, formulate, with_pins
+from autoshard.formulate.records import _preferences
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.layout import all_layouts, has_partial, is_legal, local_shape, parse, replicated, text
 from autoshard.mesh import Mesh
@@ -457,3 +458,11 @@ def test_the_preference_orders_every_node_and_stays_out_of_the_cost():
         f = formulated(*case)
         assert [len(p) for p in f.preference] == [len(c) for c in f.problem.node_costs]
         assert all((p > 0).all() for p in f.preference if len(p))
+
+
+def test_among_equal_costs_lower_dims_come_before_higher_ones_replicated_and_partial():
+    along = [parse(f"{one},{other}") for one in ("S(0)", "S(1)", "S(2)", "R", "P(sum)") for other in ("S(0)", "R")]
+    values = _preferences([*along, None])
+    assert (np.diff(values[:10:2]) > 0).all() and (np.diff(values[1:10:2]) > 0).all() and values[-1] == 0
+    first, second = _preferences([parse("S(0),R"), parse("R,S(0)")])
+    assert first < second < 1.01 * first  # the earlier axis counts a little more

@@ -1,5 +1,7 @@
 """Each row of the table of literals, on every way to cut that its op allows, against the op on whole tensors."""
 
+from itertools import permutations
+
 import pytest
 import torch
 
@@ -95,6 +97,10 @@ def test_random_factories_make_local_shapes(target):
 
 def test_strides_keep_their_order():
     assert out_strides(Shapes({}, (), (), ((4, 12, 2),), (1, 16, 8))) == (1, 8, 4)
+    for order in permutations(range(4)):
+        dense = torch.empty(5, 1, 3, 2).permute(order)
+        ours = out_strides(Shapes({}, (), (), (tuple(dense.shape),), dense.stride()))
+        assert [n for n, size in zip(ours, dense.shape) if size > 1] == [n for n, size in zip(dense.stride(), dense.shape) if size > 1]
 
 
 def test_a_grouped_convolution_whose_channels_stay_whole_keeps_its_groups():

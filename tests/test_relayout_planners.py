@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost import bytes_sent, collective_seconds
+from autoshard.cost import block_prices, bytes_sent, collective_seconds
 from autoshard.mesh import Axis, Mesh
 from autoshard.relayout import BlockLayout, BlockProblem, MeshPrices, astar, read_problem
 from autoshard.relayout.blocks import UNSHARDED
@@ -182,6 +182,15 @@ def test_rounds_are_as_slow_as_the_axis_that_they_cross():
     assert seconds[0, 1, 2] == pytest.approx(50e-6) and seconds[1, 2] == pytest.approx(20e-6)
     equal = MeshPrices(mesh_of(3, 3, 3, bandwidth=1e30), 1)
     assert equal.of("all_to_all", (0, 1, 2))(1) == pytest.approx(5e-6)  # ceil(log2 27) rounds of one group, not 6
+
+
+def test_rounds_double_what_a_rank_has_reached():
+    for n in range(1, 18):
+        reached, needed = 1, 0
+        while reached < n:
+            reached, needed = 2 * reached, needed + 1
+        kinds = ("split", "permute", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+        assert [block_prices.rounds(kind, n) for kind in kinds] == [0, 1, needed, needed, needed, 2 * needed]
 
 
 def test_slices_are_one_copy():

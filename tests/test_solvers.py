@@ -15,6 +15,7 @@ from autoshard.problem import Edge, NodeUsage, Problem, Usage, evaluate, read_co
 from autoshard.solvers import DP, ILP, Answer, Status, annealing, settle, solve
 from autoshard.solvers.answer import lowered, relative_gap
 from autoshard.solvers.binding_times import binding_rows, load, maximal_rows
+from autoshard.solvers.interning import separate
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import every_choice, incumbent_of, random_problem
 from tests.helpers_refusals import assert_refused
@@ -302,6 +303,18 @@ def test_a_time_limit_is_kept():
     problem = read_contest(LARGE)
     answer = solve(problem, solver=ILP(time_limit=0.3))
     assert answer.seconds["total"] < 5 and answer.status in (Status.UNKNOWN, Status.FEASIBLE)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (3, 1), (3, 4)])
+def test_a_table_is_a_sum_of_a_column_and_a_row_or_is_said_not_to_be(shape):
+    rng = np.random.default_rng(0)
+    table = rng.random((shape[0], 1)) - rng.random(shape[1])
+    a, b = separate(table)
+    assert a[:, None] + b == pytest.approx(table, rel=1e-12)
+    for value in (np.inf, table[-1, -1] + 1e-6):
+        other = table.copy()
+        other[-1, -1] = value
+        assert (separate(other) is None) == (value == np.inf or min(shape) > 1)
 
 
 def test_solvers_do_not_import_torch():

@@ -50,6 +50,7 @@ class Output(AbstractContextManager):
 
     def progress(self, what: str, fraction: float) -> None:
         """Say what is being done and how much of it is (0 to 1)."""
+        assert 0 <= fraction <= 1, (what, fraction)
         self.progress_shown.update(f"{what} (Ctrl-C {interrupt_effect(what)})" if isinstance(self.progress_shown, Bar) else what, fraction)
 
     def answer(self, record: dict, table: Callable[[], RenderableType]) -> None:

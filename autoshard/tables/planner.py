@@ -42,6 +42,7 @@ class Planner:
         self.high = float(longest.sum()) * (1 + 1e-9)  # seconds that no plan exceeds: everything on one device
 
     def say(self, what: str, fraction: float) -> None:
+        assert 0 <= fraction < 1, (what, fraction)
         if self.progress:
             at = f": {self.slowest * 1e3:.4g} ms, at least {self.bound.value * 1e3:.4g} ms" if self.best is not None else ""
             self.progress(what + at, fraction)
