@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autoshard.solvers.linprog import SparseRows, linprog
+from autoshard.solvers.linprog import SparseRows, highest, linprog
 
 optimize = pytest.importorskip("scipy.optimize")
 
@@ -49,3 +49,20 @@ def test_a_program_without_an_answer_or_without_an_end_has_no_optimum():
     one, inf = SparseRows.dense(np.ones((1, 1))), np.full(1, np.inf)
     assert linprog(np.ones(1), one, np.ones(1), inf, np.zeros(1), np.full(1, 0.5)) is None
     assert linprog(-np.ones(1), one, -inf, inf, np.zeros(1), inf) is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_highest_point_below_lines_is_where_two_of_them_meet_or_at_an_end(seed):
+    """Of one number up to 3, and of two whose sum is 3."""
+    rng = np.random.default_rng(seed)
+    costs, slopes = rng.normal(size=4), rng.normal(size=(4, 2)) - 0.5 * (seed % 2)
+
+    def expected(at, along):
+        meet = [(at[i] - at[j]) / (along[j] - along[i]) for i in range(4) for j in range(i)]
+        return max(min(at + along * t) for t in (0.0, 3.0, *(t for t in meet if 0 < t < 3)))
+
+    (t,), value = highest(costs, slopes[:, :1], most=3.0)
+    assert value == pytest.approx(expected(costs, slopes[:, 0])) == pytest.approx(min(costs + slopes[:, 0] * t)) and 0 <= t <= 3
+    y, value = highest(costs, slopes, total=3.0)
+    assert value == pytest.approx(expected(costs + 3 * slopes[:, 1], slopes[:, 0] - slopes[:, 1]))
+    assert y.sum() == pytest.approx(3) and (y >= 0).all() and value == pytest.approx(min(costs + slopes @ y))
