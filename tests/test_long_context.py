@@ -122,7 +122,7 @@ def test_stored_runs_and_reordering_agree():
             listed = [first + k for first, count in stored_runs(size, parts, start, stop) for k in range(count)]
             assert listed == positions[start:stop].tolist()
     assert sum(first + count for first, count in stored_runs(16, 4, 0, 4)) == 2 + 16  # chunks 0 and 7
-    assert_refused("no head-tail order of 4 parts", stored_runs, 12, 4)
+    assert_refused("no head-tail order of 4 parts", stored_runs, 12, 4, 0, 12)
 
 
 # -- prices ----------------------------------------------------------------------------------------------------------------------------
