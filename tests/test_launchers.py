@@ -563,6 +563,11 @@ SHELL = [  # lines of a script, and what a shell gives its command
      {"a": ["$A"], "b": ["$B"], "c": ["2"]}),  # only a shell knows
     (["case $SIZE in", "  8B) A=32 ;;", "  70B) A=80 ;;", "esac", "[ x ] || run --a $A"], {"a": ["$A"]}),
     (["A=1", "if more; then A=\"$A 2\"; B=3; fi", "run --a $A --b $B"], {"a": ["1", "2"], "b": ["3"]}),
+    (["D=0", "if [[ $D -eq 1 ]]; then", "  A=2", 'elif [ "$D" != 0 ]; then A=3; else', "  A=4; if x; then C=7; fi", "fi", "run --a $A"],
+     {"a": ["4"]}),  # which branch runs is known
+    *((["if [ $D = 1 ]; then A=2; elif [ 1 == 1 ]; then A=3; else A=4; fi", f"D={d}", "run --a $A"], {"a": ["$A"]}) for d in (0, 1)),
+    *(([f"S={s}", 'case "${S}" in', '  "8B") A=32', "  ;;", "  9B|70B) A=80 ;;", "  *) A=1 ;;", "esac", "run --a $A"],
+       {"a": [a]}) for s, a in (("8B", "32"), ("70B", "80"), ("1B", "1"))),
     (["A=1", "case $1 in --tp) A=$2 ;; esac", "run --a $A"], {"tp": [], "a": ["1"]}),
 ]
 

@@ -33,7 +33,9 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 DECLARED = re.compile(r"^(?:(?:then|else|do|export|local|readonly|declare|typeset)\s+|-\w+\s+|[^\s()=$]+\)\s*)*")  # before NAME=value
 ASSIGNED = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s"'#(]*)(?:\s+|$)""")
 PRESET = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # ${NAME:=value}
-BRANCHES = {"if": 1, "case": 1, "fi": -1, "esac": -1}
+WORD = r"""["']?([^"'\s$]*)["']?"""
+CONDITION, CASE = re.compile(rf"(?:el)?if \[\[? {WORD} (-eq|-ne|==?|!=) {WORD} \]\]?$"), re.compile(rf"case {WORD} in$")
+ARM = re.compile(r"""\(?["']?([^"'()$;=]*)["']?\)""")  # of a case
 PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
 DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
 MOST_EXPANDED = 10**6  # characters
@@ -182,12 +184,16 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
     text = _with_defaults(text, lambda one: one[0].replace("\n", " "))
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    variables, depth = Variables({}), 0
+    variables, branches, running = Variables({}), _Branches(), []
     for line in lines:
+        runs = []
         for part in re.split(r";(?=\s|$)", line):
-            depth += BRANCHES.get(part.strip().partition(" ")[0], 0)
-            variables.note(part, depth > 0)
-    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
+            branches.note(part, variables)
+            runs.append(branches.runs)
+            if branches.runs is not False:
+                variables.note(part, branches.runs is None)
+        running += [line] if any(one is not False for one in runs) else []
+    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in running)
     options: dict[str, list[str]] = {}
     name, is_quoted, began_quoted = "", False, False
     for written in (word for line in uncommented for word in re.split(r"\s+", line)):
@@ -247,6 +253,50 @@ class Variables:
         text = _with_defaults(text, lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2])
         text = ARITHMETIC.sub(lambda one: BARE.sub(r"$\g<0>", one[0]), text)
         return NUMBERS.sub(_calculated, VARIABLE.sub(value, text))
+
+
+@dataclass
+class _Branch:
+    """Of an if or a case. None: unknown."""
+
+    subject: str | None = None  # of a case
+    runs: bool | None = None
+    ran: bool | None = False  # whether one before it did
+
+
+class _Branches:
+    """The branches in which a line of a script stands."""
+
+    def __init__(self) -> None:
+        self.open: list[_Branch] = []
+
+    @property
+    def runs(self) -> bool | None:
+        each = [branch.runs for branch in self.open]
+        return False if False in each else None if None in each else True
+
+    def note(self, part: str, variables: Variables) -> None:
+        part = " ".join(part.split())
+        word = part.partition(" ")[0]
+        if word in ("if", "case"):
+            subject = CASE.match(variables.replaced(part))
+            self.open.append(_Branch(subject and subject[1]))
+        if not self.open:
+            return
+        if word in ("if", "elif"):
+            found = CONDITION.match(variables.replaced(part))
+            self._begin(None if found is None else (found[1] == found[3]) == (found[2] in ("-eq", "=", "==")))
+        elif word == "else":
+            self._begin(True)
+        elif word in ("fi", "esac"):
+            self.open.pop()
+        elif self.open[-1].subject is not None and (arm := ARM.match(part)):
+            self._begin(arm[1].strip() == "*" or self.open[-1].subject in arm[1].split("|"))
+
+    def _begin(self, truth: bool | None) -> None:
+        branch = self.open[-1]
+        branch.runs = False if branch.ran or truth is False else None if None in (branch.ran, truth) else True
+        branch.ran = branch.ran or (branch.ran if branch.runs is False else branch.runs)
 
 
 def _calculated(text: re.Match[str]) -> str:
