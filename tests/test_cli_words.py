@@ -208,7 +208,7 @@ def test_right_words_are_not_refused():  # else any refusal would do above
         ["pipeline", MODEL, "--devices", "8", "--schedules", "1f1b, gpipe", "--microbatches", "4,8"],
         ["export", PLAN, "--format", "tp_plan"],
         ["explain", PLAN, "w", "--why-not", "S(1),R"],
-        ["redistribute", HERE, "--planner", "naive", "--memory-limit", "1GB"],
+        ["redistribute", HERE, "--planner", "astar", "--memory-limit", "1GB"],
         ["calibrate", "show", "h100"],
     ]
     assert [(argv, result) for argv, result in zip(right, run_all(right)[0], strict=True) if result[0] != "began"] == []
