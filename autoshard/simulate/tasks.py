@@ -264,7 +264,8 @@ class _Facts:
         self.reader = [n] * len(self.links)  # the first op that reads the moved value; n where none does
         self.inputs: dict[int, list[int]] = {}  # op -> the links of its inputs
         self.gradients: dict[int, int] = {}  # parameter -> the link of its gradient
-        self.hub_links = frozenset(k for k, link in enumerate(self.links) if link.b in self.hubs)
+        self.fills = {link.b: k for k, link in enumerate(self.links) if link.b in self.hubs}
+        self.hub_links = frozenset(self.fills.values())
         self.results = [False] * len(self.links)
         for k, link in enumerate(self.links):
             self._read(k, link, n)
@@ -334,6 +335,7 @@ class _Places:
         self.origins = self._origins()
         self.cast_of: dict[int, int] = {}  # of nodes whose value is a cast of a parameter, which runs where its first fetch begins
         self.early = self._early(formulation, choice, facts.casts if overlap else set())
+        self.fetched = self._fetched()
         self.late: set[int] = set()  # fetches
         self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
         times, total = usage_profile(formulation.problem, choice)
@@ -375,6 +377,14 @@ class _Places:
         self.cast_of |= of_ops
         return early
 
+    def _fetched(self) -> set[int]:
+        """Those, and views of what is fetched: gathered further, they are a fetch that begins when the first one has ended."""
+        fetched = set(self.early)
+        for i in sorted(self.facts.bases):
+            if i not in fetched and all(self.links[k].value[0] in fetched for k in self.facts.inputs.get(i, ())):
+                fetched.add(i)
+        return fetched
+
     def _moves_an_input(self, i: int) -> bool:
         return any(self.steps[k] or self.links[k].a in self.moved_hubs for k in self.facts.inputs.get(i, ()))
 
@@ -388,7 +398,7 @@ class _Places:
 
     def _overlapped(self, prefetch: int) -> dict[int, int]:
         slots, reader = {}, self.facts.reader
-        phase = {i: REST if i in self.early else phase for i, phase in enumerate(self.facts.phases)}  # of nodes: the phase of their value
+        phase = {i: REST if i in self.fetched else phase for i, phase in enumerate(self.facts.phases)}  # of nodes: the phase of their value
         waiting, fetches = [], set(self.facts.fetches)
         for k in self.moved:  # those into hubs come first
             link, read = self.links[k], self._phase_of(reader[k], phase[self.links[k].a])
@@ -408,8 +418,18 @@ class _Places:
         first = 0
         for n, k in enumerate(waiting):
             first = self._first_with_room(k, max(first, reader[waiting[n - prefetch]] if n >= prefetch else 0))
-            slots[k] = 2 * first or -1
+            slots[k] = max(2 * first or -1, -1 if self.links[k].value[0] in self.fetched else slots[k])
+        for k in self.moved:
+            if not self.steps[k] and self.links[k].value[0] in self.fetched and not self.facts.results[k]:
+                slots[k] = self._when_there(self.links[k].a, slots)
         return slots
+
+    def _when_there(self, node: int, slots: dict[int, int]) -> int:
+        """The position from which on the value of a node is there that is early or fetched."""
+        if node in self.early:
+            return -1
+        links = [self.facts.fills[node]] if node in self.facts.fills else self.facts.inputs.get(node, ())
+        return max((slots[k] if self.steps[k] else self._when_there(self.links[k].a, slots) for k in links), default=-1)
 
     def _first_with_room(self, k: int, first: int) -> int:
         """The first op, from `first` on, from which on the bytes of link k fit until its reader; they count from there on."""
