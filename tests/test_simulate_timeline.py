@@ -138,36 +138,43 @@ def test_overlap_hides_something(plans):
     assert timeline_of_solution(graph, solution).seconds < 0.95 * solution.cost
 
 
+def ends_of_moves(timeline, inputs):
+    """When the value of each link is there, by the op that computes it and what is moved, through views and hubs."""
+    end, program = timeline.times.end, timeline.program
+    ops, links = program.formulation.graph.ops, program.formulation.tensor_edges
+    fills = {link.b: k for k, link in enumerate(links) if link.b >= len(ops)}
+
+    @functools.cache
+    def moved(k):
+        first, stop = program.of_link[k]
+        return end[stop - 1] if first < stop else ready(links[k].a)
+
+    @functools.cache
+    def ready(node):
+        if node >= len(ops):
+            return moved(fills[node])
+        first, stop = program.of_op[node]
+        if ops[node].is_placeholder:
+            return 0.0
+        return max(end[first:stop]) if first < stop else max(map(moved, inputs[node]), default=0.0)
+
+    return moved, ready
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_begins_before_what_it_needs(graphs, model, shape):
     """Of random plans: values behind views that are moved themselves, and values at the end of the forward that the backward soon reads."""
     found = instance_of(asked(graphs[model], Mesh.from_bandwidths(shape, **SLOW), baselines=False).stepped()).formulated
-    ops, links = found.graph.ops, found.tensor_edges
-    fills = {link.b: k for k, link in enumerate(links) if link.b >= len(ops)}
-    inputs = [[k for k, link in enumerate(links) if link.b == i] for i in range(len(ops))]
+    inputs = [[k for k, link in enumerate(found.tensor_edges) if link.b == i] for i in range(len(found.graph.ops))]
     for seed in range(3):
         timeline = timeline_of(found, random_choice(found, seed))
-        end, program = timeline.times.end, timeline.program
-
-        @functools.cache
-        def moved(k):
-            first, stop = program.of_link[k]
-            return end[stop - 1] if first < stop else ready(links[k].a)
-
-        @functools.cache
-        def ready(node):
-            if node >= len(ops):
-                return moved(fills[node])
-            first, stop = program.of_op[node]
-            if ops[node].is_placeholder:
-                return 0.0
-            return max(end[first:stop]) if first < stop else max(map(moved, inputs[node]), default=0.0)
-
-        for link, (first, stop) in zip(links, program.of_link):
-            assert first == stop or timeline.times.begin[first] >= ready(link.a) - 1e-12, (seed, link)
-        assert all(timeline.times.begin[program.of_op[i][0]] >= max(map(moved, inputs[i]), default=0.0) - 1e-12
-                   for i, op in enumerate(ops) if program.of_op[i][0] < program.of_op[i][1] and not op.is_placeholder)  # fmt: skip
+        begin, (moved, ready) = timeline.times.begin, ends_of_moves(timeline, inputs)
+        for link, (first, stop) in zip(found.tensor_edges, timeline.program.of_link):
+            assert first == stop or begin[first] >= ready(link.a) - 1e-12, (seed, link)
+        for i, (first, stop) in enumerate(timeline.program.of_op):
+            if first < stop and not found.graph.ops[i].is_placeholder:
+                assert begin[first] >= max(map(moved, inputs[i]), default=0.0) - 1e-12, (seed, i)
 
 
 def test_the_critical_path_is_the_step(plans):
