@@ -284,8 +284,8 @@ class _Branches:
         if not self.open:
             return
         if word in ("if", "elif"):
-            found = CONDITION.match(variables.replaced(part))
-            self._begin(None if found is None else (found[1] == found[3]) == (found[2] in ("-eq", "=", "==")))
+            asked = CONDITION.match(variables.replaced(part))
+            self._begin(None if asked is None else (asked[1] == asked[3]) == (asked[2] in ("-eq", "=", "==")))
         elif word == "else":
             self._begin(True)
         elif word in ("fi", "esac"):
