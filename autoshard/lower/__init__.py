@@ -9,6 +9,7 @@ from .fx_program import first_of_backward, rewritten, subgraph, trace, without_i
 from .generator import drawing, draws, first_state, from_state, is_random, mixed, state_of_generator
 from .issue_order import Issued, out_of_step
 from .program import LoadPlaceholder, RankProgram, Redistribute, Slot, lower, redistribution, slot_of, slots_of
+from .rounding import noise_of
 from .run import SimulatedRanks, check, run_route
 from .sharding import assemble, gap, part_of, reduce_tensors, shard_of_rank
 from .unsharded import constants_of, index_bounds, run_unsharded, seeded, state_of_module, verify_graph

@@ -1,7 +1,7 @@
 """Does a pipeline compute what the model computes? All ranks of all stages run in this process, microbatch after microbatch.
 
     x      loss and gradients of the unsharded model: the mean over the microbatches
-    x~     the same with parameters that are perturbed by their own rounding
+    x~     the same with parameters and inputs that are perturbed by their own rounding, several times where it matters, and in float64
     y      of the stages: programs on simulated ranks, values in the pieces that the ranks would send, sums reduced once per step
     error = `relative_error` of y, as in lower.verify
 
@@ -10,8 +10,9 @@ state of the stage that the op is in. A stage that fails to run is a placement m
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from autoshard.lower import (
     gap,
     index_bounds,
     least_precise,
+    noise_of,
     out_of_order,
     perturbed,
     relative_error,
@@ -46,6 +48,7 @@ from autoshard.runtime.transfers import simulated
 from autoshard.solution import RECEIVED, SENT, PipelineToRun
 from autoshard.torch_private import TorchDispatchMode, pytree
 
+PERTURBED = 5  # times
 Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a stage
 
 
@@ -77,15 +80,29 @@ def verify_stages(
     except _Failed as failure:
         return Verification(devices, 0.0, 0.0, (failure.mismatch,), moved, tolerance)
     draws = [len(ops) for ops in drawing]
-    expected = _reference(module, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
-    changed = copy.deepcopy(module)
-    for k, p in enumerate(changed.parameters()):
-        p.copy_(perturbed(p, torch.finfo(getattr(torch, dtype)).eps, seed * 1_000_003 + k))
-    with_noise = _reference(changed, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
-    worst = {"output": 0.0, "gradient": 0.0}
+
+    def reference(module: nn.Module, change: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+        new = {id(x): change(x, k) if x.is_floating_point() else x for k, x in enumerate(inputs.values())}
+        leaves, named = pytree.tree_map(lambda x: new.get(id(x), x), ((args, kwargs), inputs))
+        return _reference(module, *leaves, plan, named, DrawsOfStages(draws, seed))
+
+    @cache
+    def with_noise() -> list[dict[str, Tensor]]:
+        several, eps = [], torch.finfo(getattr(torch, dtype)).eps
+        for n in range(PERTURBED):
+            changed = copy.deepcopy(module)
+            for k, p in enumerate(changed.parameters()):
+                p.copy_(perturbed(p, eps, (seed + n) * 1_000_003 + k))
+            several.append(reference(changed, lambda x, k, n=n: perturbed(x, eps, (seed - n) * 1_000_003 - k - 1)))  # type: ignore[misc]
+        with suppress(RuntimeError):  # a model that casts to a dtype of its own
+            several.append(reference(copy.deepcopy(module).double(), lambda x, k: x.double()))
+        return several
+
+    expected, worst = reference(module, lambda x, k: x), {"output": 0.0, "gradient": 0.0}
     for key, y in results.items():
         x, kind = expected[key], key.split(":")[0]
-        worst[kind] = max(worst[kind], relative_error(gap(y.to(x.dtype), x), x, partial(gap, x, with_noise[key]), tolerance))
+        noise = partial(lambda key, x: noise_of(x, [one[key] for one in with_noise()]), key, x)
+        worst[kind] = max(worst[kind], relative_error(gap(y.to(x.dtype), x), x, noise, tolerance))
     mismatches = tuple(one for stage in stages.of for one in out_of_order(stage.program))
     return Verification(devices, worst["output"], worst["gradient"], mismatches, moved, tolerance)
 
