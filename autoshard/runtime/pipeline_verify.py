@@ -1,7 +1,7 @@
 """Does a pipeline compute what the model computes? All ranks of all stages run in this process, microbatch after microbatch.
 
     x      loss and gradients of the unsharded model: the mean over the microbatches
-    x~     the same with parameters and inputs that are perturbed by their own rounding, several times where it matters, and in float64
+    x~     the same with parameters and inputs that are perturbed by their own rounding, several times where it matters
     y      of the stages: programs on simulated ranks, values in the pieces that the ranks would send, sums reduced once per step
     error = `relative_error` of y, as in lower.verify
 
@@ -11,7 +11,6 @@ state of the stage that the op is in. A stage that fails to run is a placement m
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -94,8 +93,6 @@ def verify_stages(
             for k, p in enumerate(changed.parameters()):
                 p.copy_(perturbed(p, eps, (seed + n) * 1_000_003 + k))
             several.append(reference(changed, lambda x, k, n=n: perturbed(x, eps, (seed - n) * 1_000_003 - k - 1)))  # type: ignore[misc]
-        with suppress(RuntimeError):  # a model that casts to a dtype of its own
-            several.append(reference(copy.deepcopy(module).double(), lambda x, k: x.double()))
         return several
 
     expected, worst = reference(module, lambda x, k: x), {"output": 0.0, "gradient": 0.0}
