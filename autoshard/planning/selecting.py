@@ -258,16 +258,16 @@ def _in_turn(question: Question, one: _Selected) -> dict[str, Offload]:
     moved = constants(question.graph)
     names = {op.name for i, op in enumerate(question.graph.ops) if i not in moved}
     usable = [i for i, op in enumerate(graph.ops) if runs[i] and not op.is_placeholder and op.name in names]
-    reader = {i: min(j for j, _ in graph.users[i, 0]) for i, op in enumerate(graph.ops) if op.kind == RELOADED}
+    reader = {i: min(j for j, _ in graph.users[i, 0]) for i, op in enumerate(graph.ops) if op.kind == RELOADED and (i, 0) in graph.users}
     offloaded, free = dict(one.chosen.offloaded), math.inf
     for i, at in sorted(reader.items(), key=lambda item: (-item[1], -item[0])):
         output, layout = graph.ops[i].output, one.formulated.candidate(i, one.choice).outputs[0]
         assert layout is not None
         size = local_numel(output.shape, layout, mesh) * output.itemsize
-        free = min(free, begins[at]) - LEAD * host_seconds(size, mesh.device)
+        free = min(free, begins[at]) - LEAD * one.formulated.microbatches * host_seconds(size, mesh.device)
         first = usable[max(bisect_right(usable, free, key=begins.__getitem__) - 1, 0)]
         full = np.flatnonzero(spare[first:i] < size)
-        place = min((k for k in usable if k > first + full[-1]), default=i) if len(full) else first
+        place = next(iter(usable[bisect_right(usable, first + full[-1]) :][:1]), i) if len(full) else first
         if place < i:
             spare[place:i] -= size
             name = graph.ops[i].name.removesuffix(f".{RELOADED}")
