@@ -22,7 +22,8 @@ from autoshard.planning.warm_starts import random_choice
 from autoshard.problem import evaluate
 from autoshard.report.timeline import trace_of
 from autoshard.simulate.from_solution import formulation_of_solution
-from autoshard.simulate.tasks import KNOWN, _Builder, _Facts, program_of
+from autoshard.simulate.positions import KNOWN, LinkFacts
+from autoshard.simulate.tasks import _Builder, program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp, moe
 from tests.helpers_kept import assert_stays
@@ -63,7 +64,7 @@ def test_what_only_becomes_a_gradient_is_in_the_background_views_on_the_way_incl
     would wait behind it."""
     graph = graphs[model]
     formulation = instance_of(asked(graph, Mesh.from_bandwidths((2, 2), **SLOW)).stepped()).formulated
-    facts = _Facts(formulation)
+    facts = LinkFacts(formulation)
 
     def only_becomes_a_gradient(i):
         """Whether op i is read by views alone, and these by views, until they are returned as gradients."""

@@ -259,9 +259,10 @@ class Variables:
 class _Branch:
     """Of an if or a case. None: unknown."""
 
+    outside: bool | None  # whether the whole runs
     subject: str | None = None  # of a case
-    runs: bool | None = None
-    ran: bool | None = False  # whether one before it did
+    begins: bool | None = None  # by its condition
+    began: bool | None = False  # whether one before it did
 
 
 class _Branches:
@@ -272,15 +273,16 @@ class _Branches:
 
     @property
     def runs(self) -> bool | None:
-        each = [branch.runs for branch in self.open]
-        return False if False in each else None if None in each else True
+        """Whether the lines of this place run."""
+        both = (self.open[-1].outside, self.open[-1].begins) if self.open else ()
+        return False if False in both else None if None in both else True
 
     def note(self, part: str, variables: Variables) -> None:
         part = " ".join(part.split())
         word = part.partition(" ")[0]
         if word in ("if", "case"):
             subject = CASE.match(variables.replaced(part))
-            self.open.append(_Branch(subject and subject[1]))
+            self.open.append(_Branch(self.runs, subject and subject[1]))
         if not self.open:
             return
         if word in ("if", "elif"):
@@ -295,8 +297,8 @@ class _Branches:
 
     def _begin(self, truth: bool | None) -> None:
         branch = self.open[-1]
-        branch.runs = False if branch.ran or truth is False else None if None in (branch.ran, truth) else True
-        branch.ran = branch.ran or (branch.ran if branch.runs is False else branch.runs)
+        branch.begins = False if branch.began or truth is False else None if None in (branch.began, truth) else True
+        branch.began = branch.began or (branch.began if branch.begins is False else branch.begins)
 
 
 def _calculated(text: re.Match[str]) -> str:
