@@ -233,16 +233,16 @@ def _selected(question: Question, saved: SavedValues, choice: Sequence[int]) -> 
     turn, where that fits and costs no more."""
     offloads, hidden = transfer_seconds_of(saved, choice), hidden_seconds(saved)
     chosen = chosen_of(saved, choice, max(0.0, 1 - hidden / offloads) if offloads else 0.0)
-    plain = _as_graph(question, saved, choice, chosen)
+    plain = _as_graph(question, saved, choice, chosen) if chosen.offloaded else None
     own = evaluate(saved.problem, choice).cost - 2 * saved.exposed * offloads  # seconds of the answer without transfers
-    in_turn = replace(chosen, offloaded=_in_turn(question, plain))
+    in_turn = chosen if plain is None else replace(chosen, offloaded=_in_turn(question, plain))
     spare = {name for name in chosen.recomputed if _is_view_of_kept(question.graph, chosen, name)}
     for better in (replace(in_turn, recomputed=chosen.recomputed - spare), in_turn):
         if better != chosen:
             one = _as_graph(question, saved, choice, better)
             if one.judged.fits and one.judged.cost <= (own + 2 * max(0.0, offloads - hidden)) * (1 + LEAST_GAIN):
                 return one
-    return plain
+    return plain or _as_graph(question, saved, choice, chosen)
 
 
 def _in_turn(question: Question, one: _Selected) -> dict[str, Offload]:
