@@ -37,7 +37,7 @@ from autoshard.cost import host_bandwidth, host_seconds, offload_seconds
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, preferred_layouts
 from autoshard.formulate.tables import bytes_of, differing
 from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, constants, repeated_blocks
-from autoshard.layout import local_numel
+from autoshard.layout import has_partial, local_numel
 from autoshard.problem import Edge, Problem, Usage
 
 KEPT_MODE, RECOMPUTED_MODE, OFFLOADED_MODE = "kept", "recomputed", "offloaded"
@@ -221,9 +221,10 @@ class _Extending:
         return seconds
 
     def _transfers(self, tensor: Tensor, layouts: Layouts) -> np.ndarray:
-        """Seconds of both transfers that count, per layout, in all microbatches."""
+        """Seconds of both transfers that count, per layout, in all microbatches; inf: partial sums are not offloaded."""
         sizes = bytes_of(tensor, layouts, self.mesh)
         one_way = np.array([offload_seconds(n, self.exposed or 0.0, self.mesh.device) for n in sizes])
+        one_way[[has_partial(layout) for layout in layouts]] = math.inf
         return self.f.microbatches * 2 * one_way
 
     def _usage(self, u: Usage) -> np.ndarray:

@@ -184,12 +184,12 @@ class Usages:
             self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
 
     def _add_selected(self, i: int, a: int, edge: int, move: MoveTables) -> None:
-        """Of the first input, what is held if it is kept: from its last forward reader on."""
+        """Of the first input, what is held if it is kept: from its last forward reader on. Its route runs with the first reader."""
         if a == 0:
             value = self.graph.ops[i].inputs[0]
             kept = np.broadcast_to(self.tables.bytes(move.tensor, move.source_layouts)[:, None], move.copy.shape)
             self._hold("activations", EdgeUsage(edge, self._last(value) + 1, i, kept))
-        self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.leaving))
+        self._hold("temporaries", EdgeUsage(edge, i, self.first_reader((i, 0)) + 1, move.leaving))
 
     def add_op(self, i: int) -> None:
         """Adds what op i holds: outputs that are no views, or the storage that it counts for as a view; for a parameter, its state too."""

@@ -66,7 +66,7 @@ def answered_per_tensor(question: Question) -> Answered:
         search = _Search(question, ways)
         selected = search.best()
     if selected is None:
-        kind = Infeasible if search.is_proven else NoAnswer
+        kind = Infeasible if search.is_proven and not search.known else NoAnswer
         raise kind("no way to keep, recompute and offload single tensors was found that fits in memory", search.smallest_limit)
     best, answer = selected
     rows: dict[str, dict] = {}
