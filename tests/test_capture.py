@@ -135,6 +135,13 @@ def normed():
     return Model(lambda m, x: m.norm(m.linear(x)).square().sum(), linear=nn.Linear(8, 8), norm=nn.BatchNorm1d(8))
 
 
+def constants(m, x):
+    h = m.linear(x)
+    like = torch.zeros_like(h), torch.full_like(h, 2.5, dtype=torch.float64), torch.ones_like(h.t()), torch.ones_like(h, dtype=torch.int32)
+    new = h.new_zeros(4, 8), h.new_full((2, 3), 1.5), h.new_ones((3,), dtype=torch.int64), h.new_empty(2, 2) * 0
+    return h.square().sum() + sum((k + 1) * y.sum() for k, y in enumerate((*like, *new)))
+
+
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 ODD = {
     "tied": (tied, (torch.tensor([[0, 3], [5, 3]]),), ()),
@@ -143,6 +150,7 @@ ODD = {
     "writes its input": (linear(writes_input), (X,), ("buffer:input_0",)),
     "batch norm": (normed, (X,), ("buffer:norm.running_mean", "buffer:norm.running_var", "buffer:norm.num_batches_tracked")),
     "in place": (linear(in_place), (X,), ()),
+    "constants": (linear(constants), (X,), ()),
     "returns a view beside": (linear(returns(lambda m, h: (h, h[:2], {"h": h.detach()}))), (X,), ()),
     "returns views": (linear(returns(lambda m, h: (h[:, 0], h[:, 1], h.t()))), (X,), ()),
     "returns parameters": (linear(returns(lambda m, h: (h, m.linear.weight, m.linear.weight.t()))), (X,), ()),
@@ -182,6 +190,13 @@ def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_an_empty_one():
     graph = capture(Frozen(), (X,), training=True)
     gradients = {r.name: r.value is not None for r in graph.results if r.kind == "gradient"}
     assert gradients == {"linear.bias": True, "unused.weight": False, "unused.bias": False}
+
+
+def test_a_constant_reads_no_tensor_that_says_its_size_and_dtype_alone():
+    """Or that tensor would be moved into a layout in which nobody reads it; but one whose strides a constant takes is read."""
+    graph = capture(linear(constants)(), (X,), training=False)
+    read = {op.name: [graph.ops[i].name for i, _ in op.inputs] for op in graph.ops if op.name.startswith(("zeros", "ones", "full", "new"))}
+    assert len(read) == 8 and {name for name, names in read.items() if names} == {"ones_like", "new_empty"}
 
 
 def test_captured_graphs_stay_what_they_are():

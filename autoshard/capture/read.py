@@ -18,6 +18,8 @@ from autoshard.torch_private import FakeTensor, OpOverload, pytree
 # (lower.kernels.norms) make them so everywhere.
 STATISTICS = {"aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._native_batch_norm_legit_functional.default"}
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Factories to which a tensor says no more than size, dtype and device: as what they are read, so that nobody moves that tensor for them.
+OF_TEMPLATES = {f"aten.{of}.default": f"aten.{n}.default" for n in ("zeros", "ones", "full") for of in (f"new_{n}", f"{n}_like")}
 ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
 
 
@@ -133,7 +135,7 @@ def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
     alive = {*keep, *(node for node in traced.graph.nodes if isinstance(node.target, OpOverload) and draws(node.target))}
     for node in reversed(traced.graph.nodes):
         if node.op == "output" or node in alive:
-            alive.update(node.all_input_nodes)
+            alive.update(n for n in node.all_input_nodes if not (_is_of_template(node) and n is node.args[0]))
     return alive
 
 
@@ -157,14 +159,22 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
             return tuple(literal(part) for part in item)
         return _constant(item, node)
 
-    literals = (literal(node.args), tuple((key, literal(item)) for key, item in sorted(node.kwargs.items())))
-    result = node.meta["val"]
+    target, args, kwargs, result = str(node.target), node.args, node.kwargs, node.meta["val"]
+    if _is_of_template(node):
+        size = (tuple(result.shape),) * target.endswith("_like.default")
+        target, args = OF_TEMPLATES[target], (*size, *args[1:])
+        kwargs = {"dtype": result.dtype, "device": result.device, **{key: kwargs[key] for key in kwargs if key != "memory_format"}}
+    literals = (literal(args), tuple((key, literal(item)) for key, item in sorted(kwargs.items())))
     outputs = tuple(_tensor(t) for t in _asked(node, result)) if isinstance(result, (tuple, list)) else (_tensor(result),)
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
     kind = "compute"
     if draws(node.target):
         kind, literals = RANDOM, _with_order(node, literals)
-    return Op(node.name, str(node.target), tuple(inputs), literals, outputs, kind, module, _alias(node), backward)
+    return Op(node.name, target, tuple(inputs), literals, outputs, kind, module, _alias(node), backward)
+
+
+def _is_of_template(node: fx.Node) -> bool:
+    return str(node.target) in OF_TEMPLATES and node.meta["val"].is_contiguous()
 
 
 def _depends_on_data(node: fx.Node, number: str, module: str) -> ValueError:
