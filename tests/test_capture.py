@@ -483,6 +483,12 @@ def test_the_inputs_and_the_module_are_left_as_they_were():
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in module.named_parameters())
 
 
+def test_the_program_is_that_of_contiguous_inputs_which_ranks_have():
+    image, model = torch.empty(4, 3, 8, 8), nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(256, 2))
+    channels_last = image.to(memory_format=torch.channels_last)
+    assert capture(model, (channels_last,), training=True) == capture(model, (image,), training=True)
+
+
 def test_the_second_model_of_a_process_is_as_static_as_the_first():
     for batch in (4, 8, 16):
         graph = capture(*TINY["mlp"](batch=batch), training=True)

@@ -76,13 +76,14 @@ def input_names(module: nn.Module, example_inputs: Any) -> list[str]:
     return [f"input_{k}" if name in held else name for k, name in enumerate(names)]
 
 
-def fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """dtype: instead of the tensor's own."""
+def fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None, *, is_dense: bool = False) -> torch.Tensor:
+    """dtype: instead of the tensor's own. is_dense: with the strides of a contiguous tensor instead of its own."""
     if unsupported := unsupported_kind(tensor):
         raise ValueError(unsupported)
     with mode:
         shape, strides = map(as_number, tensor.shape), map(as_number, tensor.stride())
         fake = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype or tensor.dtype, device="cpu")
+        fake = torch.empty_like(fake, memory_format=torch.contiguous_format) if is_dense else fake
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
@@ -139,7 +140,7 @@ def to_fake(
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in direct or id(tensor) in passed or tensor.is_meta:
-            return fake(mode, tensor, dtypes.get(id(tensor)))
+            return fake(mode, tensor, dtypes.get(id(tensor)), is_dense=id(tensor) in passed)  # as every rank has its shard of an input
         return tensor.detach().clone()  # in a list on a module: a constant of the program, whose value is needed
 
     module, args, kwargs = copied((module, args, kwargs), replacement)
