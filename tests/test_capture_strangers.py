@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.api import plan
+from autoshard.api import autosharding_pass, plan, verify
 from autoshard.capture import capture, capture_fx
 from autoshard.capture.depth import shrunk
 from autoshard.capture.huggingface import load_huggingface
@@ -516,9 +516,11 @@ class WithConstants(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", [torch.no_grad(), torch.inference_mode(), torch.device("meta")], ids=["no_grad", "inference_mode", "meta"])
 def test_a_capture_is_the_same_in_every_mode_of_the_caller(mode, training):
-    expected = capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint()
+    expected, plain = capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint(), (torch.zeros(4, 8),)
     with mode:
         assert capture(WithConstants(), (torch.zeros(4, 8),), training=training).fingerprint() == expected
+        _, info = autosharding_pass(WithConstants(), mesh_shape=(2,), example_inputs=plain, training=training)
+        assert verify(WithConstants(), plain, info["solution"])["ok"]
 
 
 def test_levels_of_modules_are_counted_where_one_is_missing_shared_or_holds_itself():

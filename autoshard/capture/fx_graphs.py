@@ -22,7 +22,7 @@ from autoshard.capture.explain import explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides, without_expanded_matrices
 from autoshard.capture.inputs import CPU, Named, export_signature, fake, is_mutable, mode_of, placeholder_inputs, result_name
 from autoshard.capture.read import module_path, read
-from autoshard.capture.replaced import replaced_operators, usual_modes
+from autoshard.capture.replaced import replaced_operators
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph
 from autoshard.torch_private import DispatchKey, OpOverload, disable_current_modes, pytree, reparametrize_module
@@ -36,7 +36,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     the placeholders carry no `meta["val"]`; of dynamic dims they say the sizes, which are otherwise those that the graph was traced with.
     """
     module = fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph
-    with explained(module), usual_modes(), replaced_operators():
+    with explained(module), replaced_operators():
         return retraced(fx_graph, example_inputs)
 
 

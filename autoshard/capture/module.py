@@ -38,7 +38,7 @@ from autoshard.capture.inputs import (
 from autoshard.capture.nested_tensors import has_objects, listed, listing, opened
 from autoshard.capture.operators import DROPOUT
 from autoshard.capture.read import leaves_of, module_path, read
-from autoshard.capture.replaced import replaced_operators, usual_modes
+from autoshard.capture.replaced import replaced_operators
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph, mixed
 from autoshard.precision import Precision
@@ -81,7 +81,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = static_mode()
     # shapes are numbers also in the second capture of a process; torch.compiler.reset() would drop what the user has compiled
-    with explained(module), usual_modes(), replaced_operators(), dynamo_config.patch(automatic_dynamic_shapes=False):  # type: ignore[attr-defined]
+    with explained(module), replaced_operators(), dynamo_config.patch(automatic_dynamic_shapes=False):  # type: ignore[attr-defined]
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)

@@ -17,7 +17,7 @@ mask[b, h, t, s] = mask_mod(b, h, t, s), or the block mask's blocks where it has
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -44,14 +44,6 @@ def replaced_operators(device: str = "CPU") -> Iterator[None]:
             yield
         finally:
             register_effectful_op(checks, EffectType.ORDERED)
-
-
-@contextmanager
-def usual_modes() -> Iterator[None]:
-    """Whatever the caller's default device is, and whether the caller wants gradients: plans are often made under meta and no_grad."""
-    cpu = torch.device("cpu")  # not entered where it is the default: torch asks it about every call, a twentieth of a capture's time
-    with nullcontext() if torch.get_default_device() == cpu else cpu, torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 @contextmanager

@@ -4,10 +4,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 _TURN = threading.RLock()  # one per process, as the patches that it guards are
@@ -20,15 +21,23 @@ T = TypeVar("T")
 
 def in_turn(function: Callable[P, T]) -> Callable[P, T]:
     """The function, which first waits while another thread runs a function of this kind; a thread may call one from another. It may call
-    a module that is its first argument, however deep that is nested."""
+    a module that is its first argument, however deep that is nested. Its modes are the usual ones."""
 
     @wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
         first = args[0] if args else None
-        with _TURN, no_warnings_about_torch(), deep_enough(first if isinstance(first, nn.Module) else nn.Module()):
+        with _TURN, no_warnings_about_torch(), usual_modes(), deep_enough(first if isinstance(first, nn.Module) else nn.Module()):
             return function(*args, **kwargs)
 
     return waiting
+
+
+@contextmanager
+def usual_modes() -> Iterator[None]:
+    """Whatever the caller's default device is, and whether the caller wants gradients: plans are often made under meta and no_grad."""
+    cpu = torch.device("cpu")  # not entered where it is the default: torch asks it about every call, a twentieth of a capture's time
+    with nullcontext() if torch.get_default_device() == cpu else cpu, torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 @contextmanager

@@ -53,8 +53,9 @@ def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> E
 
 def unbacked_mesh(mesh: Mesh) -> DeviceMesh:
     """A DeviceMesh of this shape without processes."""
-    ranks = torch.arange(mesh.num_devices).reshape(mesh.shape)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=0)
+    with torch.device("cpu"):  # whatever the caller's default device is
+        ranks = torch.arange(mesh.num_devices).reshape(mesh.shape)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=0)
 
 
 def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mesh: DeviceMesh) -> DTensorSpec:

@@ -48,7 +48,7 @@ def run_unsharded(
     if precision is not None:
         module, args, kwargs = computing_in(precision, module, args, kwargs)
         leaves, state = pytree.tree_leaves((args, kwargs)), state_of_module(module)
-    with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), _as_captured():
+    with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), _as_captured(), torch.device(device):
         try:
             outputs = module(*args, **kwargs)
         except Exception as error:  # it is the user's code, which may raise anything
