@@ -147,6 +147,7 @@ BETWEEN = {
     "heads counted from what is there": (lambda m, y: y.view(*y.shape[:-1], -1, 4).flatten(-2), None),
     "a norm over what is cut": (lambda m, y: y - y.mean(-1, keepdim=True), "needs all shards of its input"),
     "a softmax over what is cut": (lambda m, y: y.softmax(-1), None),
+    "a product of what is cut with itself": (lambda m, y: y @ (y.t() @ y), None),
     "a vector that stays whole": (lambda m, y: y * m.scale[:] * m.scale, None),
     "a fixed number of heads": (lambda m, y: y.view(4, 4, 4).relu().view(4, 16), "fixes the number of heads"),
     "a size taken from what is cut": (lambda m, y: y.view(4, 4, -1).relu().view(4, 16), "infers another dim's size"),

@@ -4,7 +4,7 @@ Launchers (parallelize_module, tp_plan) shard the weight of y[.., n] = x[.., k] 
 model's own code on the shards in between. The weights whose n or k is in one class C of dims (classes.py) form a group if C is n of some
 and k of others. Running the code on shards of a group computes the right values when
 
-    every op that reads a shard reads shards of all its inputs that have C, and its output has C    (no reduction over C)
+    every op that reads a shard reads shards of all its inputs that have C, and its output has C    (no reduction over C), in one dim
     the view that makes heads says -1 for them: code that fixes their number can't run on some of them
     no split or slice runs along C: its offsets would be wrong in a shard                           (query, key and value in one weight)
 
@@ -161,12 +161,12 @@ def _why_not_local(
             continue
         for v in op.inputs:
             source = graph.ops[v[0]]
-            if v not in shards and _has(graph, classes, v, root) and source.name.rpartition(".")[0] not in modules:
+            if v not in shards and _dims(graph, classes, v, root) and source.name.rpartition(".")[0] not in modules:
                 return f"{op.module or op.name} also reads {source.name}, which stays replicated"
-            if source.kind == "parameter" and not _has(graph, classes, v, root):
+            if source.kind == "parameter" and not _dims(graph, classes, v, root):
                 inside.append(source.name)
-        outputs = [(i, k) for k, t in enumerate(op.outputs) if t is not None and _has(graph, classes, (i, k), root)]
-        if not outputs:
+        outputs = [(i, k) for k, t in enumerate(op.outputs) if t is not None and _dims(graph, classes, (i, k), root)]
+        if not outputs or any(len(_dims(graph, classes, v, root)) > 1 for v in outputs):  # of two such dims, shards are pairs of equal ones
             return f"{op.module or op.name} needs all shards of its input ({op.target})"
         if (fixed := _fixes_sizes(graph, classes, root, i)) and op.module not in modules:
             return f"{op.module or op.name} {fixed}"
@@ -175,8 +175,9 @@ def _why_not_local(
     return f"the model returns {returned[0].name} sharded" if returned else None
 
 
-def _has(graph: Graph, classes: DimClasses, value: Value, root: int) -> bool:
-    return any(size > 1 and classes.of(value, d) == root for d, size in enumerate(graph.tensor(value).shape))
+def _dims(graph: Graph, classes: DimClasses, value: Value, root: int) -> list[int]:
+    """The dims of the value that have the class."""
+    return [d for d, size in enumerate(graph.tensor(value).shape) if size > 1 and classes.of(value, d) == root]
 
 
 def _fixes_sizes(graph: Graph, classes: DimClasses, root: int, i: int) -> str | None:
@@ -187,7 +188,7 @@ def _fixes_sizes(graph: Graph, classes: DimClasses, root: int, i: int) -> str | 
     before, after = graph.tensor(op.inputs[0]).shape, op.output.shape
     if before == after:
         return None
-    dims = [d for d, size in enumerate(after) if size > 1 and classes.of((i, 0), d) == root]
+    dims = _dims(graph, classes, (i, 0), root)
     sizes = argument(op, 1, "size") or argument(op, 1, "shape")
     free = [d for d, size in enumerate(sizes) if size == -1]
     if free and free[0] not in dims:
