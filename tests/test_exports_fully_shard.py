@@ -292,6 +292,18 @@ def test_what_fully_shard_refuses_is_refused_before(dtype, shape, sentence):
     assert_refused(sentence, autoshard.export, autosharding_pass(module, mesh_shape=(2,), **options)[1]["solution"], "fully_shard")
 
 
+def test_a_block_with_two_names_is_sharded_and_recomputed_once_and_a_list_of_parameters_is_no_block():
+    first, last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    parts = {"layers": torch.nn.ModuleList([first, last, first]), "scales": torch.nn.ParameterList([torch.nn.Parameter(torch.ones(8))])}
+    module = Model(lambda m, x: m.layers[2](m.layers[1](m.layers[0](x) * m.scales[0])).sum(), **parts)
+    graph = capture_deep(module, (torch.zeros(8, 8),), training=True)[0]
+    question = with_recomputed_blocks(asked(graph, Mesh.from_bandwidths((2,)), training=True, recompute="all", baselines=False))
+    recipe = export_anyway(baseline_only(question, "zero3"), "fully_shard")
+    modules = [*map(module.get_submodule, recipe["fully_shard"]["modules"])]
+    assert {*modules} == {first, last, module} and len(modules) == 3
+    assert sorted(recipe["checkpoint"]["modules"]) == sorted(recipe["fully_shard"]["modules"][:-1])
+
+
 @pytest.mark.parametrize("scheme", ("zero1", pytest.param("zero3", marks=pytest.mark.slow)))
 def test_fully_shard_runs_the_recipe(scheme):
     recipe = dict(export_anyway(in_microbatches(scheme), "fully_shard"))

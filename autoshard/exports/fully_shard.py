@@ -21,7 +21,7 @@ schemes fix once for all parameters:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -201,14 +201,19 @@ def _recomputed(solution: Solution) -> tuple[dict, tuple[Left, ...]] | None:
         return None
     blocks = solution.modules.get(NO_AXIS, {}).get("recomputed") or _blocks(solution)[: solution.recompute]
     if not solution.saved:
-        return {"modules": blocks}, ()
+        return {"modules": _blocks(solution, blocks)}, ()
     policy = policy_of(solution)
-    blocks = list(dict.fromkeys(_block(f"{name}.") for name in policy if _block(f"{name}.")))
+    blocks = _blocks(solution, (_block(f"{name}.") for name in policy if _block(f"{name}.")))
     return {"modules": blocks, "saved": {name: of_block(policy, name) for name in blocks}}, policy.left
 
 
-def _blocks(solution: Solution) -> list[str]:
-    return list(dict.fromkeys(_block(name) for name in solution.parameters if _block(name)))
+def _blocks(solution: Solution, chosen: Iterable[str] | None = None) -> list[str]:
+    """The chosen blocks, or all that hold parameters of their own; a module with several names under the one that its parameters have."""
+    owners: dict[str, set[str]] = {}
+    for name, row in solution.parameters.items():
+        owners.setdefault(_block(name), set()).add(_block(row.get("tied_to", name)))
+    owner = {block: of.pop() if len(of) == 1 else block for block, of in owners.items()}
+    return list(dict.fromkeys(filter(None, owner.values()) if chosen is None else (owner.get(block) or block for block in chosen)))
 
 
 def _microbatches(solution: Solution, scheme: Scheme) -> tuple[dict, list[Left]]:
@@ -365,6 +370,6 @@ def _mesh_code(axes: list[str]) -> str:
 
 
 def _block(name: str) -> str:
-    """`h.0.attn.c_attn.weight` -> `h.0`; empty for parameters outside of repeated blocks."""
-    head, star, _ = generic(name).partition("*")
+    """`h.0.attn.c_attn.weight` -> `h.0`; empty for parameters outside of repeated blocks, such as those of a ParameterList."""
+    head, star, _ = generic(name.rpartition(".")[0]).partition("*")
     return name[: len(head)] + name[len(head) :].partition(".")[0] if star else ""
