@@ -64,13 +64,19 @@ def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
-    """The graph with the names of tied parameters in `tied`: a capture leaves the second name as an input without readers."""
-    tied = []
+    """The graph with the names of tied parameters in `tied`: a capture leaves the other names as inputs without readers.
+
+    What is read has the first name, in training and in inference: torch.export reads the last one.
+    """
+    tied, renamed = [], dict[str, str]()
     for names in groups:
         present = [name for name in names if name in graph.parameters]
         used = [name for name in present if (graph.parameters[name], 0) in graph.users] or present
+        if len(used) == 1:
+            renamed |= {present[0]: used[0], used[0]: present[0]}
+            used = present[:1]
         tied += [(name, used[0]) for name in names if used and name not in used]
-    return replace(graph, tied=tuple(tied))
+    return replace(graph, ops=tuple(replace(op, name=renamed.get(op.name, op.name)) for op in graph.ops), tied=tuple(tied))
 
 
 def check_operators(traced: fx.GraphModule) -> None:

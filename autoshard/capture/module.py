@@ -98,10 +98,10 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     _check_returns(captured.graph, module)
     _check_writes(captured.graph, module)
-    graph = _with_input_names(captured.graph, input_names(module, example_inputs))
+    graph = merge_tied(_with_input_names(captured.graph, input_names(module, example_inputs)), tied_parameters(module))
     new = {old.name: op.name for old, op in zip(captured.graph.ops, graph.ops)}
     origins = {new[name]: node for name, node in captured.origins.items()}
-    return replace(captured, graph=merge_tied(graph, tied_parameters(module)), origins=origins)
+    return replace(captured, graph=graph, origins=origins)
 
 
 def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
