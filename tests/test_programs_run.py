@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 
 import autoshard
 from autoshard import Program
@@ -21,7 +22,7 @@ from autoshard.runtime.parameter_copies import Mover, Sent
 from autoshard.runtime.programs import RunningProgram
 from models import llama, mlp
 from tests.helpers import fast_mesh
-from tests.helpers_models import full
+from tests.helpers_models import Model, full
 from tests.helpers_ranks import results, run_ranks
 
 BATCH, ROOM = 4, 8
@@ -108,6 +109,36 @@ def test_the_cache_is_a_state_of_decoding_and_sharded():
     assert len(caches) == 2 and all(layout in ("S(0)", "S(1)") for layout in caches)  # the batch, or heads
     assert not any(name.endswith(".keys") for name in plan["train"].layouts)
     assert plan["generate"].peak["parts"]["inputs"] >= 2 * BATCH * 4 * ROOM * 8 * 4 / 4  # batch, heads, room, head width, bytes, devices
+
+
+def tied_modules():
+    embed, head = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 32, bias=False)
+    head.weight = embed.weight
+    train = Model(lambda m, x, y: cross_entropy(m.head(m.embed(x)).flatten(0, 1), y.flatten()), embed=embed, head=head)
+    return train, Model(lambda m, x: m.head(m.embed(x) * m.scale), embed=embed, head=head, scale=torch.linspace(0.5, 2, 16))
+
+
+def trains_and_scales(rank, plan):
+    torch.manual_seed(0)
+    train, decoder = tied_modules()
+    parallel = autoshard.parallelize({"train": train, "generate": decoder}, plan, init_device_mesh("cpu", plan.mesh.shape))
+    x, y, apart = tokens(8, 6) % 32, tokens(8, 6, 1) % 32, []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*was set on a parallel module")
+        apart.append(parallel(x, y) - train(x, y))
+    for _ in range(2):
+        with torch.no_grad(), parallel.switched("generate"):
+            apart.append(full(parallel(x[:4])) - decoder(x[:4]))
+    return max(float(one.detach().abs().max()) for one in apart)
+
+
+def test_a_program_shares_a_tied_parameter_and_has_constants_of_its_own():
+    train, decoder = tied_modules()
+    generate = Program(decoder, (meta(4, 6),), weight=500, options={"pins": {"embed.weight": "S(1)"}})
+    training = Program(train, (meta(8, 6), meta(8, 6)), training=True, options={"pins": {"embed.weight": "S(0)"}})
+    plan = autoshard.plan({"train": training, "generate": generate}, fast_mesh((2,)))
+    assert [copy["parameter"] for copy in plan.copies] == ["embed.weight"]
+    assert max(results(2, trains_and_scales, plan)) < 1e-5
 
 
 # -- switches -------------------------------------------------------------------------------------------------------------------------

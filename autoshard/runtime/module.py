@@ -92,7 +92,7 @@ class Runner:
         """Notes the numbers, texts and flags that parts of the module hold, with which the model is captured."""
         parts = [(f"{name}." if name else "", vars(part)) for name, part in module.named_modules()]
         named = ((held, key, path + key) for path, held in parts for key, value in held.items() if type(value) in PLAIN)
-        self.watched = [(held, key, name) for held, key, name in named if key != "training"]
+        self.watched = [(held, key, name) for held, key, name in named if key not in ("training", "_digest")]
         self.settings = [held[key] for held, key, _ in self.watched]
 
     def _warn(self, now: list[Any]) -> None:

@@ -3,7 +3,7 @@
     home        the module of the plan's home program; its parameters are the originals, and those that an optimizer gets
     program     a parallel module per program and shape, whose parameters are home's own where the layouts are equal
     copies      the other parameters: made from the originals by the route that the plan has for them          (`parameter_copies`)
-    state       buffers that home lacks (a key-value cache): zero when the program begins, freed when another one does
+    state       buffers that home lacks and the program writes (a key-value cache): zero when the program begins, freed when another one does
 
     module.program("generate")(tokens)              runs that program; copies are made anew where the originals have changed
     with module.switched("generate"):               makes copies and state; `module` itself runs that program; both are freed at the end
@@ -305,7 +305,7 @@ def _family(
             modules[shape] = main if shape == plan.home else module_of(plan[shape], where, placed)
     moves = {name: mover.of(held[name], parse(row["from"]), parse(row["to"])) for name, row in copied.items()}
     copies = Copies({name: held[name] for name in copied}, {name: own[name] for name in copied if name in own}, moves)
-    state = {name: x for name, x in own.items() if name not in copied}
+    state = {name: x for name, x in own.items() if f"buffer:{name}" in plan[plan.shapes_of(program)[0]].results}  # constants stay
     family = RunningProgram(program, modules, copies, state, program in plan.keeps_state, plan, pad)
     if plan.families[plan.home] != program and not family.keeps_state:
         family.end()
