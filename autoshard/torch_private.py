@@ -90,6 +90,7 @@ FORMS = {  # by the name here: one form for each range of versions
     "resolve_process_group": [Form("torch.distributed.distributed_c10d:_resolve_process_group")],
     "set_element": [Form("torch.distributed.checkpoint._nested_dict:set_element")],
     "set_pg_timeout": [Form("torch.distributed.distributed_c10d:_set_pg_timeout")],
+    "world": [Form("torch.distributed.distributed_c10d:_world")],
 }
 
 # What DCP's index calls when it is unpickled.

@@ -8,10 +8,16 @@ import time
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
+from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import RankLost
+from autoshard.runtime.distribute import Where
+from autoshard.torch_private import resolve_process_group
+from tests.helpers_ranks import results
 from tests.test_parallelize import planned_mlp
 
 WAITED = 2.0  # seconds
@@ -66,6 +72,18 @@ def test_ranks_end_with_a_sentence_when_one_dies_before_the_groups_are_formed(di
 
 def test_the_mesh_forms_when_all_come():
     assert started(-1, False) == ["formed"] * 4
+
+
+def with_own_groups(rank: int) -> float:
+    dist.new_group([0])
+    group = Where.on(Mesh.from_bandwidths((2,)), init_device_mesh("cpu", (2,))).second_group(0)
+    summed = torch.ones(())
+    dist.all_reduce(summed, group=resolve_process_group(group))
+    return summed.item()
+
+
+def test_second_groups_form_where_some_ranks_have_made_groups_of_their_own():
+    assert results(2, with_own_groups) == [2.0, 2.0]
 
 
 def test_by_default_ranks_wait_less_than_a_minute():

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autoshard.layout import Layout, rank_shape
 from autoshard.lower import Groups, Rank, shard_of_rank, state_of_module
 from autoshard.mesh import Mesh
-from autoshard.torch_private import DTensorSpec, TensorMeta
+from autoshard.runtime.agreement import gathered
+from autoshard.torch_private import DTensorSpec, TensorMeta, world
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,10 @@ class Where:
         if axis not in self.second:
             first = self.device_mesh.get_group(axis)
             of = dist.get_process_group_ranks(first), None, dist.get_backend_config(first)
+            # torch names such a group by its ranks and the number of groups that this rank has, which may have made some of its own
+            most = max(gathered(len(world.pg_names), "making a group", first))
+            for _ in range(most - len(world.pg_names)):
+                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             self.second[axis] = dist.new_group(*of, use_local_synchronization=True)
         return self.second[axis].group_name
 
