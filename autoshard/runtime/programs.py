@@ -3,7 +3,7 @@
     home        the module of the plan's home program; its parameters are the originals, and those that an optimizer gets
     program     a parallel module per program and shape, whose parameters are home's own where the layouts are equal
     copies      the other parameters: made from the originals by the route that the plan has for them          (`parameter_copies`)
-    state       buffers that home lacks and the program writes (a key-value cache): zero when the program begins, freed when another one does
+    state       buffers that home lacks and it writes (a key-value cache): zero when the program begins, freed when another one does
 
     module.program("generate")(tokens)              runs that program; copies are made anew where the originals have changed
     with module.switched("generate"):               makes copies and state; `module` itself runs that program; both are freed at the end
