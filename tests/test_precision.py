@@ -287,6 +287,14 @@ def test_norms_of_bfloat16_run_on_a_cpu_and_trace_for_a_gpu(kind, affine):
         assert trace(program, graph, Groups(("fake",), (4,)), (0,), "cuda").backward is not None
 
 
+def test_batch_norms_of_bfloat16_trace_on_a_rank_that_has_the_whole_batch():
+    model, inputs = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(torch.bfloat16), (torch.zeros(4, 8, dtype=torch.bfloat16),)
+    solution, graph = right_plan(model, inputs, fast_mesh((1,)), training=True), capture(model, inputs, training=True)
+    for device in ("cpu", "cuda"):
+        program = lower(graph, solution.layouts, solution.results, solution.mesh, device=device)
+        assert trace(program, graph, Groups(("fake",), (1,)), (0,), device).backward is not None
+
+
 # -- autocast
 
 

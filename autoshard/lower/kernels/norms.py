@@ -69,9 +69,10 @@ def on_dense(op: Callable, **a: Any) -> Any:
 
 @local
 def float_statistics(rank: Rank, a: Arguments, *, op: Callable) -> tuple[Tensor, ...]:
-    """A norm of an input of 16 bits, its mean and deviation in float32 on every device."""
+    """A norm of an input of 16 bits, its mean and deviation in float32 on every device, and new running statistics in the old ones' dtype,
+    which torch 2.15's fake tensors of them don't have."""
     y, mean, deviation, *rest = on_dense(op, **a)
-    return y, mean.float(), deviation.float(), *rest
+    return y, mean.float(), deviation.float(), *(new.to(a[name].dtype) for new, name in zip(rest, ("running_mean", "running_var")))
 
 
 @local
