@@ -23,8 +23,11 @@ ROUNDING = 1e-9  # relative to the cost: sums of floats in another order
 
 
 def arrays_of(record: dict) -> list[np.ndarray]:
-    """The pool of arrays that nodes, edges and usages share."""
-    return [np.array([math.inf if x is None else x for x in a["values"]], float).reshape(a["shape"]) for a in record["arrays"]]
+    """The pool of arrays that nodes, edges and usages share. ValueError for what is no number, or less than all numbers."""
+    pool = [np.array([math.inf if x is None else x for x in a["values"]], float).reshape(a["shape"]) for a in record["arrays"]]
+    if any(not (a > -math.inf).all() for a in pool):
+        raise ValueError("an array of the certificate has nan or -inf; expected numbers, or null where a choice is forbidden")
+    return pool
 
 
 def certify(record: dict) -> dict:
@@ -47,9 +50,9 @@ def _certified(record: dict) -> dict:
     peak = peak_of(usages, x)
     bound = bound_of(nodes, edges, usages, limit, record["prices"], [(pool[a], pool[b]) for a, b in record["shifts"]])
     slack, claimed, wrong = ROUNDING * abs(cost), record["claims"], []
-    if abs(claimed["cost"] - cost) > slack:
+    if not abs(claimed["cost"] - cost) <= slack:
         wrong.append(f"the choice costs {cost!r}, not {claimed['cost']!r}")
-    if peak > limit * (1 + ROUNDING):
+    if not peak <= limit * (1 + ROUNDING):
         wrong.append(f"the choice takes {peak:.6g} bytes, more than the limit of {limit:.6g}")
     if not claimed["bound"] <= bound + slack:
         wrong.append(f"the prices and shifts prove a bound of {bound!r}, less than {claimed['bound']!r}")

@@ -81,6 +81,10 @@ FAULTS = {
     "a usage that is left out": lambda r: r["claims"].__setitem__("bound", r["claims"]["bound"] * 1.01),
     "a shift without its table": lambda r: r["shifts"].pop(),
     "no choice": lambda r: r.pop("choice"),
+    "a claimed cost that is no number": lambda r: r["claims"].__setitem__("cost", float("nan")),
+    "a cost that is no number": lambda r: r["arrays"][r["nodes"][0]]["values"].__setitem__(-1, float("nan")),
+    "a cost below all numbers": lambda r: r["arrays"][r["nodes"][0]]["values"].__setitem__(-1, -float("inf")),
+    "a limit that is no number": lambda r: (r.__setitem__("limit", float("nan")), r["prices"].clear()),
     "another format": lambda r: r.__setitem__("format", "autoshard.certificate/2"),
 }
 
