@@ -1,6 +1,7 @@
 """The page of a launch and what is on it: the launches on the frontier, what other links do, the nearest published run; two launches."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -212,6 +213,16 @@ def test_a_published_run_is_the_nearest_to_itself():
         assert (found.name, found.device, found.launch.precision) == (one.name, one.device, one.launch.precision)
     off = [abs(run.to_dict()["predicted"] / run.rate - 1) for run in runs[::5]]
     assert np.median(off) < 0.1 and max(off) < 0.6
+
+
+def test_a_difference_of_models_counts_more_than_one_of_devices_or_degrees():
+    one = replace(published_runs()[0], device="h100", launch=Launch(8, 4096, 16, data=8), sizes=ModelSizes(32, 4096, 14336, 32, 8, 128256))
+    mixture = replace(one.sizes, experts=8, active=2, expert_ffn=14336)
+    larger, faster = math.log2(mixture.parameters / one.sizes.parameters), math.log2(DEVICES["h100"].flops / DEVICES["a100"].flops)
+    assert one.distance(one.launch, mixture, "h100") == pytest.approx(3 * larger + 3)
+    assert one.distance(one.launch, one.sizes, "a100") == pytest.approx(2 * faster + 0.5)
+    for name, value, distance in (("devices", 16, 0.5), ("seq", 1024, 1.0), ("pipeline", 8, 0.75), ("precision", "fp8", 1.0)):
+        assert one.distance(replace(one.launch, **{name: value}), one.sizes, "h100") == pytest.approx(distance)
 
 
 @pytest.mark.parametrize(

@@ -363,14 +363,19 @@ def test_nanotrons_mixture_has_its_own_defaults_and_layers():
     for moe, sizes in rows.items():
         m = read_configuration("nanotron", text % moe, "a.yaml").sizes
         assert (m.experts, m.active, m.expert_ffn, m.shared_ffn, m.dense_layers) == sizes
-    with pytest.raises(ValueError, match="no key for latent attention"):
-        configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8), DEEPSEEK))
+    further = (replace(LLAMA8, **one) for one in ({"mtp": 1}, {"learned_positions": True}, {"gated": False}, {"head_dim": 64}))
+    for other in (DEEPSEEK, *further):
+        with pytest.raises(ValueError, match="no key for latent attention"):
+            configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8), other))
 
 
 def test_what_a_file_leaves_out_is_the_default_of_its_launcher():
     plain, titan = (DATA / "nanotron" / "tiny_llama.yaml").read_text(), DATA / "torchtitan" / "llama3_8b.toml"
     assert read_configuration("nanotron", plain.replace("pp_engine: 1f1b", ""), "a.yaml").launch.schedule == "GPipe"
     assert described(titan, 'selective_ac_option = "op"', "").launch.recompute == "selective_layer"
+    mics = DATA / "deepspeed" / "mics.json"
+    shards = [described(mics, '"mics_shard_size": 8', f'"mics_shard_size": {size}').launch.shard for size in (-1, 1, 2)]
+    assert shards == [described(mics).launch.data, 1, 2]
 
 
 def test_a_recipe_of_megatron_bridge_is_read_as_its_fields_say():

@@ -255,6 +255,12 @@ def test_an_edited_script_means_the_changes(changes, said):
     assert first == {name: words[:1] for name, words in wanted.items()} and len(changed_lines(SCRIPT, new)) <= 2
 
 
+def test_a_new_option_stands_as_the_one_behind_it_does():
+    lines = "run --num-layers 4 \\\n    --seq-length 64\n", "run \\\n  --num-layers 4 \\\n    --seq-length 64\n"
+    new = [edited(text, "f.sh", {"swiglu": True}) for text in lines]
+    assert new == [lines[0].replace("--num", "--swiglu --num"), lines[1].replace("--num", "--swiglu \\\n  --num")]
+
+
 @pytest.mark.parametrize("value", ["2", "$TP", "$((A * B))", '"$((A*B))"', "`nproc`", "${TP:-2}", "two three"])
 @pytest.mark.parametrize("rest", ["; echo", " ${ARGS[@]}", ' "${ARGS[@]}" \\', " 2>&1 | tee log", " && echo", ")", " --tp", ""])
 def test_what_stands_behind_a_value_stays(value, rest):

@@ -187,7 +187,7 @@ def test_check_says_where_nothing_helps_and_counts_one_as_one():
     assert said.endswith("no launch of these devices at this global batch fits")
     config, model = str(DATA / "accelerate" / "fsdp2.yaml"), f"hf:{ROOT}/tests/data/hf/llama"
     said = run("fits", config, model, "--launcher", "accelerate", "--devices", "3", "--seq", "64", "--microbatch", "1")[1]
-    assert "90.1e3 parameters" in said
+    assert "90.1e3 parameters" in " ".join(said.split())  # the line ends where the path lets it
 
 
 def test_simulate_of_a_configuration_shows_it():
