@@ -123,9 +123,12 @@ def test_a_transfer_is_hidden_where_a_kernel_runs():
     rows = hidden_rows(timeline(
         ("compute", 0, 0.0, 2.0), ("optimizer", 0, 5.0, 6.0),
         ("all_gather", 1, 1.0, 4.0), ("all_gather", 1, 5.0, 5.5), ("split", 2, 0.5, 1.0),
+        ("all_reduce", 2, 2.0, 3.0),
     ))  # fmt: skip
     said = [(row["stream"], row["kind"], row["seconds"], row["hidden"], row["exposed"]) for row in rows]
-    assert said == [("link a", "all_gather", 3.5, 1.5, 2.0), ("link b", "split", 0.5, 0.5, 0.0)]
+    assert said == [
+        ("link a", "all_gather", 3.5, 1.5, 2.0), ("link b", "all_reduce", 1.0, 0.0, 1.0), ("link b", "split", 0.5, 0.5, 0.0),
+    ]  # fmt: skip
 
 
 def test_hidden_seconds_are_those_of_a_fine_grid():

@@ -35,6 +35,16 @@ def rare():
     return replace(one, overlapped=lines, status="feasible", replicated_ops=replicated, bound=5e-4, solver="")
 
 
+def pipelines() -> list[dict]:
+    """A pipeline compared with itself, with itself at other seconds, and with one of other layers, layouts and a stage more."""
+    one = of("pipeline")
+    first, last = one.stages
+    sharded = {**first.parameters, "layers.0.up.weight": "S(0)"}
+    three = replace(first, last=1, parameters=sharded), replace(last, first=1), replace(last, first=2)
+    others = one, replace(one, seconds=2 * one.seconds), replace(one, stages=three, schedule="1f1b", peak_bytes=2 * one.peak_bytes)
+    return [report.changes.comparison(one, other) for other in others]
+
+
 def by_hand() -> dict:
     """Small plans: as it is, within a gap, with what is rare, and with nothing."""
     row = {"layout": "R,S(1)", "shape": [8, 8], "dtype": "float32", "local_bytes": 64}
@@ -105,6 +115,8 @@ SAID = {
     "saved": lambda: report.planned.planned_report(of("saved")),
     "saved_as_page": lambda: page(report.html.html_report(of("saved"))),
     "differences": lambda: report.changes.comparison_tables(report.changes.comparison(of("plan_of_a_batch"), of("plan_of_a_larger_batch"))),
+    "differences_of_pipelines": lambda: report.terminal.shown(*map(report.changes.comparison_tables, pipelines())),
+    "differences_of_pipelines_as_record": lambda: json.dumps(pipelines(), indent=1),
     "differences_of_launches": lambda: report.changes.comparison_tables(of("launches")),
     "programs": lambda: report.programs.programs_report(of("programs")),
     "programs_as_record": lambda: json.dumps(report.programs.programs_record(of("programs")), indent=1),

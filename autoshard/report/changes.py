@@ -163,7 +163,8 @@ def _pipeline_report(record: Mapping[str, Any]) -> RenderableType:
     """The record of pipelines for the terminal."""
     of_each: list[Any] = []
     for k, stage in enumerate(record["stages"]):
-        layers = [None if one is None else f"layers {one[0]}-{one[1] - 1} on {len(one) - 2} devices" for one in stage["layers"]]
+        counts = ["" if of is None else f"{len(of) - 2} device" + "s" * (len(of) > 3) for of in stage["layers"]]
+        layers = [of and f"layers {of[0]}-{of[1] - 1} on {count}" for of, count in zip(stage["layers"], counts)]
         moved = {"": layers} if layers[0] != layers[1] else {}
         if moved or stage["parameters"]:
             of_each += ["", _pairs(f"Stage {k}", {**moved, **stage["parameters"]})]
