@@ -203,6 +203,7 @@ _CASES = [
     ("as_strided.default", (T4, [4, 64], [64, 1])),
     ("as_strided.default, of size 1", (f(4, 8, 1, 1), [4, 8, 1, 1], [8, 1, 8, 8], 0)),
     ("as_strided.default, a part", (T4, [4, 8], [64, 8], 3)),
+    ("as_strided.default, transposed", (T4, [8, 4], [1, 64])),
     ("as_strided_scatter.default", (f(32), f(4, 8), [4, 8], [8, 1], 0)),
     ("as_strided_scatter.default, a part", (f(32), f(4, 4), [4, 4], [8, 1], 2)),
     ("addbmm.default", (f(4), f(4, 8, 16), f(4, 16, 4))),

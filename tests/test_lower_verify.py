@@ -1,7 +1,8 @@
 """Whole tiny models in random layouts, and wrong layouts that must be found at the op that has them."""
 
+import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_global, verify_program
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import SimulatedRanks, check
+from autoshard.lower.verify import NOISE, relative_error
 from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
@@ -64,6 +66,18 @@ def test_every_planted_fault_is_found_where_it_is(name):
 def test_no_fault_fits_one_device():
     graph, values = one_op("aten.relu.default", torch.ones(4))
     assert_refused("needs two devices", plant_fault, laid(graph, ["R"], ["R"]), graph, mesh_of(1), 0)
+
+
+FOLLOW = {  # ops whose local result has any shape that their output's layout says
+    "aten.empty.memory_format": ([4, 4],), "aten.bernoulli.default": (torch.ones(4, 4),),
+    "aten.new_zeros.default": (torch.ones(4, 4), [4, 4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", FOLLOW)
+def test_no_fault_is_planted_in_what_follows_its_layout(target):
+    graph, values = one_op(target, *FOLLOW[target])
+    assert_refused("can be wrong on a mesh", plant_fault, laid(graph, ["R"] * len(values), ["R"]), graph, mesh_of(2), 0)
 
 
 # -- wrong rows by hand: (target, arguments, taken, claimed, the layout that is there) --------------------------------------------
@@ -205,6 +219,14 @@ def test_a_wrong_reference_is_no_placement_mismatch():
         verify_program(graph, LAYOUTS, {"output:0": "R"}, mesh, values, {"output:0": reference["output:0"]})
 
 
+def test_an_error_is_relative_to_the_largest_value_or_to_what_rounding_explains():
+    x, tolerance = torch.tensor([0.5, -4.0]), 1e-3
+    rows = [(0.0, 0, 0.0), (2e-3, 1.0, 5e-4), (2.0, 0.0, 0.5), (2.0, 1e-4, 0.5), (2.0, math.inf, 0.5), (2.0, 1.0, 2.0 * tolerance / NOISE)]
+    for apart, noise, error in rows:
+        assert relative_error(apart, x, partial(float, noise), tolerance) == pytest.approx(error)
+    assert relative_error(2.0, 0 * x, float, tolerance) == 2.0
+
+
 def test_what_is_zero_but_for_rounding_is_not_compared_with_itself():
     """The gradient of a key bias: softmax does not change when all its scores do, so it is 0 for every input."""
     graph, mesh, possible, routes, values = setting("bert", True, (8,))
@@ -319,3 +341,12 @@ def test_torchs_own_simulator_of_ranks_computes_the_same(name):
     assert found.keys() <= expected.keys() and program.redistributes > 0  # the drawn layouts move tensors
     for key, y in found.items():
         assert (y - expected[key]).abs().max() <= 1e-5 * max(float(expected[key].abs().max()), 1.0), key
+
+
+@pytest.mark.parametrize("collective, taken", [("all_reduce", "R"), ("reduce_scatter", "S(0)")])
+def test_processes_divide_a_mean_by_their_number(collective, taken):
+    graph, values = one_op("aten.mul.Tensor", X, 1.0)
+    layouts = {"x0": Placed((), ("P(avg)",)), "op": Placed((taken,), (taken,))}
+    program = lower(graph, layouts, {"output:0": taken}, mesh_of(2))
+    assert [step.collective for record in program.records if isinstance(record, Redistribute) for step in record.steps] == [collective]
+    assert torch.equal(run_local_tensor(program, values)["output:0"], X)

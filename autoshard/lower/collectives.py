@@ -302,7 +302,7 @@ class Groups:
                 y = functional.all_to_all_single(x, [1] * n, [1] * n, name)
         y = functional.wait_tensor(y)
         y = y.squeeze(0) if call.collective in ("reduce_scatter", "permute") else y
-        return y / n if mean and call.collective in ("all_reduce", "reduce_scatter") else y
+        return y / n if mean else y
 
     def drive(self, program: RankGenerator) -> Tensor:
         """Run one rank's generator to its end."""
