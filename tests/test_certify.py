@@ -207,6 +207,11 @@ def test_the_verb_writes_numbers_and_checks_them(capsys, tmp_path):
     assert told["ok"] and told["cost_seconds"] == pytest.approx(plan.cost) and told["plan_bound_seconds"] == plan.bound
     assert told["gap"] == pytest.approx(1 - told["bound_seconds"] / told["cost_seconds"])
     assert main(["certify", files[1]]) == 0 and optimum_by_highs(files[2]) == pytest.approx(plan.cost, rel=1e-6)
+    said = capsys.readouterr().out
+    assert [word in said for word in ("holds", f"{told['cost_seconds']:.9g} s", f"{told['bound_seconds']:.9g} s")] == [True] * 3
+    assert f"{told['gap']:.2g}" in said and f"{told['peak_bytes']:.6g} bytes" in said and "the plan's own" not in said
+    for more in ([model], ["--out", files[1]], ["--problem", files[2]]):
+        assert main(["certify", files[1], *more]) == 2
     record = json.loads(Path(files[1]).read_text())
     Path(files[1]).write_text(json.dumps({**record, "claims": {**record["claims"], "bound": record["claims"]["bound"] * (1 + 1e-6)}}))
     assert main(["certify", files[1], "--json"]) == 1

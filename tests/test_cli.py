@@ -217,7 +217,7 @@ BAD_MODELS = [
     ("net.py:not-a-name", {}, "expected file.py:function"),
     ("nothing.py:f", {}, "there is no file"),
     ("net.py:goood", {}, "has no function 'goood'; it has good, needs, one, three, number, text, raises"),
-    ("net.py:torch", {}, "has no function 'torch'"),
+    ("net.py:torch", {}, "net.py:torch is no function; expected one that returns a module and its example inputs"),
     ("net.py:needs", {}, "needs() needs a value for 'width'; give it with --set width=VALUE"),
     ("net.py:needs", {"witdh": 3}, "needs() takes no 'witdh'; it takes width, so correct the --set"),
     ("net.py:one", {}, "returned a Linear; expected (module, example_inputs)"),
@@ -318,7 +318,8 @@ def test_solve_says_no_where_nothing_fits(capsys, tmp_path):
     low, high = why["smallest_limit"]
     problem["problem"]["usage_limit"] = low - 1
     (tmp_path / "tight.json").write_text(json.dumps(problem))
-    assert low == high and run(capsys, "solve", str(tmp_path / "tight.json"))[0] == 1
+    code, said, _ = run(capsys, "solve", str(tmp_path / "tight.json"))
+    assert low == high and code == 1 and f" smallest limit {high:.12g} " in " ".join(said.split())
     problem["problem"]["usage_limit"] = high
     (tmp_path / "tight.json").write_text(json.dumps(problem))
     assert run(capsys, "solve", str(tmp_path / "tight.json"))[0] == 0 and all(node["bytes"] > 0 for node in why["nodes"])

@@ -11,6 +11,7 @@ import pytest
 from autoshard.cli import model_source
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
+from autoshard.cli.model_source import may_be_programs
 from autoshard.cli.table import EXPORTS, PLANNERS, TEXTS, option_of
 from autoshard.cli.verbs import as_typed
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
@@ -234,6 +235,16 @@ def test_a_function_is_missing_only_where_the_text_is_sure(tmp_path, text, name,
     else:
         with pytest.raises(ValueError, match=f"has no function '{name}'; it has a"):
             A_MODEL.check("MODEL", written)
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "programs"),
+    [("Programs()", ":f", True), ("x.program", ":f", True), ("def program(): pass", ":f", True), ("def f(): pass", ":f", False),
+     ("Programs()", ":f#train", False), ("def (", ":f", False)],
+)  # fmt: skip
+def test_a_model_may_be_programs_where_its_file_has_the_word(tmp_path, text, end, programs):
+    (tmp_path / "model.py").write_text(text)
+    assert may_be_programs(f"{tmp_path}/model.py{end}") is programs and not may_be_programs("hf:programs")
 
 
 def test_the_names_are_those_of_the_rooms_that_own_them():

@@ -6,18 +6,21 @@ import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.cli.launchers import model_builder, site_of
 from autoshard.launch import Launch, LaunchConfig, ModelSizes, Site
 from autoshard.launch.allocations import _excess
 from autoshard.launch.block_memory import OWN_INPUT, kept_tasks
 from autoshard.launch.captured_block import tasks_of
 from autoshard.launch.fitting import _moves, will_fit
 from autoshard.launch.launch_prices import launch_memory, prices_of
+from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.peak_memory import chance_to_fit, chance_within
 from autoshard.launch.runs import SCHEDULES, TrainingRuns
 from autoshard.launch.torchtitan import FLAVORS
@@ -189,6 +192,28 @@ def test_stages_and_configurations():
     assert read["launcher"] == "torchtitan" and read["verdict"] in ("yes", "tight", "no")
     illegal = record_of("fits", TINY, "--devices", "8", "--tp", "8", code=1)
     assert illegal["verdict"] == "no" and illegal["reasons"] and illegal["fullest"] is None
+
+
+def test_a_model_with_degrees_is_the_launchers_own_launch():
+    for launcher in LAUNCHERS:
+        words = ("fits", f"hf:{ROOT}/tests/data/hf/mixtral", "--launcher", launcher, "--seq", "64", "--json")
+        said = [run(*words, "--devices", n, "--tp", tp, "--pp", pp)[1] for n, tp, pp in ("421", "111", "211", "412")]
+        sharded, *rows = [json.loads(one)["configuration"] for one in said]
+        assert sharded["etp"] == (2 if launcher in ("torchtitan", "megatron") else 1)
+        assert [row["zero"] for row in rows] == ([0, 1, 1] if launcher in ("megatron", "nanotron") else [0, 3, 2])
+
+
+def test_devices_of_a_node_share_its_link():
+    asked = SimpleNamespace(memory=None, device="h100", evidence=None, intra_node_bandwidth=3e11, inter_node_bandwidth=4e11, per_node=4)
+    site = site_of(asked, "torchtitan")
+    assert (site.network, site.memory, site.memory_bias) == (1e11, 80e9, 1.0)
+
+
+@pytest.mark.parametrize(("model", "dtype"), [(f"hf:{ROOT}/tests/data/hf/llama", "torch.bfloat16"), (TINY, "torch.float32")])
+def test_models_of_bounds_are_in_16_bits_where_their_file_does_not_say(model, dtype):
+    module, inputs = model_builder(model, {}, 16)(3)
+    first = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs[0]
+    assert str(next(module.parameters()).dtype) == dtype and first.shape == (3, 16)
 
 
 def test_own_evidence_corrects_the_next_answers(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autoshard.cli.model_source import config_folder, model_file
+from autoshard.cli.model_source import config_folder, may_have, model_file
 
 
 def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False, program: str = "") -> tuple[Any, Any]:
@@ -19,12 +19,13 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
     training: a Hugging Face model then gets labels and returns its loss; a function has its own --set for that.
     program: the one that is meant where the function returns several and `written` names none.
     """
-    returned, path = load_model_or_programs(written, settings, training=training), written.partition("#")[0]
+    returned = load_model_or_programs(written, settings, training=training)
     if not isinstance(returned, Mapping):
-        return _checked(returned, path)
+        return returned
     if not program:
-        raise ValueError(f"{path} returned programs {', '.join(map(str, returned))}; name one of them, as {path}#{next(iter(returned))}")
-    return _checked(_program(returned, program, path), path)
+        names = [*map(str, returned)]
+        raise ValueError(f"{written} returned programs {', '.join(names)}; name one of them, as {written}#{names[0]}")
+    return _checked(_program(returned, program, written), written)
 
 
 def load_model_or_programs(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any] | Mapping[str, Any]:
@@ -119,10 +120,8 @@ def _function(module: ModuleType, name: str, path: str) -> Callable:
         raise ValueError(f"{path}:{name} is async, and a call of it returns no model; expected a function that is defined with def alone")
     if callable(function):
         return function
-    own = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
-    ]
-    raise ValueError(f"{path} has no function {name!r}; it has {', '.join(own) or 'none'}")
+    may_have(path, name)
+    raise ValueError(f"{path}:{name} is no function; expected one that returns a module and its example inputs")
 
 
 def _check_settings(function: Callable, name: str, settings: Mapping[str, Any]) -> None:

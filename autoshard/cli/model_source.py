@@ -63,7 +63,7 @@ def model_file(path: str) -> Path:
 def may_have(path: str, function: str) -> None:
     """ValueError where the file certainly has no such function."""
     tree = _tree(str(model_file(path)))
-    if tree is not None and function not in _bound(tree):
+    if function not in _bound(tree):
         own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
         raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
 
@@ -72,8 +72,7 @@ def may_be_programs(written: str) -> bool:
     """Whether the model may be several Programs, which say themselves whether they train: its file has a name with that word."""
     if written.startswith("hf:") or "#" in written:
         return False
-    tree = _tree(str(model_file(written.rpartition(":")[0])))
-    nodes = [] if tree is None else ast.walk(tree)
+    nodes = ast.walk(_tree(str(model_file(written.rpartition(":")[0]))))
     return any("program" in str(getattr(node, field, "")).lower() for node in nodes for field in ("id", "name", "attr"))
 
 
@@ -85,8 +84,8 @@ def settings_of(written: str, given: Mapping[str, Any]) -> None:
         return
     path, _, name = written.partition("#")[0].rpartition(":")
     tree = _tree(str(model_file(path)))
-    functions = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:  # type: ignore[union-attr]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:
         return
     arguments = functions[0].args
     named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -94,12 +93,12 @@ def settings_of(written: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
 
 
-def _tree(path: str) -> ast.Module | None:
-    """The file's syntax tree; None where it can't be parsed, which running the file will report."""
+def _tree(path: str) -> ast.Module:
+    """The file's syntax tree; where it can't be parsed, which running the file will report, one that may bind any name."""
     try:
         return ast.parse(content_of(path, "model"))
     except (SyntaxError, ValueError, RecursionError):
-        return None
+        return ast.parse("from anything import *")
 
 
 def _bound(tree: ast.Module) -> set[str] | _All:
