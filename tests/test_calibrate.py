@@ -204,7 +204,10 @@ def test_fit_draws_and_says_errors_in_percent(tmp_path):
     code, said, _ = run("calibrate", "fit", INTRA_2, "--plot", str(picture), "--table")
     assert code == 0 and picture.read_bytes()[:4] == b"\x89PNG"
     assert "held out" in said and "reduce_scatter" in said and "By collective" in said and "│ all            │ 4 " in said
-    files = [str(DATA / f"{name}.txt") for name in ("nccl_tests_all_reduce", "all_to_all_4")]  # of one collective each
+
+
+def test_errors_of_two_collectives_are_pooled():
+    files = [str(DATA / f"{name}.txt") for name in ("nccl_tests_all_reduce", "all_to_all_4")]
     assert ["│ all  " in run("calibrate", "fit", *some)[1] for some in (files[:1], files)] == [False, True]
 
 
