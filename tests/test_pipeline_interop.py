@@ -49,6 +49,12 @@ def brute_force(t, x, kinds, subs, K, count=None, idle=False):
     return best[best[True] < math.inf]
 
 
+def test_few_nodes_make_sub_meshes_of_any_number_and_many_of_divisors_and_powers_of_two():
+    numbers = {count: [s.nodes for s in submeshes((Nodes(count, 2),)) if s.nodes > 1] for count in (3, 4, 5, 12)}
+    assert numbers == {3: [2, 3], 4: [2, 3, 4], 5: [2, 4, 5], 12: [2, 3, 4, 6, 8, 12]}
+    assert [s.devices for s in submeshes((Nodes(1, 6),))] == [1, 2, 3, 6] and len(submeshes((Nodes(1, 6),), every_size=True)) == 6
+
+
 def random_chain(rng, kinds, layers):
     """Seconds by layers, efficiency of each sub-mesh, and a memory limit, of a random chain; some fit nowhere."""
     subs = submeshes(kinds, every_size=bool(rng.integers(2)))

@@ -14,9 +14,10 @@ from autoshard.pipeline.grid import divided
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedules import schedule_of
-from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of, weight_ops
+from autoshard.pipeline.stage_costs import StageCost, _holders, _placed, run_stages, stage_costs_of, weight_ops
 from autoshard.report.timeline import trace_of_run
 from models import gpt2, mlp
+from tests.helpers import tiny_graph
 from tests.helpers_command import record_of, refusal, run
 from tests.helpers_refusals import refusals
 from tests.test_simulate_timeline import check_trace
@@ -80,8 +81,10 @@ def test_seconds_follow_from_parts_and_schedule(simulations):
     again = run_stages(one.parts, schedule_of("1f1b", 2, 4), axis, chains=2)
     assert one.seconds == again.seconds < run_stages(one.parts, schedule_of("1f1b", 2, 4), axis).seconds
     assert one.seconds > run_stages(one.parts, schedule_of("1f1b", 2, 4)).seconds  # without transfers
-    assert 0 < one.exposed_communication_seconds < one.seconds
-    assert one.bubble > 0 == simulations[Parallel(2, 2, 1, 1)].bubble
+    assert one.seconds - one.exposed_communication_seconds == run_stages(one.silent, one.run.schedule).seconds < one.seconds
+    alone = simulations[Parallel(2, 2, 1, 1)]
+    assert alone.exposed_communication_seconds == alone.timeline.exposed_communication_seconds
+    assert one.bubble > 0 == alone.bubble
 
 
 def test_stages_on_different_devices_and_links():
@@ -102,6 +105,22 @@ def test_weight_ops_are_the_matmuls_of_weight_gradients():
     matmuls = [i for i, op in enumerate(graph.ops) if op.backward and op.target == "aten.mm.default"]
     # two blocks of two linears: four gradients of weights; the gradient of the input is not asked for, so three go on
     assert len([i for i in matmuls if i in found]) == 4 and len(matmuls) == 7
+
+
+def test_placeholders_are_held_where_the_forward_pass_reads_them():
+    graph = tiny_graph("mlp", True)
+    forward = [i for i, op in enumerate(graph.ops) if not op.backward]
+    of = [4 * i // len(forward) for i in forward]
+    placeholders = [i for i in forward if graph.ops[i].is_placeholder]
+    readers = {i: sorted({of[j] for j in forward if (i, 0) in graph.ops[j].inputs}) for i in placeholders}
+    assert len(set(map(tuple, readers.values()))) > 2
+    assert all(_holders(graph, of, i) == (readers[i] or [of[i]]) for i in placeholders)
+    ops = (*graph.ops, replace(graph.ops[placeholders[0]], name="unread"))
+    unread, n = replace(graph, ops=ops), len(graph.ops)
+    assert _holders(unread, [*range(n + 1)], n) == [n] and _holders(unread, of, n) == of[-1:]
+    parts = [-1 if op.is_placeholder else i % 5 for i, op in enumerate(ops)]
+    read = [min((parts[j] for j, op in enumerate(ops) if (i, 0) in op.inputs), default=0) for i in range(n + 1)]
+    assert _placed(unread, parts) == [first if part < 0 else part for first, part in zip(read, parts)]
 
 
 def test_layers_are_divided_evenly():
