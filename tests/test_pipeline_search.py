@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,6 +18,7 @@ from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.pipeline.choices import place
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipelines import pipeline
+from autoshard.pipeline.search import ROOM, Choices
 from autoshard.pipeline.stage_division import SubMesh, Tiling
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
@@ -298,3 +300,15 @@ def test_measured_links_replace_bandwidths():
     k = cluster.submeshes.index(u)
     assert cluster.transfer_seconds([1e6])[0, k, k] == pytest.approx(1e-3 + 0.5e6 / 0.5e6)  # half of it per device, over half of the link
     assert_refused("expected one of", Kind, 2, 4, measured=measured)
+
+
+@pytest.mark.parametrize(("everything", "below"), [(False, 2.0), (True, math.inf)])
+def test_the_best_so_far_is_the_fastest_that_fits_and_is_wanted(everything, below):
+    choices = Choices((), lambda c: c.seconds != 1.0, everything)
+    rows = [SimpleNamespace(seconds=s, fits=fits) for s, fits in ((3.0, True), (2.0, True), (1.0, True), (0.5, False))]
+    for some in (rows, rows[:1]):
+        choices.add(SimpleNamespace(table=SimpleNamespace(K=4)), "grid", some)
+        assert choices.below == below
+    assert choices.configurations == {(4, "grid"): rows[:1]}
+    planners = [SimpleNamespace(bound=ROOM * 2.0 * x) for x in (0.99, 1.0)]
+    assert [choices.is_beyond(one) for one in planners] == [False, not everything]

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autoshard import load
 from autoshard.api import Parallel, simulate, simulate_grid
@@ -138,7 +139,9 @@ BATCH_OF_8 = gpt2.tiny(batch=8)[1]
 
 
 def test_microbatches_cut_the_batch_alone():
-    assert [tuple(x.shape) for x in microbatch(BATCH_OF_8, 4)] == [(2, 16), (2, 16)]
+    assert [tuple(x.shape) for x in microbatch(BATCH_OF_8, 4)] == [(2, 16), (2, 16)] and microbatch(BATCH_OF_8, 1) is BATCH_OF_8
+    others = torch.tensor(8.0), torch.zeros(3, 8), 8
+    assert microbatch((*BATCH_OF_8, *others), 2, 2)[2:] == others
 
 
 test_what_does_not_divide_is_said = refusals(
