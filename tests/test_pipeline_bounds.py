@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -253,3 +254,11 @@ def test_stages_end_where_locally_the_fewest_bytes_cross():
         for crossing in product((0.0, 1.0, 2.0), repeat=n):
             least = [r for r in range(1, n - 1) if r == 1 or crossing[r - 1] > crossing[r] <= crossing[r + 1]]
             assert _thin_positions(list(crossing)) == least
+
+
+def test_stages_as_if_memory_had_no_limit_are_those_of_the_first_way_without_a_price():
+    mesh, other = Mesh.from_bandwidths((2,)), Mesh.from_bandwidths((4,))
+    ways = [(mesh, False, 0.5), (other, False, 0.0), (mesh, True, 0.0), (mesh, False, 0.0)]
+    sums = [SimpleNamespace(combination=Combination(*way)) for way in ways]
+    table = SimpleNamespace(ways=(False, True), sums=[sums[:3], sums])
+    assert [StageTable.plain(table, u, mesh) for u in (0, 1)] == [None, sums[3]]
