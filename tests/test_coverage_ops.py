@@ -10,9 +10,18 @@ from autoshard.cost.compute import op_flops, op_seconds
 from autoshard.devices import DEVICES
 from autoshard.layout import text
 from autoshard.mesh import Mesh
-from autoshard.strategies import candidates, one_axis_rows
+from autoshard.strategies import (
+    candidates,
+    internal_bytes,
+    internal_collectives,
+    internal_passes,
+    internal_stages,
+    one_axis_rows,
+    share_of_flops,
+)
 from tests.helpers import candidate_error, one_op
 from tests.helpers_kept import assert_stays
+from tests.test_strategies import EXTRA
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 MESHES = [Mesh.from_bandwidths(shape) for shape in ((2,), (4,), (2, 2))]
@@ -341,6 +350,23 @@ def test_rows_and_prices_of_all_ops_stay_what_they_are():
         described = [[None if t is None else (t.shape, t.dtype) for t in some] for some in (inputs, op.outputs)]
         told[name] = [*rows, *(op_seconds(op.target, *described, op.alias, device) for device in devices)]
     assert_stays("rooms/ops.json", told)
+
+
+def test_what_local_programs_send_hold_and_read_stays_what_it_is():
+    """Of every op and layout for which a local program does more than the op: the collectives, bytes and passes, in 32 and 16 bits."""
+    mesh, told = Mesh.from_bandwidths((2, 4)), {}
+    more = {f"{name} {[getattr(x, 'shape', x) for x in given]}": (f"aten.{name}", given, *keywords) for name, given, *keywords in EXTRA}
+    for name, (target, arguments, *keywords) in (CASES | more).items():
+        graph, tensors, _ = one_op(target, *arguments, **{key: one for some in keywords for key, one in some.items()})
+        inputs = graph.input_tensors(len(tensors))
+        narrow = tuple(replace(t, dtype="bfloat16") if t.dtype == "float32" else t for t in inputs)
+        for candidate in candidates(graph, mesh).of[-1]:
+            op, layouts = graph.ops[-1], candidate.inputs
+            does = [[f(op, of, layouts, mesh) for f in (internal_collectives, internal_bytes, internal_passes)] for of in (inputs, narrow)]
+            stages = [list(map(list, internal_stages(op, inputs, layouts, mesh))), share_of_flops(op, inputs, layouts, mesh)]
+            if does != [[[], 0, 0]] * 2 or stages != [[], 1.0]:
+                told[f"{name}: {' '.join(map(text, layouts))}"] = [*does, stages]
+    assert_stays("rooms/internals.json", told)
 
 
 WRONG = {  # name: how many candidates there are at least beside the replicated one
