@@ -5,15 +5,18 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import api
 from autoshard.capture import capture
 from autoshard.lower import STARTS
+from autoshard.lower.collectives import Groups
 from autoshard.lower.issue_order import Issued, disagreements, issued, out_of_step
 from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.program import Redistribute, RunOp, lower
+from autoshard.runtime.agreement import of_graph
 from autoshard.strategies import candidates
 from models import gpt2
 from tests.helpers_lower import mesh_of, random_layouts
@@ -145,3 +148,19 @@ def test_running_ranks_whose_orders_differ_end_before_the_first_step_with_one_se
     errors = run_ranks(2, swapped, solution)
     assert [type(error) for error in errors] == [ValueError] * 2, errors
     assert str(errors[0]) == str(errors[1]) and "ranks at (0,) and (1,) of the mesh would issue other collectives" in str(errors[0])
+
+
+def test_collectives_of_a_graph_have_the_axis_of_their_group_first_or_second():
+    graph, c10d = fx.Graph(), torch.ops._c10d_functional
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 2, dtype=torch.float16)
+    graph.call_function(torch.ops.aten.neg.default, (x,))
+    reduced = graph.call_function(c10d.all_reduce.default, (x, "max", "rows"))
+    reduced.meta["members"] = (3, 5)
+    gathered = graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, "again"))
+    gathered.meta["record"] = 7
+    shape = ((4, 2), "torch.float16")
+    assert of_graph(graph, Groups(("rows", "columns"), (2, 2), {"again": 1})) == [
+        Issued((3, 5), str(c10d.all_reduce.default), (0,), *shape, "max"),
+        Issued((7,), f"{c10d.all_gather_into_tensor.default} of a second group", (1,), *shape),
+    ]

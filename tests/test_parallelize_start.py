@@ -16,7 +16,9 @@ import autoshard
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import RankLost
 from autoshard.runtime.distribute import Where
+from autoshard.runtime.parallelize import parallelize
 from autoshard.torch_private import resolve_process_group
+from models import mlp
 from tests.helpers_ranks import results
 from tests.test_parallelize import planned_mlp
 
@@ -88,3 +90,10 @@ def test_second_groups_form_where_some_ranks_have_made_groups_of_their_own():
 
 def test_by_default_ranks_wait_less_than_a_minute():
     assert inspect.signature(autoshard.device_mesh).parameters["timeout"].default <= 40
+
+
+@pytest.mark.parametrize("of", [lambda module: ({"a": module}, None), lambda module: (module, {"input_0": 0})], ids=["several", "pad"])
+def test_one_program_of_one_shape_takes_one_model_and_no_values_to_pad_with(of):
+    module, pad = of(mlp.tiny()[0])
+    with pytest.raises(ValueError, match="give one model, and no values to pad with"):
+        parallelize(module, planned_mlp(), None, pad=pad)

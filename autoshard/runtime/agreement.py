@@ -238,7 +238,7 @@ def of_graph(graph: fx.Graph, groups: Groups) -> list[Issued]:
         source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
         reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
         records = tuple(node.meta.get("members", (node.meta.get("record"),)))
-        second = " of a second group" if node.args and node.args[-1] in groups.background else ""
+        second = " of a second group" if given & groups.background.keys() else ""
         collectives.append(Issued(records, str(node.target) + second, used, tuple(source.shape), str(source.dtype), reduce_op))
     return collectives
 
