@@ -19,7 +19,7 @@ from autoshard.explain.reopened import options_of
 from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.graph.order import SequenceOrder, in_order, stored_runs
-from autoshard.layout import parse
+from autoshard.layout import parse, text
 from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.program import lower
@@ -29,9 +29,11 @@ from autoshard.planning.options import Options
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
 from autoshard.strategies import attention as ring
+from autoshard.strategies import internal_bytes
 from autoshard.strategies.candidates import Candidate, _rows_of, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
+from tests.helpers_kept import assert_stays
 from tests.helpers_lower import mesh_of, values_of
 from tests.helpers_models import Model, asked
 from tests.helpers_refusals import assert_refused
@@ -96,6 +98,19 @@ def test_head_tail_order_computes_attention_and_its_gradients(sizes):
             assert candidate_error(graph, tensors, outputs, candidate, mesh) < 2e-6, candidate
             count += 1
     assert count >= 2
+
+
+def test_what_rings_send_hold_and_compute_stays_what_it_is():
+    mesh, told = mesh_of(2, 4), {}
+    for name, pair in (("causal", ops(8, 4, None, True)), ("masked", ops(8, 4, (8, 8))), ("ordered", ordered_ops(8, 4, 8))):
+        for graph, tensors, _ in pair:
+            op, inputs = graph.ops[-1], graph.input_tensors(len(tensors))
+            for c in candidates(graph, mesh).of[-1]:
+                does = internal_bytes(op, inputs, c.inputs, mesh), ring.share_of_flops(op, inputs, c.inputs, mesh)
+                stages = [list(stage) for stage in ring.internal_stages(op, inputs, c.inputs, mesh)]
+                if does != (0, 1.0) or stages:
+                    told[f"{name} {op.target}: {' '.join(map(text, c.inputs))}"] = [*does, *stages]
+    assert_stays("rooms/rings.json", told)
 
 
 def wrong_merge(a, b):

@@ -114,7 +114,7 @@ class CachingAllocator:
         at, before = address, None
         for start, n in [*used, (address + size, 0)]:
             for where, length, is_used in ((at, start - at, False), (start, n, True)):
-                if length > 0:
+                if length:
                     block = MemoryBlock(pool, where, length, before)
                     if before is not None:
                         before.after = block

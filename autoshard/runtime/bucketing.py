@@ -74,7 +74,7 @@ def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[
         both = None if previous is None else _union(previous, new, cap, buckets)
         if previous is not None and both is not None:
             both.held = _held(both, flow, owner)
-            joined = _added(_added(live, previous.held, -1), both.held, 1)
+            joined = _added(live, [*((first, end, -count) for first, end, count in previous.held), *both.held])
             if all(max(joined[first:end], default=0) <= limit for first, end, _ in both.held):
                 buckets[buckets.index(previous)] = last[key] = both
                 live = joined
@@ -120,10 +120,10 @@ def _merged(held: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return merged
 
 
-def _added(live: Sequence[int], held: Sequence[tuple[int, int, int]], sign: int) -> list[int]:
+def _added(live: Sequence[int], held: Sequence[tuple[int, int, int]]) -> list[int]:
     live = list(live)
     for first, end, count in held:
-        live[first:end] = [now + sign * count for now in live[first:end]]
+        live[first:end] = [now + count for now in live[first:end]]
     return live
 
 

@@ -118,12 +118,12 @@ class Runner:
             )
         results = traced(held, shards, self.step or OpenStep(), self.random)
         with torch.no_grad():
-            for key, value in results.items():
-                name = key.removeprefix("buffer:")
-                if name in inputs and name != key:
-                    _write(inputs[name], traced.as_dtensor(key, local(value)))
-                elif name != key:
-                    local(held[name]).copy_(local(value))
+            for key in (key for key in results if key.startswith("buffer:")):
+                name, value = key.removeprefix("buffer:"), local(results[key])
+                if name in inputs:
+                    _write(inputs[name], traced.as_dtensor(key, value))
+                else:
+                    local(held[name]).copy_(value)
         return traced.packed(results)
 
 

@@ -26,9 +26,9 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     if op.target in CHUNKED:
         return loss_collectives(op, inputs, layouts, mesh)
     if op.target in ("aten._log_softmax.default", "aten._softmax.default"):
-        return _over_dim(op, inputs, layouts, mesh, count=2)  # the maximum, then the sum of exponentials
+        return _over_dim(op, inputs, layouts, mesh, 1, count=2)  # the maximum, then the sum of exponentials
     if op.target in ("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"):
-        return _over_dim(op, inputs, layouts, mesh, count=1, position=2)
+        return _over_dim(op, inputs, layouts, mesh, 2)
     if op.target in NLL_LOSSES and argument(op, 3, "reduction") != 0:  # the total weight of a sharded batch
         axes = [axis for axis, p in enumerate(layouts[0]) if p.is_shard() and p.dim != 1]  # type: ignore[attr-defined]
         return [("all_reduce", axis, inputs[0].itemsize) for axis in axes]
@@ -78,7 +78,7 @@ def internal_passes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: M
         return expert_passes(op, inputs, layouts, mesh)
     if op.alias is not None and _puts_by_position(op, inputs, layouts):  # it can't write in place
         return 2 * math.prod(local_shape(inputs[0].shape, layouts[0], mesh)) * inputs[0].itemsize
-    if op.target not in PASSES or not _over_dim(op, inputs, layouts, mesh, 1, WIDE_TENSORS[op.target][0] or 0):
+    if op.target not in PASSES or not _over_dim(op, inputs, layouts, mesh, WIDE_TENSORS[op.target][0] or 0):
         return 0
     passes = PASSES[op.target] if op.fused is None else 1
     return passes * WIDE * math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
@@ -123,7 +123,7 @@ def _axes_that_shard(layout: Layout, dim: int) -> list[int]:
     return [k for k, placement in enumerate(layout) if placement.is_shard(dim)]
 
 
-def _over_dim(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, count: int, position: int = 1) -> list[InternalCollective]:
+def _over_dim(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, position: int, count: int = 1) -> list[InternalCollective]:
     dim = int(argument(op, position, "dim")) % len(inputs[0].shape)
     local = local_shape(inputs[0].shape, layouts[0], mesh)
     rest = math.prod(n for d, n in enumerate(local) if d != dim) * inputs[0].itemsize
