@@ -292,6 +292,13 @@ def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
     assert f"the regret is at most {record['regret']:.1%}" in sentence
 
 
+def test_the_scheme_of_a_launch_is_that_of_its_axes_and_zero_stage():
+    schemes = {(tp, zero): scheme_of(Launch(4, 16, 16, data=4 // tp, tensor=tp, zero=zero)) for tp in (1, 2, 4) for zero in (0, 2, 3)}
+    fsdp = {(1, 2): "fsdp", (1, 3): "fsdp", (1, 0): "data_parallel", (2, 2): "megatron_fsdp", (2, 3): "megatron_fsdp"}
+    assert schemes == dict.fromkeys(schemes, "megatron") | fsdp
+    assert scheme_of(Launch(4, 16, 16, data=2, tensor=2, sequence_parallel=True)) == "megatron_sp"
+
+
 def test_a_bound_that_cannot_be_had_is_explained():
     sizes = sizes_of_module(llama.tiny()[0])
 
