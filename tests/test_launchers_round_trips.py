@@ -166,13 +166,17 @@ LEFT_OUT = [  # launcher, file, text, fields of another launch, and lines that d
      ["+ local_batch_size = 2", "+ global_batch_size = 64"]),
     ("megatron", "a.sh", "--num-layers 2 --hidden-size 8 --num-attention-heads 4 \\\n--expert-model-parallel-size 2 \\\n--bf16",
      {"expert": 1}, ["- --expert-model-parallel-size 2 \\"]),
+    ("megatron", "a.sh", "--num-layers 2 --hidden-size 8 --num-attention-heads 4 \\\n--expert-tensor-parallel-size 4 \\\n--bf16",
+     {"expert_tensor": 1}, ["- --expert-tensor-parallel-size 4 \\"]),
+    ("deepspeed", "a.json", '{"train_micro_batch_size_per_gpu": 1,\n"zero_optimization": {"stage": 3,\n"mics_shard_size": 16}}',
+     {"shard": 8}, ['- "mics_shard_size": 16}}', '+ "mics_shard_size": -1}}']),
     ("automodel", "a.yaml", "step_scheduler:\n  global_batch_size: 64\n", {"microbatch": 4}, ["+   local_batch_size: 4"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("launcher, path, text, fields, lines", LEFT_OUT)
 def test_keys_that_are_left_out_or_have_no_use_are_changed_too(launcher, path, text, fields, lines):
-    known = Overrides(devices=8, sizes=LLAMA8 if launcher == "automodel" else None, seq=2048)
+    known = Overrides(devices=8, sizes=LLAMA8 if launcher in ("automodel", "deepspeed") else None, seq=2048)
     config = read_configuration(launcher, text, path, known)
     wanted = replace(config, launch=replace(config.launch, **fields))
     changed = edited_text(launcher, wanted, text, path, known)

@@ -83,7 +83,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
             "bf16": {"enabled": launch.precision == "bf16"}, "fp16": {"enabled": launch.precision == "fp16"},
             "tensor_parallel": {"autotp_size": launch.tensor},
             "zero_optimization": {
-                "stage": launch.zero, "mics_shard_size": launch.shard if launch.zero and launch.shard < launch.data else -1,
+                "stage": launch.zero, "mics_shard_size": launch.shard if launch.zero and launch.shard != launch.data else -1,
                 "offload_optimizer": {"device": "cpu" if launch.offload else "none"},
             },
             **nested({RECOMPUTED: False if launch.recompute == "full" else None}), "compile": {"deepcompile": launch.compiled},

@@ -398,4 +398,6 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
             EXPERT_OVERLAP: launch.async_expert and launch.expert > 1,
             "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.expert_layers})" if m.dense_layers else None,
         }  # fmt: skip
+    elif launch.expert_tensor != launch.tensor:  # which Megatron checks without experts, too
+        options["expert-tensor-parallel-size"] = launch.expert_tensor
     return {name: value for name, value in options.items() if value not in (None, False)}
