@@ -297,6 +297,7 @@ def test_bad_input_is_a_sentence(tmp_path):
         ((*BIG, "--observed", str(tmp_path / "no.pickle")), "is no memory snapshot"),
         ((*BIG, "--observed", str(tmp_path / "hostile.pickle")), "which a memory snapshot never needs"),
         ((*BIG, "--evidence", str(tmp_path / "evidence.json")), "without measured and predicted bytes"),
+        ((*BIG, "--evidence", str(tmp_path / "misspelled.json")), "there is no file"),
     ):
         assert said in refusal(*words), words
 

@@ -28,8 +28,8 @@ def observed(written: str) -> Observed:
         raise ValueError(f"{error}; or a memory snapshot (.pickle or .json), or a run's log: there is no file {written}") from None
 
 
-def read_evidence(path: str | None) -> Evidence:
-    """Of a file that may not be there yet."""
-    if path is None or not Path(path).exists():
+def read_evidence(path: str | None, new: bool = False) -> Evidence:
+    """Of a file, none where there is no path. new: it may not be there yet."""
+    if path is None or (new and not Path(path).exists()):
         return Evidence({})
     return Evidence(parsed(content_of(path, "evidence"), path, "evidence"), path)

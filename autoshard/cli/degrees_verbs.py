@@ -76,7 +76,7 @@ def _observed(output: Output, asked: Asked, answer: Any) -> dict[str, Any]:
     """What a run needed beside what was predicted of it; written to the evidence, where there is a file for it."""
     api = load_api()
     seen = api.observed(asked.observed)
-    runs = api.read_evidence(asked.evidence).with_run(answer, seen).runs
+    runs = api.read_evidence(asked.evidence, new=True).with_run(answer, seen).runs
     written = f": the next answers for {answer.launcher} are corrected"
     output.write(asked.evidence, lambda path: write_json(runs, path, indent=1), written)
     return {**runs[answer.launcher][-1], "by_kind": seen.beside(answer)}

@@ -55,7 +55,8 @@ def write_page(output: Output, path: str | None, record: Mapping[str, Any], titl
 def site_of(asked: Asked, launcher: str) -> Any:
     """The site; a node's link to the others is shared by its devices."""
     memory = asked.memory or DEVICES[asked.device].memory
-    bias = 1.0 if asked.evidence is None else load_api().read_evidence(asked.evidence).bias(launcher)
+    is_new = getattr(asked, "observed", None) is not None  # then the file may be written
+    bias = 1.0 if asked.evidence is None else load_api().read_evidence(asked.evidence, is_new).bias(launcher)
     inside, between = asked.intra_node_bandwidth, asked.inter_node_bandwidth / asked.per_node
     return load_launchers().Site(asked.device, asked.per_node, memory, between, inside, bias)
 
