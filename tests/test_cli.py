@@ -107,6 +107,10 @@ def test_bytes_that_are_none(written):
     assert_refused("memory is .*; expected a positive number with a unit, for example 80GB", parse_bytes, written)
 
 
+def test_bits_of_a_bandwidth_are_no_bytes():
+    assert_refused("a number of bits; write bytes, 50GB/s", parse_bytes, "400Gb/s", "--inter-node-bandwidth")
+
+
 def test_settings_have_types():
     written = ["a=2", "b=0.5", "c=true", "d=False", "e=text", "f=none", "g=x=y", "h="]
     assert parse_settings(written) == {"a": 2, "b": 0.5, "c": True, "d": False, "e": "text", "f": None, "g": "x=y", "h": ""}

@@ -127,6 +127,8 @@ def parse_bytes(written: str, what: str = "memory") -> float:
     except (ValueError, KeyError):
         value = math.nan
     example = "300GB/s" if "bandwidth" in what else "80GB"
+    if match and match[3] == "b" and "bandwidth" in what:
+        raise ValueError(f"{what} is {written!r}, a number of bits; write bytes, {value / 8e9:g}GB/s, or a capital B if they are bytes")
     if not 0 < value < math.inf:
         raise ValueError(f"{what} is {written!r}; expected a positive number with a unit, for example {example}")
     if value < FORGOTTEN and match is not None and not match[2] and not match[3]:
