@@ -284,6 +284,34 @@ def test_sizes_of_a_config_count_the_matrices_of_its_module(folder):
     assert sizes.parameters == matrices - positions
 
 
+OF_CONFIGS = {  # the sizes in a published config, and the billions of parameters of its model
+    "falcon 4544 32 71 0 65024 multi_query=1": 6.92,
+    "falcon 8192 60 128 0 65024 multi_query=1 num_kv_heads=8 new_decoder_architecture=1": 41.3,
+    "starcoder2 3072 30 24 12288 49152 num_key_value_heads=2": 3.03,
+    "nemotron 6144 32 48 24576 256000 num_key_value_heads=8": 15.6,
+    "gpt_bigcode 6144 40 48 24576 49152 multi_query=1": 15.5,
+    "bitnet 2560 30 20 6912 128256 num_key_value_heads=5 tie_word_embeddings=1": 2.4,
+    "llama4_text 5120 48 40 8192 202048 intermediate_size_mlp=16384 num_key_value_heads=8 num_local_experts=16": 107.8,
+    "llama4_text 5120 48 40 8192 202048 intermediate_size_mlp=16384 num_key_value_heads=8 num_local_experts=128 "
+    "interleave_moe_layer_step=2": 400.7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", OF_CONFIGS)
+def test_sizes_of_a_config_count_published_parameters(config):
+    kind, *sizes = config.split()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    more = dict(pair.split("=") for pair in sizes[5:])
+    found = sizes_of_config({"model_type": kind} | {name: int(n) for name, n in [*zip(names, sizes), *more.items()] if int(n)})
+    assert found.parameters / 1e9 == pytest.approx(OF_CONFIGS[config], rel=0.01)
+
+
+def test_settings_in_groups_are_read():
+    dbrx = {"d_model": 6144, "n_layers": 40, "n_heads": 48, "vocab_size": 100352, "attn_config": {"kv_n_heads": 8},
+            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}  # fmt: skip
+    assert sizes_of_config(dbrx).parameters == pytest.approx(131.6e9, rel=0.001)
+
+
 def test_published_sizes():
     """Parameters as published: 8.03e9, 70.6e9, 405.9e9; DeepSeek-V3 671e9 of which 37e9 active, Mixtral 46.7e9 of which 12.9e9."""
     assert [round(m.parameters / 1e9, 1) for m in (LLAMA8, LLAMA70, LLAMA405)] == [8.0, 70.6, 405.8]
@@ -877,6 +905,7 @@ def priced(device="h100", **changes):
 test_what_can_not_be_is_refused_in_a_sentence = refusals(
     (lambda: sizes_of_config({}), "none of num_hidden_layers"),
     (lambda: sizes_of_config({"num_hidden_layers": "two"}), "expected a whole number"),
+    (lambda: sizes_of_config({"num_hidden_layers": 2, "mamba_d_conv": 4}), "some blocks are no attention and one MLP"),
     (lambda: configuration_text("torchtitan", LaunchConfig(Launch(8, 64, 8), SMALL)), "torchtitan has no flavor of these sizes"),
     (lambda: counts_of(Launch(6, 64, 8, pipeline=6), 3), "can't be 6 stages; expected 5 at most"),
     (lambda: priced(precision="fp32"), "matmuls in float32 have no prices; expected a run in bf16"),

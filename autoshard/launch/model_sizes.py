@@ -21,19 +21,29 @@ PADDED = {"megatron": 128, "nanotron": 1}  # of what, times the tensor parallel 
 NAMES = {  # of Hugging Face's configs; the first that a config has
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "ffn": ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
     "vocab": ("vocab_size",),
     "head_dim": ("head_dim",),
-    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
-    "active": ("num_experts_per_tok", "top_k"),
-    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+    "active": ("num_experts_per_tok", "top_k", "moe_top_k", "moe_topk", "moe_k"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
+    "shared": ("n_shared_experts", "moe_num_shared_experts"),
+    "dense": ("first_k_dense_replace", "moe_layer_start_index"),
+    "step": ("decoder_sparse_step", "interleave_moe_layer_step"),  # every so many layers have experts
 }
-# model types with MLPs of two matrices
-UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta")
-LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta")  # ... and with learned positions
-TIED = (*LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")  # ... whose default is one table for tokens and head
+LEARNED = ("gpt2", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "opt", "bert", "roberta")  # model types with learned positions
+UNGATED = (  # ... with MLPs of two matrices
+    *LEARNED, "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "bloom", "falcon", "phi", "mpt", "starcoder2", "xglm", "nemotron",
+    "arcee", "apertus", "jais2", "nanochat", "persimmon", "fuyu",
+)  # fmt: skip
+TIED = (  # ... whose default is one table for tokens and head
+    *LEARNED, "bloom", "falcon", "mpt", "starcoder2", "xglm", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "smollm3",
+    "ernie4_5", "ernie4_5_moe",
+)  # fmt: skip
+# settings of blocks that are no attention and one MLP
+OTHER_BLOCKS = ("mamba_d_conv", "mamba_num_heads", "linear_conv_kernel_dim", "conv_L_cache", "lru_width", "hidden_size_per_layer_input")
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")  # model types that normalize queries and keys; others say so
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -159,6 +169,10 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     if isinstance(text := config.get("text_config"), Mapping):
         return sizes_of_config(text, what)
     kind = str(config.get("model_type", ""))
+    groups = [config[name] for name in ("attn_config", "ffn_config") if isinstance(config.get(name), Mapping)]  # MPT, DBRX
+    config = {**(groups[0] if groups else {}), **(groups[-1] if groups else {}), **config}
+    if others := [name for name in OTHER_BLOCKS if config.get(name)]:
+        raise ValueError(f"{what} has {others[0]}, so some blocks are no attention and one MLP; expected the sizes of a plain transformer")
 
     def number(size: str, default: int | None = None) -> int:
         for name in NAMES[size]:
@@ -174,17 +188,18 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     more: dict[str, int] = {}
     if experts:
         expert_ffn = number("expert_ffn", ffn)
-        shared = integer(config.get("n_shared_experts") or 0, "n_shared_experts") * expert_ffn
+        shared = number("shared", int("llama4" in kind)) * expert_ffn
         shared = shared or integer(config.get("shared_expert_intermediate_size") or 0, "shared_expert_intermediate_size")
-        dense = integer(config.get("first_k_dense_replace") or 0, "first_k_dense_replace")
+        dense = number("dense", layers - layers // max(number("step", 1), 1))
         more = {"experts": experts, "active": number("active", 1), "expert_ffn": expert_ffn, "shared_ffn": shared, "dense_layers": dense}
     head_dim = number("head_dim", 0)
     latent: tuple[int, ...] = ()
     if config.get("kv_lora_rank"):
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
+    one_key = config.get("multi_query") and not config.get("new_decoder_architecture")
     return ModelSizes(
-        layers, width, ffn, heads, kv_heads=number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
+        layers, width, ffn, heads, kv_heads=1 if one_key else number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
         tied=bool(config.get("tie_word_embeddings", kind in TIED)), gated=kind not in UNGATED, learned_positions=kind in LEARNED,
         **more, latent=latent, qk_norm=kind in QK_NORM or bool(config.get("use_qk_norm") or config.get("qk_layernorm")),
     )  # fmt: skip
