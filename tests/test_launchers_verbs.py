@@ -228,6 +228,16 @@ def test_check_prints_what_is_wrong_and_what_would_help(tmp_path):
     assert low < record["tokens_per_second_per_device"] < high and 0 < record["mfu"] < 1
 
 
+def test_check_says_which_batch_accelerates_script_has_to_take(tmp_path):
+    words = (f"{ROOT}/models/llama.py:llama3_8b", "--launcher", "accelerate", "--devices", "64", "--seq", "4096")
+    config, better = str(DATA / "accelerate" / "fsdp2.yaml"), str(tmp_path / "better.yaml")
+    said = run("check", config, *words, "--microbatch", "4", "--out", better)[2]
+    promised = record_of("check", config, *words, "--microbatch", "4", code=1)["changes"][0]
+    assert "microbatch 4 -> 2" in promised["change"] and "give the script microbatches of 2 sequences, 2 per step" in said
+    found = record_of("check", better, *words, "--microbatch", "2", "--global-batch", "256")
+    assert found["seconds"] == pytest.approx(promised["seconds"])
+
+
 def test_check_reads_accelerates_model_from_the_command_line():
     config, model = str(DATA / "accelerate" / "nd.yaml"), f"hf:{ROOT}/tests/data/hf/llama"
     record = record_of("check", config, model, "--launcher", "accelerate", "--seq", "64", "--microbatch", "4")

@@ -117,6 +117,8 @@ def _check_launch(output: Output, asked: Asked) -> int:
             if not asked.out.endswith(LAUNCHERS[launcher]):  # as new files do
                 raise
             written, rest = room.configuration_text(launcher, better), f"it holds what a launch decides, so take the rest from {path}"
+        if launcher == "accelerate":  # whose files hold no batch
+            rest += f"; give the script microbatches of {better.launch.microbatch} sequences, {better.launch.microbatches} per step"
         output.write(asked.out, lambda out: write_atomically(as_in(path, written), out), f": {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
     write_page(output, asked.html, record, path)
