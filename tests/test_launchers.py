@@ -941,6 +941,12 @@ def test_rotary_positions_by_their_former_name_are_no_table():
     assert [of.learned_positions for of in sizes] == [True, False]
 
 
+def test_of_replicas_accelerate_reads_no_fsdp_config():
+    text = "distributed_type: MULTI_GPU\nnum_processes: 8\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n"
+    launch = read_configuration("accelerate", text, "a.yaml", KNOWN["accelerate"]).launch
+    assert launch.recompute == "none" and not why_illegal(launch, LLAMA8, "accelerate")
+
+
 def test_a_bare_no_of_accelerates_yaml_is_one_kind_of_run():
     """As accelerate's own 0_30_0_sagemaker.yaml has it; YAML reads it as false."""
     text = "distributed_type: {}\nmixed_precision: bf16\nnum_processes: 1\n"

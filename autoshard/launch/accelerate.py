@@ -41,11 +41,12 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     if precision not in PRECISIONS:
         raise ValueError(f"{path}: mixed_precision is {str(precision)[:40]!r}; expected no, fp16, bf16 or fp8")
     compiled = section.text("dynamo_config.dynamo_backend", "dynamo_backend", default="NO").upper() not in ("NO", "EAGER")
+    recomputed = section.flag("fsdp_config.fsdp_activation_checkpointing") and section.text("distributed_type").upper() == "FSDP"
     launch = Launch(
         devices=processes, seq=known.need("seq", path, OPTION.format("seq")),
         global_batch=known.global_batch or data_parallel * microbatch * accumulated, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context, alltoall=max(sizes_of["sp"], 1),
-        recompute="full" if section.flag("fsdp_config.fsdp_activation_checkpointing") else "none", precision=PRECISIONS[precision],
+        recompute="full" if recomputed else "none", precision=PRECISIONS[precision],
         compiled=compiled, compiled_loss=compiled,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
