@@ -601,6 +601,8 @@ SHELL = [  # lines of a script, and what a shell gives its command
     *((["if [ $D = 1 ]; then A=2; elif [ 1 == 1 ]; then A=3; else A=4; fi", f"D={d}", "run --a $A"], {"a": ["$A"]}) for d in (0, 1)),
     *(([f"S={s}", 'case "${S}" in', '  "8B") A=32', "  ;;", "  9B|70B) A=80 ;;", "  *) A=1 ;;", "esac", "run --a $A"],
        {"a": [a]}) for s, a in (("8B", "32"), ("70B", "80"), ("1B", "1"))),
+    (["A=(--a 1 --b)", 'A+=("--c" "2")', "B=(--d)", "run ${A[@]} ${B[@]} x.py"], {"a": ["1"], "b": [], "c": ["2"], "d": []}),
+    (['A=${X:-"8"}', "B=$((2*$A))", "run --a $B --b ${Y:-'3'}"], {"a": ["16"], "b": ["3"]}),
     (["A=1", "case $1 in --tp) A=$2 ;; esac", "run --a $A"], {"tp": [], "a": ["1"]}),
 ]
 

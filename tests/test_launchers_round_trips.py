@@ -281,6 +281,9 @@ PLACES = [  # a script, changes, and what it is then
     ("torchrun --nnodes 2 train.py --num-layers 2\n", {"bf16": True}, "torchrun --nnodes 2 train.py --bf16 --num-layers 2\n"),
     ("run \\\n  --num-layers 2\n", {"bf16": True}, "run \\\n  --bf16 \\\n  --num-layers 2\n"),
     ('A=(\n  "--num-layers 2"\n)\n', {"bf16": True}, 'A=(\n  "--bf16 --num-layers 2"\n)\n'),
+    ('A=("--tp" "2" "--bf16")\n', {"bf16": None, "tp": 4, "cp": 2}, 'A=(--cp 2 --tp 4 )\n'),
+    ('A=("--tp" "2" "--x" \'y z\')\n', {"tp": 4, "cp": 2}, 'A=(--cp 2 --tp 4 "--x" \'y z\')\n'),
+    ("A=(\n  '--num-layers' '2'\n)\n", {"bf16": True}, "A=(\n  --bf16 '--num-layers' '2'\n)\n"),
 ]  # fmt: skip
 
 

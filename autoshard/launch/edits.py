@@ -21,11 +21,11 @@ STATEMENT = 500  # lines of a value in TOML at most
 # a word of a shell, and words that are no values of the option before them: options, comments, operators, arrays, and more of a line's end
 WORD = r"""(?:"[^"\n]*"|'[^'\n]*'|`[^`\n]*`|\$\(\([^()\n]*\)\)|[^\s\\"'`)(;|&<>])++"""
 # the options of a script, with the spaces of a line that begins with one; those that are no options of what starts it (torchrun)
-OPTION = r"(?:^|\s)#[^\n]*|(?:^(?P<indent>[ \t]*)|(?<=[\s\"']))(?P<option>--\w)"
+OPTION = r"(?:^|\s)#[^\n]*|(?:^(?P<indent>[ \t]*)|(?<=[\s\"'(]))(?P<option>--\w)"
 BESIDE = OPTION[:-3] + r"(?:num|tensor|pipeline|context|hidden|micro|global|seq|bf16|fp16)\b)"
 NOT_YAML = re.compile(r"\t|\\u[dD][89a-fA-F]\w\w")  # of JSON: what YAML's parser stops at, tabs and half characters
 GONE = "\0"  # in a text's place of what is left out
-NO_VALUE = r"""[-#;|&<>]|\d*[<>]|"?\$\{\w+\[[@*]"""
+NO_VALUE = r"""["']?-|[#;|&<>]|\d*[<>]|"?\$\{\w+\[[@*]"""
 
 
 def edited(text: str, path: str, changes: Mapping[str, Any], flags: Container[str] = ()) -> str:
@@ -164,7 +164,8 @@ def _plain(value: Any) -> str:
 
 def _argument(text: str, name: str, value: Any, is_flag: bool) -> str:
     """In all places of a script that are no comments; where there is none, in front of the first line that begins with an option."""
-    option = rf"(?<![\w-])--{re.sub('[-_]', '[-_]', name)}(?![\w-])"
+    option = rf"--{re.sub('[-_]', '[-_]', name)}(?![\w-])"
+    option = rf"""(?<![\w-])(?:"{option}"|'{option}'|{option})"""
     words = "" if is_flag else rf"(?:(?:[ \t=]|\\\n)+(?!{NO_VALUE}){WORD}(?:[ \t]+(?!{NO_VALUE}|\$){WORD})*)?"
     written = "" if value in (None, False) else f"--{name}{argument_words(value)}"
     place = re.compile(rf"((?:^|(?<=\s))#[^\n]*)|{option}{words}", re.MULTILINE)  # a comment, or the option
@@ -177,6 +178,7 @@ def _argument(text: str, name: str, value: Any, is_flag: bool) -> str:
         if not firsts:
             raise ValueError(f"there is no option beside which --{name} has a place; expected the arguments of the launcher's command")
         indent, at = firsts[0]["indent"], firsts[0].start("option")
+        at -= re.match(r"""(["'])--[\w-]+\1""", text[max(at - 1, 0) :]) is not None
         line = text[text.rfind("\n", 0, at) + 1 : text.find("\n", at) % (len(text) + 1)]
         goes_on = line.rstrip().endswith("\\") or text[: at - len(indent or "")].endswith("\\\n")
         after = " " if indent is None else f"{' ' + chr(92) if goes_on else ''}\n{indent}"

@@ -32,6 +32,7 @@ NUMBERS = re.compile(r"\$\(\(((?:[\d+*/% -]|\([\d+*/% -]*\)){1,40})\)\)")  # $((
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
 DECLARED = re.compile(r"^(?:(?:then|else|do|export|local|readonly|declare|typeset)\s+|-\w+\s+|[^\s()=$]+\)\s*)*")  # before NAME=value
 ASSIGNED = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s"'#(]*)(?:\s+|$)""")
+ARRAY = re.compile(r"""\b\w+\+?=\((?=["']?--)""")  # ARGS=(--bf16
 PRESET = re.compile(r"\$\{(\w+):?=([^{}]*)\}")  # ${NAME:=value}
 WORD = r"""["']?([^"'\s$]*)["']?"""
 CONDITION, CASE = re.compile(rf"(?:el)?if \[\[? {WORD} (-eq|-ne|==?|!=) {WORD} \]\]?$"), re.compile(rf"case {WORD} in$")
@@ -193,7 +194,7 @@ def arguments_of(text: str) -> dict[str, list[str]]:
             if branches.runs is not False:
                 variables.note(part, branches.runs is None)
         running += [line] if any(one is not False for one in runs) else []
-    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in running)
+    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(ARRAY.sub("( ", line))) for line in running)
     options: dict[str, list[str]] = {}
     name, is_quoted, began_quoted = "", False, False
     for written in (word for line in uncommented for word in re.split(r"\s+", line)):
@@ -202,7 +203,7 @@ def arguments_of(text: str) -> dict[str, list[str]]:
             word = word.strip("\"'()\\,")
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
-            name, began_quoted = name.replace("_", "-"), is_quoted or written[0] == '"'
+            name, began_quoted = name.replace("_", "-"), is_quoted or (written[0] == '"' and written.count('"') == 1)
             options[name] = [value.strip("\"'")] if value else []
         elif name and word:
             options[name].append(word)
@@ -250,7 +251,7 @@ class Variables:
                 raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
             return meant
 
-        text = _with_defaults(text, lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2])
+        text = _with_defaults(text, lambda one: f"${{{one[1]}}}" if self.known.get(one[1]) else one[2].strip("\"'"))
         text = ARITHMETIC.sub(lambda one: BARE.sub(r"$\g<0>", one[0]), text)
         return NUMBERS.sub(_calculated, VARIABLE.sub(value, text))
 
