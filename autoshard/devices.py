@@ -142,8 +142,8 @@ class Kernels:
             tested: dict[str, Any] = {kind: TestedSteps(**errors) for kind, errors in steps.items()}
             norms = NORMS * data["given"].get("multiprocessors", 0)
             return Kernels(said, matmul, matmul8, attention, of["memory"], of["host"] / LAUNCHES, norms, SLOWED, **tested)
-        except (KeyError, TypeError, AttributeError, StopIteration) as error:
-            lacks = str(error) or "a figure"
+        except (KeyError, TypeError, AttributeError, StopIteration, ZeroDivisionError) as error:
+            lacks = "a figure above 0" if isinstance(error, ZeroDivisionError) else str(error) or "a figure"
             raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
 
     @staticmethod

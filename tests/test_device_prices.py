@@ -180,6 +180,9 @@ def test_without_matmuls_in_16_bits_there_is_no_device_file(tmp_path):
     save_cluster(str(tmp_path / "cluster.json"), record)
     assert_refused("no constants of its device; expected 16-bit matmuls", load_device, str(tmp_path / "cluster.json"))
     assert_refused("is no device file, for lack of 'constants'", Kernels.of_file, {}, "x")
+    h100 = json.loads((DEVICE_FILES / "h100.json").read_text())
+    h100["given"]["memory_bandwidth"] = 0
+    assert_refused("is no device file, for lack of a figure above 0", Kernels.of_file, h100, "x")
 
 
 def test_kernels_of_older_files_are_read_as_rates_and_what_short_ones_take():

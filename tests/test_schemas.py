@@ -198,6 +198,8 @@ FAULTS = [
     ("curves.1", put("curves", 0, "devices", 0)),
     ("cluster.1", put("mesh", "axes", 0, "curves", 0, "seconds", [-1.0])),
     ("cluster.1", put("roofline", ...)),
+    ("cluster.1", put("mesh", "device", "memory_bandwidth", 0)),
+    ("cluster.1", put("mesh", "device", "flops32", 0)),
     ("cluster.1", put("complete", "yes")),
     ("choice.1", put("status", "fine")),
     ("choice.1", put("choice", [0.5])),
