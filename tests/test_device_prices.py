@@ -165,6 +165,9 @@ def test_a_device_that_an_older_version_measured_is_read(tmp_path):
     device = load_device(str(tmp_path / "cluster.json"))
     computing, moving = 2 * 8192**3 / PEAK * (1 + SMALL / 8192), 3 * 2 * 8192**2 / MEMORY
     assert mm(8192, 8192, 8192, device) == pytest.approx(math.hypot(computing, moving), rel=0.01)
+    file["given"]["memory_bandwidth"] = 0
+    (tmp_path / "cluster.json").write_text(json.dumps(record))
+    assert_refused("device_file/given/memory_bandwidth holds 0", load_device, str(tmp_path / "cluster.json"))
 
 
 def known_file(name):
