@@ -170,6 +170,35 @@ def test_a_program_writes_what_it_trains_and_buffers_that_it_changes():
         assert piece.written() == (set(one.parameters) if training else set()) and set(piece.owned()) == set(one.parameters)
 
 
+class Buffered(nn.Module):
+    """A matmul with a table, to which it adds where it `writes`."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.writes = writes
+        self.register_buffer("table", torch.ones(4, 4))
+
+    def forward(self, x):
+        if self.writes:
+            self.table.add_(1)
+        return x @ self.table
+
+
+@pytest.mark.parametrize(("writes", "keeps", "stays"), [(True, False, 0), (True, True, 1), (False, False, 1), (False, True, 1)])
+def test_own_buffers_stay_in_memory_where_they_are_constant_or_kept(writes, keeps, stays):
+    mesh, pieces = Mesh.from_bandwidths((2,)), []
+    for name, one in (("home", graph(1, 4)), ("other", capture(Buffered(writes), (torch.ones(4, 4),), training=False))):
+        formulated = formulate(one, candidates(one, mesh), mesh)
+        pieces.append(Piece(name, formulated, formulated.problem, 1.0, keeps_state=keeps and name == "other"))
+    joined = join(pieces, mesh, None)
+    choice = joined.joined_choice({piece.name: tuple(0 for _ in piece.problem.node_costs) for piece in pieces})
+    times, held = usage_profile(joined.problem, choice)
+    alone = evaluate(pieces[0].problem, choice[: len(pieces[0].problem.node_costs)]).peak
+    i = pieces[1].owned()["table"]
+    layout = pieces[1].layouts(i)[choice[joined.nodes["other"][i]]]
+    assert held[times < joined.begins["other"]].max() == alone + stays * 4 * local_numel((4, 4), layout, mesh)
+
+
 def test_a_wrong_reference_is_seen():
     """The negative control: copies that cost nothing, or memory that forgets what stays beside."""
     wrong = 0

@@ -15,7 +15,7 @@
     kept       with switches = 0 copies are made once and stay in memory in all programs
 
 Gradients are taken to be freed before a switch. The state of a program (buffers that home lacks) lives while it runs, with `keeps_state`
-always.
+always, as those do that it only reads.
 """
 
 import math
@@ -332,12 +332,11 @@ class _Joiner:
             for copy in (c for c in self.copies if c.family == other.family):
                 sizes = np.where(copy.differ, copy.sizes[None, :], 0.0)
                 self._hold("parameters", piece, Usage((copy.node, copy.other), begin, last, sizes, copy.edge))
-        if other.keeps_state:
-            own = self.home.owned()
-            for name, i in other.owned().items():
-                if other.formulated.graph.ops[i].kind == "buffer" and name not in own:
-                    sizes = self.tables[other.name].bytes(other.tensor(i), other.layouts(i))
-                    self._hold("inputs", piece, Usage((self.nodes[other.name][i],), begin, last, sizes))
+        home, freed = self.home.owned(), set() if other.keeps_state else other.written()  # constants stay
+        for name, i in other.owned().items():
+            if other.formulated.graph.ops[i].kind == "buffer" and name not in home and name not in freed:
+                sizes = self.tables[other.name].bytes(other.tensor(i), other.layouts(i))
+                self._hold("inputs", piece, Usage((self.nodes[other.name][i],), begin, last, sizes))
 
 
 def _scaled(times: float, known: dict[int, np.ndarray], array: np.ndarray) -> np.ndarray:
