@@ -163,7 +163,7 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     if _is_of_template(node):
         size = (tuple(result.shape),) * target.endswith("_like.default")
         target, args = OF_TEMPLATES[target], (*size, *args[1:])
-        kwargs = {"dtype": result.dtype, "device": result.device, **{key: kwargs[key] for key in kwargs if key != "memory_format"}}
+        kwargs = {key: item for key, item in kwargs.items() if key != "memory_format"} | {"dtype": result.dtype, "device": result.device}
     literals = (literal(args), tuple((key, literal(item)) for key, item in sorted(kwargs.items())))
     outputs = tuple(_tensor(t) for t in _asked(node, result)) if isinstance(result, (tuple, list)) else (_tensor(result),)
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
