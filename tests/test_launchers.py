@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from ast import literal_eval
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -289,11 +290,19 @@ OF_CONFIGS = {  # the sizes in a published config, and the billions of parameter
     "falcon 8192 60 128 0 65024 multi_query=1 num_kv_heads=8 new_decoder_architecture=1": 41.3,
     "starcoder2 3072 30 24 12288 49152 num_key_value_heads=2": 3.03,
     "nemotron 6144 32 48 24576 256000 num_key_value_heads=8": 15.6,
+    "xlm-roberta 1024 24 16 4096 250002 attention_probs_dropout_prob=0.1": 0.559,
+    "camembert 768 12 12 3072 32005 attention_probs_dropout_prob=0.1": 0.11,
+    "gpt_neo 2560 32 0 0 50257 num_heads=20": 2.65,
     "gpt_bigcode 6144 40 48 24576 49152 multi_query=1": 15.5,
     "bitnet 2560 30 20 6912 128256 num_key_value_heads=5 tie_word_embeddings=1": 2.4,
     "llama4_text 5120 48 40 8192 202048 intermediate_size_mlp=16384 num_key_value_heads=8 num_local_experts=16": 107.8,
     "llama4_text 5120 48 40 8192 202048 intermediate_size_mlp=16384 num_key_value_heads=8 num_local_experts=128 "
     "interleave_moe_layer_step=2": 400.7,
+    "qwen3_moe 2048 48 32 6144 151936 num_key_value_heads=4 head_dim=128 num_experts=128 moe_intermediate_size=768": 30.5,
+    "qwen3_moe 2048 48 32 6144 151936 num_key_value_heads=4 head_dim=128 num_experts=128 moe_intermediate_size=768 "
+    "mlp_only_layers=[0,1,50]": 29.4,
+    "glm4_moe 2048 48 32 6144 151936 num_key_value_heads=4 head_dim=128 num_experts=128 moe_intermediate_size=768 "
+    "mlp_layer_types=['dense','dense','sparse']": 29.4,
 }  # fmt: skip
 
 
@@ -302,7 +311,8 @@ def test_sizes_of_a_config_count_published_parameters(config):
     kind, *sizes = config.split()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     more = dict(pair.split("=") for pair in sizes[5:])
-    found = sizes_of_config({"model_type": kind} | {name: int(n) for name, n in [*zip(names, sizes), *more.items()] if int(n)})
+    settings = {name: literal_eval(text) for name, text in [*zip(names, sizes), *more.items()]}
+    found = sizes_of_config({"model_type": kind} | {name: value for name, value in settings.items() if value})
     assert found.parameters / 1e9 == pytest.approx(OF_CONFIGS[config], rel=0.01)
 
 
@@ -907,7 +917,10 @@ def priced(device="h100", **changes):
 test_what_can_not_be_is_refused_in_a_sentence = refusals(
     (lambda: sizes_of_config({}), "none of num_hidden_layers"),
     (lambda: sizes_of_config({"num_hidden_layers": "two"}), "expected a whole number"),
-    (lambda: sizes_of_config({"num_hidden_layers": 2, "mamba_d_conv": 4}), "some blocks are no attention and one MLP"),
+    (lambda: sizes_of_config({"num_hidden_layers": 2, "mamba_d_conv": 4}), "mamba_d_conv, so it is no row of blocks of one attention"),
+    (lambda: sizes_of_config({"model_type": "whisper", "is_encoder_decoder": True}), "is_encoder_decoder, so it is no row of blocks"),
+    (lambda: sizes_of_config({"model_type": "yoso", "attention_probs_dropout_prob": 0.1}), "of an encoder, yoso, whose matrices aren't"),
+    (lambda: sizes_of_config({"n_layer": 2, "n_embd": 8, "n_head": 2, "dff": 16}), "none of intermediate_size_mlp, intermediate_size"),
     (lambda: configuration_text("torchtitan", LaunchConfig(Launch(8, 64, 8), SMALL)), "torchtitan has no flavor of these sizes"),
     (lambda: counts_of(Launch(6, 64, 8, pipeline=6), 3), "can't be 6 stages; expected 5 at most"),
     (lambda: priced(precision="fp32"), "matmuls in float32 have no prices; expected a run in bf16"),

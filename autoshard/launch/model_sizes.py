@@ -22,28 +22,35 @@ NAMES = {  # of Hugging Face's configs; the first that a config has
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
     "ffn": ("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
     "vocab": ("vocab_size",),
     "head_dim": ("head_dim",),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "active": ("num_experts_per_tok", "top_k", "moe_top_k", "moe_topk", "moe_k"),
     "expert_ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
-    "shared": ("n_shared_experts", "moe_num_shared_experts"),
-    "dense": ("first_k_dense_replace", "moe_layer_start_index"),
+    "shared": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
+    "dense": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "step": ("decoder_sparse_step", "interleave_moe_layer_step"),  # every so many layers have experts
 }
-LEARNED = ("gpt2", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "opt", "bert", "roberta")  # model types with learned positions
+LEARNED = (  # model types with learned positions
+    "gpt2", "gpt_neo", "gpt_bigcode", "openai-gpt", "biogpt", "opt", "bert", "roberta", "roberta-prelayernorm", "camembert", "xlm-roberta",
+    "xlm-roberta-xl", "data2vec-text", "ernie", "megatron-bert", "bert-generation", "mpnet", "ibert",
+)  # fmt: skip
 UNGATED = (  # ... with MLPs of two matrices
     *LEARNED, "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "bloom", "falcon", "phi", "mpt", "starcoder2", "xglm", "nemotron",
     "arcee", "apertus", "jais2", "nanochat", "persimmon", "fuyu",
 )  # fmt: skip
 TIED = (  # ... whose default is one table for tokens and head
     *LEARNED, "bloom", "falcon", "mpt", "starcoder2", "xglm", "gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2", "smollm3",
-    "ernie4_5", "ernie4_5_moe",
+    "ernie4_5", "ernie4_5_moe", "nomic_bert",
 )  # fmt: skip
-# settings of blocks that are no attention and one MLP
-OTHER_BLOCKS = ("mamba_d_conv", "mamba_num_heads", "linear_conv_kernel_dim", "conv_L_cache", "lru_width", "hidden_size_per_layer_input")
+OTHER_BLOCKS = (  # settings of models that are no row of blocks, each one attention and one MLP
+    "mamba_d_conv", "mamba_num_heads", "linear_conv_kernel_dim", "conv_L_cache", "lru_width", "hidden_size_per_layer_input",
+    "is_encoder_decoder", "zero_expert_num", "keep_window_size", "H_cycles", "depth_decoder_config", "kv_channels",
+    "embedding_size", "input_embedding_size", "embedding_rank",
+)  # fmt: skip
+OF_ENCODERS = "attention_probs_dropout_prob"  # a setting of those that resemble BERT
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")  # model types that normalize queries and keys; others say so
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -172,7 +179,9 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     groups = [config[name] for name in ("attn_config", "ffn_config") if isinstance(config.get(name), Mapping)]  # MPT, DBRX
     config = {**(groups[0] if groups else {}), **(groups[-1] if groups else {}), **config}
     if others := [name for name in OTHER_BLOCKS if config.get(name)]:
-        raise ValueError(f"{what} has {others[0]}, so some blocks are no attention and one MLP; expected the sizes of a plain transformer")
+        raise ValueError(f"{what} has {others[0]}, so it is no row of blocks of one attention and one MLP; expected a plain transformer's")
+    if config.get(OF_ENCODERS) and kind not in LEARNED:
+        raise ValueError(f"{what} is of an encoder, {kind or 'without model_type'}, whose matrices aren't known; expected a decoder's")
 
     def number(size: str, default: int | None = None) -> int:
         for name in NAMES[size]:
@@ -183,14 +192,18 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
         return default
 
     layers, width, heads = number("layers"), number("width"), number("heads")
-    ffn = number("ffn", 4 * width)
     experts = number("experts", 0)
+    ffn = number("ffn", 4 * width if experts or kind in UNGATED else None)
     more: dict[str, int] = {}
     if experts:
         expert_ffn = number("expert_ffn", ffn)
         shared = number("shared", int("llama4" in kind)) * expert_ffn
         shared = shared or integer(config.get("shared_expert_intermediate_size") or 0, "shared_expert_intermediate_size")
-        dense = number("dense", layers - layers // max(number("step", 1), 1))
+        step, without = max(number("step", 1), 1), config.get("mlp_only_layers")
+        listed = sum(k in range(step - 1, layers, step) for k in without) if isinstance(without, list) else 0
+        dense = number("dense", layers - layers // step + listed)
+        if isinstance(kinds := config.get("mlp_layer_types") or config.get("moe_layer_freq"), list):
+            dense = kinds[:layers].count("dense") + kinds[:layers].count(0)
         more = {"experts": experts, "active": number("active", 1), "expert_ffn": expert_ffn, "shared_ffn": shared, "dense_layers": dense}
     head_dim = number("head_dim", 0)
     latent: tuple[int, ...] = ()
