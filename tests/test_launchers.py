@@ -151,6 +151,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     if launcher in ("megatron", "nanotron") and a.sequence_parallel:
         ok += [a.seq % (a.tensor * a.context) == 0]
     if launcher == "nanotron":
+        ok += [not latent, not m.mtp, m.gated, not m.learned_positions, m.heads * m.head_dim == m.width]
         ok += [a.pipeline <= m.layers, a.virtual == 1, a.expert == 1, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
     if launcher == "accelerate":
         ok += [a.pipeline == 1, a.virtual == 1, a.expert == 1]
@@ -174,6 +175,9 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     splits = structures(fixed, launcher)
     mask = legal(splits, sizes, launcher)
     assert mask.tolist() == [legal_by_hand(launch, sizes, launcher) for launch in every(splits)]
+    if launcher == "nanotron" and sizes.latent:
+        assert not mask.any()
+        return
     rows = every(TrainingRuns.joined(launches(splits, sizes, launcher)))
     assert all(legal_by_hand(launch, sizes, launcher) for launch in rows)
     assert len(set(rows)) == len(rows) > 0
@@ -225,7 +229,7 @@ def test_every_rule_forbids_something():
     fixed = {key: np.full(number, value) for key, value in vars(Launch(48, 50, 27, 3)).items()}
     rows = TrainingRuns(fixed | {key: rng.choice(options, number) for key, options in choices.items()})
     for launcher in LAUNCHERS:
-        for name, sizes in (("dense", SMALL), ("mixture", MIXTURE)):
+        for name, sizes in (("dense", SMALL), ("mixture", MIXTURE), ("latent", DEEPSEEK)):
             mask, rules = broken_rules(rows, sizes, launcher)
             told[f"{launcher} {name}"] = [f"{rule.name}: {one.sum()}" for rule, one in zip(rules, mask)]
             broken |= {id(rule) for rule, one in zip(rules, mask) if one.any()}
@@ -403,6 +407,8 @@ def test_nanotrons_mixture_has_its_own_defaults_and_layers():
         assert (m.experts, m.active, m.expert_ffn, m.shared_ffn, m.dense_layers) == sizes
     further = (replace(LLAMA8, **one) for one in ({"mtp": 1}, {"learned_positions": True}, {"gated": False}, {"head_dim": 64}))
     for other in (DEEPSEEK, *further):
+        with pytest.raises(ValueError, match="the first one: nanotron has no key for latent attention"):
+            ranking(Launch(8, 64, 8), other, Site(), "nanotron")
         with pytest.raises(ValueError, match="no key for latent attention"):
             configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8), other))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .blocks_of_stages import ENDS, listed
 from .model_sizes import ModelSizes
+from .nanotron import no_key_for
 from .runs import LOOPED, MODULAR, SINGLE, V_SHAPED, Launch, TrainingRuns, distinct
 
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron", "deepspeed", "automodel")
@@ -40,6 +41,7 @@ EXPRESSED = {"precision": PRECISIONS, "recompute": {**RECOMPUTED, "megatron": (*
 TITAN, MEGATRON, ACCELERATE, NANOTRON, DEEPSPEED, AUTOMODEL = ((name,) for name in LAUNCHERS)
 TORCH = (*TITAN, *AUTOMODEL)  # with the schedules of torch
 RULES = (
+    Rule("model", NANOTRON, lambda c, m: np.array(bool(no_key_for(m))), lambda a, m: no_key_for(m)),
     Rule("devices", LAUNCHERS, lambda c, m: c.data * c.tensor * c.context * c.pipeline != c.devices,
          lambda a, m: f"dp {a.data} x tp {a.tensor} x cp {a.context} x pp {a.pipeline} is "
          f"{a.data * a.tensor * a.context * a.pipeline} devices, but there are {a.devices}"),

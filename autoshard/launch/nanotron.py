@@ -57,11 +57,18 @@ def _of_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, 
     }  # fmt: skip
 
 
-def model(sizes: ModelSizes) -> dict[str, Any]:
-    """What says that there are experts. ValueError for a model whose sizes nanotron has no key for."""
+def no_key_for(sizes: ModelSizes) -> str:
+    """What nanotron has no key for; "" where it can express the model."""
     if sizes.latent or sizes.mtp or sizes.learned_positions or not sizes.gated or sizes.head_dim * sizes.heads != sizes.width:
-        raise ValueError(f"nanotron has no key for latent attention, further predictions, other MLPs, or {sizes.heads} heads of width "
-                         f"{sizes.head_dim} in a model of width {sizes.width}; expected a Llama, Qwen2 or mixture of them")  # fmt: skip
+        return ("nanotron has no key for latent attention, further predictions, other MLPs, "
+                f"or {sizes.heads} heads of width {sizes.head_dim} in a model of width {sizes.width}")  # fmt: skip
+    return ""
+
+
+def model(sizes: ModelSizes) -> dict[str, Any]:
+    """What says that there are experts. ValueError for a model that nanotron has no keys for."""
+    if why := no_key_for(sizes):
+        raise ValueError(f"{why}; expected a Llama, Qwen2 or mixture of them")
     if not sizes.experts:
         return {"model.model_config.is_llama_config": True}
     moe = {
