@@ -507,6 +507,8 @@ BROKEN = [  # launcher, file's name, text, sentence
     ("torchtitan", "a.json", "[1]", "a.json holds a list; expected keys with values"),
     ("nanotron", "a.yaml", "a: [", "a.yaml can't be read"),
     ("nanotron", "a.yaml", "model: {}\n", "a.yaml has no parallelism.dp"),
+    ("accelerate", "a.yaml", "parallelism: {tp: 4}\nnum_processes: 8\n",
+     "no distributed_type, so it is no file of `accelerate config`"),
     ("accelerate", "a.yaml", "distributed_type: FSDP\n", "does not say the sizes; add it after the file, as hf:DIR"),
     ("accelerate", "a.yaml", "distributed_type: TPU\nnum_processes: 8\n", "distributed_type is TPU; expected FSDP"),
     ("megatron", "a.sh", "--hidden-size 8", "a.sh does not say the devices; add --devices"),

@@ -318,6 +318,7 @@ def of_hf(name):
 test_what_can_not_be_served_is_one_sentence = refusals(
     (lambda: serve_plan(torch.nn.Linear(2, 2), 2, **QUICK), "the model is a Linear; expected a decoder of transformers"),
     (lambda: serve_plan(of_hf("bert"), 2, **QUICK), "expected a decoder"),
+    (lambda: serve_plan(llama(2).model, 2, **QUICK), "LlamaForCausalLM for example, under architectures"),
     (lambda: serve_plan(of_hf("t5"), 2, **QUICK), "expected a decoder"),
     (lambda: serve_plan(of_hf("falcon"), 2, **QUICK), "attention of its own"),
     (lambda: serve_plan(sparse(), 2, **QUICK), "compressed keys of which a step reads few"),

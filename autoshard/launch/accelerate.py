@@ -22,6 +22,8 @@ OPTION = "--{} N: accelerate leaves it to the script"
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     section = Nested(parsed(text, path), path, RESEMBLING)
+    if section.value("distributed_type") is None:
+        raise ValueError(f"{path} has no distributed_type, so it is no file of `accelerate config`; add it, or name another --launcher")
     sizes = known.need("sizes", path, f"{MODEL}: accelerate leaves the model to the script")
     sizes_of = {name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0) for name in DEGREES[:5]}
     processes = known.devices or section.number("num_processes", default=-1)
@@ -54,7 +56,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
 
 def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
     """Over how many data parallel ranks states are sharded, and which (`Launch.zero`)."""
-    kind = section.text("distributed_type", default="NO").upper()
+    kind = section.text("distributed_type").upper()
     if kind == "FSDP":
         if section.number("fsdp_config.fsdp_version", default=1) >= 2:
             again = section.value("fsdp_config.fsdp_reshard_after_forward")

@@ -55,8 +55,10 @@ def text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     generates = isinstance(model, transformers.PreTrainedModel) and model.can_generate()
     if not generates or config is None or config.is_encoder_decoder:
+        unnamed = isinstance(model, transformers.PreTrainedModel) and not getattr(config, "architectures", None)
         raise ValueError(
             f"the model is a {type(model).__name__}; expected a decoder of transformers that generates text, for example hf:DIR"
+            + ", whose config.json names its class, LlamaForCausalLM for example, under architectures" * unnamed
         )
     return config.get_text_config(decoder=True)
 
