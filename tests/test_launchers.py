@@ -507,7 +507,7 @@ BROKEN = [  # launcher, file's name, text, sentence
     ("torchtitan", "a.json", "[1]", "a.json holds a list; expected keys with values"),
     ("nanotron", "a.yaml", "a: [", "a.yaml can't be read"),
     ("nanotron", "a.yaml", "model: {}\n", "a.yaml has no parallelism.dp"),
-    ("accelerate", "a.yaml", "parallelism: {tp: 4}\nnum_processes: 8\n",
+    ("accelerate", "a.yaml", "num_processes: 8\nmixed_precision: bf16\n",
      "no distributed_type, so it is no file of `accelerate config`"),
     ("accelerate", "a.yaml", "distributed_type: FSDP\n", "does not say the sizes; add it after the file, as hf:DIR"),
     ("accelerate", "a.yaml", "distributed_type: TPU\nnum_processes: 8\n", "distributed_type is TPU; expected FSDP"),
@@ -589,6 +589,14 @@ def test_a_configuration_that_says_too_little_is_refused_in_a_sentence(launcher,
     with pytest.raises(ValueError, match=sentence) as refusal:
         read_configuration(launcher, text, file, known)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix != ".sh"], ids=name)
+def test_a_file_of_another_launcher_is_refused_with_its_name(path):
+    known = Overrides(sizes=LLAMA8, seq=64, microbatch=1, devices=8)
+    for launcher in {*LAUNCHERS} - {path.parent.name}:
+        with pytest.raises(ValueError, match=f"no configuration of {launcher}, but one of {path.parent.name}; add --launcher"):
+            read_configuration(launcher, path.read_text(), path.name, known)
 
 
 def test_arguments_are_read_as_a_shell_has_them():

@@ -39,6 +39,12 @@ FORMATS = {
     "automodel": Syntax(automodel.read, automodel.settings, place=automodel.place),
 }
 ROUNDS = 3  # of changes
+SIGNS = {  # keys, by their dotted names, that one launcher's files have and no other's
+    "torchtitan": r"parallelism\.\w+_degree|training\.(seq_len|local_batch_size|steps)|job\..*",
+    "megatron": r"(.*[._])?(tensor|pipeline)_model_parallel_size|MODEL_ARGS\..*", "accelerate": "distributed_type|compute_environment",
+    "nanotron": r"parallelism\.(dp|tp|pp)|tokens\..*", "deepspeed": r"zero_optimization\..*|train_(micro_batch_size_per_gpu|batch_size)",
+    "automodel": r"step_scheduler\..*|distributed\.(strategy|_target_|[a-z]+_size)",
+}
 # Keys that change a run in a way that no figure counts, by launcher, refused or noted: the values that change nothing, as a pattern, `on`,
 # `off`, or `present` where leaving it out changes something; what to say of others; a degree that has to be above 1. For a section: `peft.`
 UNCOUNTED = json.loads(text_of(Path(__file__).with_name("uncounted.json"), "launch"))
@@ -54,6 +60,8 @@ def read_configuration(launcher: str, text: str, path: str, known: Overrides | N
     check_launcher(launcher)
     known = known or Overrides()
     written = megatron.arguments_in(text, path) if launcher == "megatron" else flat(parsed(text, path))
+    if (signs := _launchers_of(text, path)) and launcher not in signs:
+        raise ValueError(f"{path} is no configuration of {launcher}, but one of {min(signs)}; add --launcher {min(signs)}")
     keys = {name: (" ".join(value) or "on") if launcher == "megatron" else str(value) for name, value in written.items()}
     if refused := uncounted("refused", launcher, keys):
         raise ValueError(f"{path}: {refused[0]}")
@@ -65,6 +73,12 @@ def read_configuration(launcher: str, text: str, path: str, known: Overrides | N
     if known.microbatch not in (None, said := config.launch.microbatch):
         raise ValueError(f"{path} says that a microbatch is {said} sequences, not {known.microbatch}; change it there or leave it out")
     return config
+
+
+def _launchers_of(text: str, path: str) -> set[str]:
+    """Those whose signs a file has; none of a script."""
+    keys = flat(parsed(text, path)) if path.endswith((".toml", ".yaml", ".yml", ".json")) else {}
+    return {launcher for launcher, sign in SIGNS.items() if any(re.fullmatch(sign, key) for key in keys)}
 
 
 def uncounted(kind: str, launcher: str, keys: Mapping[str, str], launch: Launch | None = None) -> tuple[str, ...]:
