@@ -272,7 +272,7 @@ class Hostile:
 
 
 def test_bad_input_is_a_sentence(tmp_path):
-    (tmp_path / "a.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmixed_precision: bf16\n")
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n")
     (tmp_path / "float.toml").write_text(TITAN.read_text().replace("[training]", '[training]\nmixed_precision_param = "float32"'))
     (tmp_path / "mode.toml").write_text(re.sub(r'mode = "\w+"', 'mode = "some"', TITAN.read_text()))
     (tmp_path / "no.log").write_text("nothing about it\n")
