@@ -356,17 +356,21 @@ def test_a_preloaded_plan_is_not_judged_by_a_certificate_for_something_else(opti
         assert f"plan.pkl was planned for other {said}" in caplog.text
 
 
-def test_a_preloaded_plan_of_other_shapes_is_not_judged_and_one_beyond_memory_is_refused():
-    def graph(width):
-        return fx.symbolic_trace(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU())), (torch.empty(64, width, device="meta"),)
+def test_a_preloaded_plan_of_other_shapes_or_dtypes_is_not_judged_and_one_beyond_memory_is_refused(caplog):
+    def graph(width, dtype):
+        net = nn.Sequential(nn.Linear(width, 4 * width, dtype=dtype), nn.GELU())
+        return fx.symbolic_trace(net), (torch.empty(64, width, device="meta", dtype=dtype),)
 
-    def asked(width, **more):
-        module, inputs = graph(width)
+    def asked(width, dtype=torch.float32, **more):
+        module, inputs = graph(width, dtype)
         return autosharding_pass(module, mesh_shape=(2, 2), example_inputs=inputs, ilp_solution_file="plan.pkl", **more)[1]
 
     peak = asked(64)["solution"].peak_bytes
     assert asked(64, preload_solution=True)["status"] == "optimal"
-    assert asked(128, preload_solution=True)["status"] == "unjudged"
+    for other in ((128,), (64, torch.bfloat16)):
+        caplog.clear()
+        assert asked(*other, preload_solution=True)["status"] == "unjudged"
+        assert "plan.pkl was planned for other shapes, dtypes or constants: its layouts" in caplog.text
     with pytest.raises(ValueError, match="^plan.pkl takes .* bytes per device, more than memory_limit=.*; plan again without preload"):
         asked(64, preload_solution=True, memory_limit=peak / 2)
 

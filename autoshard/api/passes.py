@@ -129,10 +129,11 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     DTensorSpec}}}`, without it under skip_forward), `solution` (a Solution) and the certificate: `status`, `cost_seconds`,
     `bound_seconds`, `gap`. `pins` fixes layouts, `forbid` rules them out, by name or glob, as in `plan`. With `preload_solution` the
     solution is read from `ilp_solution_file` and nothing is solved; ValueError where its layouts don't fit the graph or the mesh, do not
-    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but the shapes, or the prices or the `algo` that are given,
-    are others than the plan's, its certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning
-    is logged. With `rewrite`, on as many ranks as the mesh has, the graph that is returned is this rank's: local ops and functional
-    collectives, from the local tensors `rank_inputs` names to a list of those that `rank_outputs` names, each in its planned layout.
+    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but the shapes, dtypes or constants, or the prices or the
+    `algo` that are given, are others than the plan's, its certificate says nothing here: `status` is "unjudged", seconds are inf, the bound
+    is 0, and a warning is logged. With `rewrite`, on as many ranks as the mesh has, the graph that is returned is this rank's: local ops
+    and functional collectives, from the local tensors `rank_inputs` names to a list of those that `rank_outputs` names, each in its planned
+    layout.
 
         graph, info = autoshard.autosharding_pass(torch.fx.symbolic_trace(model), mesh_shape=(2, 4), example_inputs=(tokens,))
     """
@@ -241,12 +242,12 @@ def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh, given: Colle
     again = "; plan again without preload_solution"
     planned = replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", again)
     asked = fingerprint(planned, mesh, chosen.planning())
-    compared = {"graph": "shapes", **({"prices": "prices"} if PRICED & set(given) else {})}
+    compared = {"graph": "shapes, dtypes or constants", **({"prices": "prices"} if PRICED & set(given) else {})}
     others = [what for key, what in compared.items() if solution.fingerprint.get(key, asked[key]) != asked[key]]
     if "algo" in given and solution.assumptions.get("algo", chosen.algo) != chosen.algo:
         others.append("algorithm")
     limit = chosen.memory_limit
-    if limit is not None and "shapes" not in others and solution.peak_bytes > limit:
+    if limit is not None and compared["graph"] not in others and solution.peak_bytes > limit:
         held = f"{solution.peak_bytes:.4g} bytes per device, more than memory_limit={limit:.4g}"
         raise ValueError(f"{chosen.ilp_solution_file} takes {held}{again}")
     if not others:
