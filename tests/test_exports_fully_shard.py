@@ -304,6 +304,16 @@ def test_a_block_with_two_names_is_sharded_and_recomputed_once_and_a_list_of_par
     assert sorted(recipe["checkpoint"]["modules"]) == sorted(recipe["fully_shard"]["modules"][:-1])
 
 
+def test_the_blocks_of_a_sequential_model_are_sharded_and_recomputed_each():
+    blocks = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3))
+    module = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 1), torch.nn.Flatten(0, -1))
+    graph = capture_deep(module, (torch.zeros(1, 8),), training=True)[0]
+    question = with_recomputed_blocks(asked(graph, Mesh.from_bandwidths((2,)), training=True, recompute="all", baselines=False))
+    recipe = export_anyway(baseline_only(question, "zero3"), "fully_shard")
+    assert recipe["fully_shard"]["modules"] == ["0", "1", "2", "3", ""]
+    assert recipe["checkpoint"]["modules"] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize("scheme", ("zero1", pytest.param("zero3", marks=pytest.mark.slow)))
 def test_fully_shard_runs_the_recipe(scheme):
     recipe = dict(export_anyway(in_microbatches(scheme), "fully_shard"))

@@ -21,6 +21,7 @@ schemes fix once for all parameters:
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,7 +35,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.exports.checkpoint_policy import RECOMPUTE, contexts_of, of_block, policy_of
-from autoshard.exports.modules import NO_AXIS, PRECISION, RECOMPUTED, generic, on_axis, parallelize_plan, styles_as_text
+from autoshard.exports.modules import NO_AXIS, PRECISION, RECOMPUTED, on_axis, parallelize_plan, styles_as_text
 from autoshard.exports.record import Export, Left, why_not_held, with_cost
 from autoshard.exports.source import comments, literal, rows
 from autoshard.layout import parse
@@ -371,5 +372,5 @@ def _mesh_code(axes: list[str]) -> str:
 
 def _block(name: str) -> str:
     """`h.0.attn.c_attn.weight` -> `h.0`; empty for parameters outside of repeated blocks, such as those of a ParameterList."""
-    head, star, _ = generic(name.rpartition(".")[0]).partition("*")
-    return name[: len(head)] + name[len(head) :].partition(".")[0] if star else ""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return match[0] if match else ""
