@@ -14,7 +14,7 @@ from autoshard import Mesh
 from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture, capture_deep
 from autoshard.exports import checkpoint_contexts, export
-from autoshard.exports.checkpoint_policy import of_block
+from autoshard.exports.checkpoint_policy import of_block, policy_of
 from autoshard.formulate import Training, formulate, with_saved_values
 from autoshard.formulate.saved_values import OFFLOADED_MODE, RECOMPUTED_MODE, chosen_of
 from autoshard.graph import (
@@ -243,6 +243,18 @@ def test_the_policy_of_a_block_is_that_of_its_modules_and_saves_what_they_treat_
     assert of_block(policy, "layers.3") == {"mm": "MUST_SAVE", "add": "PREFER_RECOMPUTE", "gelu": "MUST_CPU_OFFLOAD"}
     assert of_block(policy, "layers.33") == policy["layers.33"] and of_block(policy, "layers.3.up") == policy["layers.3.up"]
     assert of_block(policy, "layers.4") == {} and of_block(policy, "layers").keys() == {"mm", "add", "gelu", "exp", "sin"}
+
+
+def test_a_block_with_several_names_has_one_policy_which_saves_what_the_plan_saves_under_one_of_them():
+    row = {"shape": [8, 8]}
+    tied = {f"layers.2.{name}.weight": {**row, "tied_to": f"layers.0.{name}.weight"} for name in ("up", "down")}
+    parameters = {name: row for k in (0, 1) for name in (f"layers.{k}.up.weight", f"layers.{k}.down.weight")} | tied
+    saved = {"layers.0": {"gelu": ["recomputed"]}, "layers.1": {"gelu": ["recomputed"]}, "layers.2": {"gelu": ["kept"]}}
+    saved["layers.2.up"] = {"mm": ["offloaded"]}
+    policy = policy_of(SimpleNamespace(saved=saved, parameters=parameters))
+    assert policy["layers.0"] == policy["layers.2"] == {"gelu": "MUST_SAVE"} and policy["layers.1"] == {"gelu": "PREFER_RECOMPUTE"}
+    assert policy["layers.0.up"] == policy["layers.2.up"] == {"mm": "MUST_CPU_OFFLOAD"}
+    assert policy.left[0].what == "how calls differ of gelu of layers.0 and 0 more"
 
 
 @pytest.mark.parametrize(("recomputed", "offloaded"), [(("add",), ()), (("add", "gelu"), ()), (("add",), ("gelu.0", "addmm.0"))])

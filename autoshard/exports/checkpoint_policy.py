@@ -7,7 +7,7 @@
     recomputed by the plan     one of which it recomputes every call whose result the backward pass reads
 
 The policy sees an operator, not a call: where a module calls one operator several times, and the plan treats these calls differently,
-the operator is saved, and `left` says so. Views cost nothing and are left out.
+the operator is saved, and `left` says so; a block with several names has one policy. Views cost nothing and are left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from autoshard.exports.modules import block_of, owners_of
 from autoshard.exports.record import Export, Left
 from autoshard.solution import Solution
 
@@ -32,13 +33,19 @@ def policy_of(solution: Solution, _: str | None = None) -> Export:
     """The policy of a plan that was made with recompute="auto". ValueError for a plan without any choice per tensor."""
     if not solution.saved:
         raise ValueError("the plan recomputes and offloads nothing per tensor, so it has no policy; plan with recompute='auto' and a limit")
-    value: dict[str, dict[str, str]] = {}
-    mixed = []
+    owner, names = owners_of(solution), {}
+    together: dict[str, dict[str, set[str]]] = {}
     for module, targets in solution.saved.items():
+        block = block_of(f"{module}.")
+        names[module] = (owner.get(block) or block) + module[len(block) :]
         for target, ways in targets.items():
-            mixed += [f"{target} of {module or 'the model'}"] if len(ways) > 1 else []
-            for operator in OPERATORS.get(target, (target,)):
-                value.setdefault(module, {})[operator] = WORDS[ways[0]] if len(ways) == 1 else SAVE
+            together.setdefault(names[module], {}).setdefault(target, set()).update(ways)
+    mixed = [f"{target} of {module or 'the model'}" for module, of in together.items() for target, of_all in of.items() if len(of_all) > 1]
+    value: dict[str, dict[str, str]] = {}
+    for module, name in (*zip(together, together), *names.items()):
+        for target, of_all in together[name].items():
+            way = WORDS[min(of_all)] if len(of_all) == 1 else SAVE
+            value.setdefault(module, {}).update(dict.fromkeys(OPERATORS.get(target, (target,)), way))
     why = "a policy treats all calls of an operator alike: they are saved"
     left = (Left(f"how calls differ of {mixed[0]} and {len(mixed) - 1} more", why),) if mixed else ()
     return Export(value, left=left)

@@ -21,7 +21,6 @@ schemes fix once for all parameters:
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,7 +34,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.exports.checkpoint_policy import RECOMPUTE, contexts_of, of_block, policy_of
-from autoshard.exports.modules import NO_AXIS, PRECISION, RECOMPUTED, on_axis, parallelize_plan, styles_as_text
+from autoshard.exports.modules import NO_AXIS, PRECISION, RECOMPUTED, block_of, on_axis, owners_of, parallelize_plan, styles_as_text
 from autoshard.exports.record import Export, Left, why_not_held, with_cost
 from autoshard.exports.source import comments, literal, rows
 from autoshard.layout import parse
@@ -105,7 +104,7 @@ def _check_parameters(solution: Solution) -> None:
         if f"gradient:{name}" in solution.results:
             if not math.prod(row["shape"]):
                 raise ValueError(f"fully_shard reduces no empty gradients, and {name} has the shape {tuple(row['shape'])}: freeze it")
-            dtypes.setdefault(_block(name), {}).setdefault(row["dtype"], name)
+            dtypes.setdefault(block_of(name), {}).setdefault(row["dtype"], name)
     for of in dtypes.values():
         if len(of) > 1:
             several = " and ".join(f"{name} is {dtype}" for dtype, name in of.items())
@@ -204,16 +203,13 @@ def _recomputed(solution: Solution) -> tuple[dict, tuple[Left, ...]] | None:
     if not solution.saved:
         return {"modules": _blocks(solution, blocks)}, ()
     policy = policy_of(solution)
-    blocks = _blocks(solution, (_block(f"{name}.") for name in policy if _block(f"{name}.")))
+    blocks = _blocks(solution, (block_of(f"{name}.") for name in policy if block_of(f"{name}.")))
     return {"modules": blocks, "saved": {name: of_block(policy, name) for name in blocks}}, policy.left
 
 
 def _blocks(solution: Solution, chosen: Iterable[str] | None = None) -> list[str]:
     """The chosen blocks, or all that hold parameters of their own; a module with several names under the one that its parameters have."""
-    owners: dict[str, set[str]] = {}
-    for name, row in solution.parameters.items():
-        owners.setdefault(_block(name), set()).add(_block(row.get("tied_to", name)))
-    owner = {block: of.pop() if len(of) == 1 else block for block, of in owners.items()}
+    owner = owners_of(solution)
     return list(dict.fromkeys(filter(None, owner.values()) if chosen is None else (owner.get(block) or block for block in chosen)))
 
 
@@ -368,9 +364,3 @@ def _mesh_code(axes: list[str]) -> str:
     if len(axes) == 1:
         return f"device_mesh[{literal(axes[0])}]"
     return f"device_mesh[tuple({literal(axes)})]._flatten({literal('_'.join(axes))})"
-
-
-def _block(name: str) -> str:
-    """`h.0.attn.c_attn.weight` -> `h.0`; empty for parameters outside of repeated blocks, such as those of a ParameterList."""
-    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
-    return match[0] if match else ""

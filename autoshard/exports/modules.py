@@ -141,6 +141,20 @@ def _module(weight: str) -> str:
     return weight.rpartition(".")[0]
 
 
+def block_of(name: str) -> str:
+    """`h.0.attn.c_attn.weight` -> `h.0`; empty for parameters outside of repeated blocks, such as those of a ParameterList."""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return match[0] if match else ""
+
+
+def owners_of(solution: Solution) -> dict[str, str]:
+    """For each name of a block that holds parameters the name that its parameters have: another one, if the model has it at two places."""
+    owners: dict[str, set[str]] = {}
+    for name, row in solution.parameters.items():
+        owners.setdefault(block_of(name), set()).add(block_of(row.get("tied_to", name)))
+    return {block: of.pop() if len(of) == 1 else block for block, of in owners.items() if block}
+
+
 def generic(name: str) -> str:
     """`layers.3.mlp.up_proj` -> `layers.*.mlp.up_proj`, number by number as transformers looks names up in a plan."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", name)
