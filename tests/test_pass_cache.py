@@ -152,6 +152,15 @@ def refuse(*_, **__):
     raise PermissionError(13, "Permission denied", "plans")
 
 
+def test_what_can_not_be_read_of_a_cache_is_planned_anew(monkeypatch, caplog):
+    run(kind="exported", cache="plans")
+    monkeypatch.setattr(type(PlanCache("plans").files), "cat_file", refuse)
+    for options in ({}, {"memory_limit": 1e9}):
+        caplog.clear()
+        assert run(kind="exported", cache="plans", **options)[1]["cache"] == "cold"
+        assert "is not used" in caplog.text and "Permission denied" in caplog.text
+
+
 def test_a_cache_that_can_not_be_written_serves_its_plans_and_loses_no_new_one(monkeypatch, caplog):
     run(kind="exported", cache="plans")
     before = {file: file.read_bytes() for file in Path("plans").rglob("*.json")}

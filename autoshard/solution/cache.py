@@ -100,6 +100,8 @@ class PlanCache:
             return self.files.cat_file(path, end=most)
         except (FileNotFoundError, NotADirectoryError):
             return None  # another process may have pruned it
+        except PermissionError as error:
+            return json.dumps({str(error): None}).encode()  # no plan: who reads it says what it holds
 
 
 def _could(change: Callable[[str], object], path: str) -> bool:
