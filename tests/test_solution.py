@@ -1,6 +1,7 @@
 import math
 import os
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,6 +183,13 @@ FEWER = "; a model with fewer layers is another one: make its widths and batch s
 def test_each_difference_is_said(change, sentence):
     given_now = {"graph": linear_graph(), "mesh": MESH, **change}
     assert sentence in differences(linear_solution(), given_now.pop("graph"), given_now.pop("mesh"), **given_now)
+
+
+def test_a_plan_without_a_layout_of_a_tensor_is_a_misfit():
+    solution = linear_solution()
+    layouts = {**solution.layouts, "mm": replace(solution.layouts["mm"], outputs=(None,))}
+    (said,) = differences(replace(solution, layouts=layouts), linear_graph(), MESH)
+    assert said == "mm: the plan has no layout for an output that is a tensor"
 
 
 def test_missing_ops_are_counted_and_the_first_few_named():

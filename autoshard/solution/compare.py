@@ -81,6 +81,8 @@ def _why_misfit(graph: Graph, i: int, placed: Placed, mesh: Mesh) -> str | None:
     now, planned = (len(op.inputs), len(op.outputs)), (len(placed.inputs), len(placed.outputs))
     if now != planned:
         return f"has {now[0]} inputs and {now[1]} outputs, planned were {planned[0]} and {planned[1]}"
+    if any(tensor and not written for tensor, written in zip(op.outputs, placed.outputs)):
+        return "the plan has no layout for an output that is a tensor"
     pairs = [*zip(graph.input_tensors(i), placed.inputs), *zip(op.outputs, placed.outputs), *zip(op.outputs, placed.hubs)]
     reasons = (why_illegal(tensor.shape, parsed(written), mesh) for tensor, written in pairs if tensor and written)
     return next(filter(None, reasons), None)
