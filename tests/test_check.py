@@ -93,12 +93,12 @@ def test_other_prices_are_noted_and_the_cost_is_that_of_today(solution):
 
 def test_another_graph_is_stale_unless_the_layouts_are_all_that_is_asked_for(solution):
     found = check(*model(batch=15360), solution)
-    assert not found.ok and found.reasons == ("the model's sizes or constants differ from when this was planned",)
+    assert not found.ok and found.reasons == ("the model's sizes, dtypes or constants differ from when this was planned",)
     assert math.isfinite(found.cost) and found.bound > 0  # what it costs is said all the same
     assert check(*model(batch=15360), solution, same_graph=False).ok
     renamed = replace(solution, fingerprint={**solution.fingerprint, "graph": "as another version writes it"})
     found = check(*model(), renamed)
-    assert found.ok and found.notes == ("the model's sizes or constants differ from when this was planned",)
+    assert found.ok and found.notes == ("the model's sizes, dtypes or constants differ from when this was planned",)
     rewired = replace(renamed, fingerprint={**renamed.fingerprint, "structure": "of other ops"})
     assert "wired or parameterised differently" in check(*model(), rewired).reasons[0]
     wider = check(*model(hidden=4096), solution)
@@ -208,7 +208,7 @@ def test_the_verb_says_yes_and_no_by_its_exit_code(capsys, files):
 def test_the_verb_takes_another_model(capsys, files):
     words = [word for key, value in SIZES.items() if key != "batch" for word in ("--set", f"{key}={value}")] + ["--batch", "8192"]
     code, out, _ = run(capsys, "check", files[0], MODEL, *words, "--quiet")
-    assert code == 1 and "sizes or constants differ" in " ".join(out.split()) and max(map(len, out.splitlines())) <= 100
+    assert code == 1 and "sizes, dtypes or constants differ" in " ".join(out.split()) and max(map(len, out.splitlines())) <= 100
     assert run(capsys, "check", files[0], MODEL, *words, "--any-graph", "--within", "400%", "--quiet")[0] == 0
 
 

@@ -173,7 +173,7 @@ FEWER = "; a model with fewer layers is another one: make its widths and batch s
         ({"assumptions": {"optimizer": "adamw", "memory_limit": 8e10, "torch": "2.15.0"}}, "torch: 2.13.0 when planned, 2.15.0 now"),
         ({"assumptions": {"optimizer": "adamw", "torch": "2.13.0"}}, "memory_limit: 8e+10 when planned, not given now"),
         ({"fingerprint": {"prices": "x"}}, "the prices (links, device, cost model) differ from when this was planned"),
-        ({"fingerprint": {"graph": "x", "structure": "b"}}, "the model's sizes or constants differ from when this was planned"),
+        ({"fingerprint": {"graph": "x", "structure": "b"}}, "the model's sizes, dtypes or constants differ from when this was planned"),
         (
             {"fingerprint": {"graph": "x", "structure": "x"}},
             "the model's ops are wired or parameterised differently from when this was planned",

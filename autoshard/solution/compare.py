@@ -39,7 +39,7 @@ def differences(
     if "structure" in changed and not reasons:
         reasons.append("the model's ops are wired or parameterised differently from when this was planned")
     elif "graph" in changed and not reasons:
-        reasons.append("the model's sizes or constants differ from when this was planned")
+        reasons.append("the model's sizes, dtypes or constants differ from when this was planned")
     return tuple(reasons)
 
 
