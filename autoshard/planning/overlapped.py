@@ -45,7 +45,7 @@ MORE_ROUNDS, MORE_SOLVED = 40, 30_000  # the same of small models while the gap 
 STEP = 0.3  # of the way from the best prices so far; twice as far after an answer that was known
 GAP, ROUGH = 1e-3, 20  # relative, of each of these problems, or a quarter of the gap asked for, or a part of that known so far
 AGREED = 1e-3  # relative: better prices would raise the bound by less
-MOST_IDLE, LITTLE = (2, 6), 3e-4  # rounds in turn in which neither the bound nor the plan gains as much, relative; and where it is wide
+MOST_IDLE, LITTLE = (2, 4, 6), 3e-4  # rounds in turn that gain less, relative; where the gap is wide; of a small model there
 MOST_ALIGNED = 0.05  # relative: that one layout for the inputs of a batch may add to the sum of all seconds
 SIMULATIONS, SIMULATED = (60, 400), 400_000  # of polishing: least and most, and nodes of all together
 IDLE_MOVES, IDLE_SHARE = 6, 0.25  # of these in turn that gain as little; and of all, where the gap is wide
@@ -207,7 +207,8 @@ class _Search:
             *best, most = self._best_prices()
             is_wide = self.is_small and self.gap > WIDE
             idle = 0 if is_wide and most < (1 - LITTLE) * least else idle
-            if most - self.bound <= AGREED * most or self.is_proven or idle >= MOST_IDLE[is_wide] or self.question.is_over:
+            most_idle = MOST_IDLE[is_wide + (self.gap > WIDE)]
+            if most - self.bound <= AGREED * most or self.is_proven or idle >= most_idle or self.question.is_over:
                 return
             if k >= self.rounds and not is_wide:
                 return
