@@ -87,7 +87,9 @@ def predictions(launcher: str) -> dict:
         parts = {kind: np.broadcast_to(part, len(runs)) for kind, part in parts_of(runs, constants_of(runs)).items()}
         return {kind: values.tolist() for kind, values in {**parts, "allocated": memory.allocated, "device": memory.device}.items()}
     told: dict[str, list] = {}
-    for sizes in (FLAVORS["llama3", "8B"], FLAVORS["qwen3", "30B-A3B"]):
+    experts = FLAVORS["qwen3", "30B-A3B"]
+    experts = replace(experts, head_dim=64) if launcher == "nanotron" else experts  # whose heads are as wide as the model
+    for sizes in (FLAVORS["llama3", "8B"], experts):
         legal = TrainingRuns.joined(launches(structures(Launch(16, 8192, 128), launcher), sizes, launcher))
         prices = prices_of(legal[np.linspace(0, len(legal) - 1, 50).astype(int)], sizes, Site(), launcher)
         for kind in ("seconds", "bytes", "chance"):
