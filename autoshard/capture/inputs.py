@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,9 +82,9 @@ def fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None =
     if unsupported := unsupported_kind(tensor):
         raise ValueError(unsupported)
     with mode:
-        shape, strides = map(as_number, tensor.shape), map(as_number, tensor.stride())
-        fake = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype or tensor.dtype, device="cpu")
-        fake = torch.empty_like(fake, memory_format=torch.contiguous_format) if is_dense else fake
+        shape, strides = tuple(map(as_number, tensor.shape)), tuple(map(as_number, tensor.stride()))
+        empty = partial(torch.empty, shape) if is_dense else partial(torch.empty_strided, shape, strides)
+        fake = empty(dtype=dtype or tensor.dtype, device="cpu")
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
