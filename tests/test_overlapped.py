@@ -14,6 +14,7 @@ import torch
 import autoshard
 from autoshard import api
 from autoshard.capture import capture
+from autoshard.cost import shared_links
 from autoshard.formulate import EARLY, stream_seconds, with_pins
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import choice_of
@@ -99,15 +100,15 @@ def test_the_seconds_of_all_streams_are_the_costs(case):
 @pytest.mark.parametrize("case", CASES)
 def test_streams_are_those_of_the_time_line(case):
     formulated, plans = instance(*case)
-    streams = stream_seconds(formulated, links=range(len(case[1])))
+    streams, n = stream_seconds(formulated), len(case[1])  # axes, which have a stream in the background, too
     for choice in plans:
         tasks = timeline_of(formulated, choice).tasks
         sums = sum(of[i] for of, i in zip(streams.nodes, choice, strict=True))
         sums = sums + sum(of[choice[e.a], choice[e.b]] for of, e in zip(streams.edges, formulated.problem.edges, strict=True))
         sums[0], sums[EARLY] = sums[0] + sums[EARLY], 0.0  # early or not, kernels are on the compute stream
         for s, ours in enumerate(sums):
-            n = len(case[1])  # axes, which have a stream in the background, too
-            of_axis = (s, s + n) if 0 < s <= n else (0,) if s == 0 else ()
+            axes = [k + 1 for k, link in enumerate(shared_links(formulated.mesh)) if link + 1 == s]
+            of_axis = [0] if s == 0 else [*axes, *(k + n for k in axes)]
             assert ours == pytest.approx(sum(task.seconds for task in tasks if task.stream in of_axis), rel=1e-9)
 
 

@@ -61,7 +61,6 @@ class CachingAllocator:
     allocated: int = 0
     peak_reserved: int = 0
     peak_allocated: int = 0
-    retries: int = 0
     calls: int = 0
     ends: dict[Pool, MemoryBlock] = field(default_factory=dict)  # of expandable segments: their last blocks
     free_blocks: dict[Pool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=dict)  # sorted by size and address
@@ -195,7 +194,6 @@ class CachingAllocator:
         if self.limit is not None and self.collect_above and self.reserved + more > self.collect_above * self.limit:
             self._collect(self.reserved + more - int(self.collect_above * self.limit))
         if self.limit is not None and self.reserved + more > self.limit:
-            self.retries += 1
             self._release(pool, more)
         if self.limit is not None and self.reserved + more > self.limit:
             raise OutOfMemory(f"{size} bytes can't be allocated: {self.reserved} of {self.limit} are reserved, {self.allocated} allocated")

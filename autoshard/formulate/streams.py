@@ -7,7 +7,7 @@
 A stream does one thing at a time, so no schedule of a plan ends before any stream has done its seconds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,21 +34,18 @@ class StreamSeconds:
     of_axis: tuple[int, ...]  # the stream of the link that each mesh axis uses
 
 
-def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
-    """The seconds of a step by stream. links: per mesh axis the number of its link; default `shared_links`.
-
-    joined: of collectives into the parameters' layouts the least that they add to buckets (simulate.timeline).
-    """
-    return _Streams(formulation, shared_links(formulation.mesh) if links is None else links, joined).build()
+def stream_seconds(formulation: Formulation, *, joined: bool = False) -> StreamSeconds:
+    """The seconds of a step by stream. joined: of collectives into the parameters' layouts the least that they add to buckets
+    (simulate.timeline)."""
+    return _Streams(formulation, joined).build()
 
 
 class _Streams:
-    def __init__(self, formulation: Formulation, links: Sequence[int], joined: bool):
+    def __init__(self, formulation: Formulation, joined: bool):
         self.formulation, self.joined = formulation, joined
-        order = sorted(set(links))
-        self.num = 3 + len(order)
+        self.of_axis = tuple(link + 1 for link in shared_links(formulation.mesh))
+        self.num = 3 + max(self.of_axis)
         self.early = early_casts(formulation.graph)
-        self.of_axis = tuple(order.index(link) + 1 for link in links)
         self.to_link = np.eye(self.num)[[0, *self.of_axis]]  # stream of an axis -> stream of its link
         self.known: dict[tuple, np.ndarray] = {}
 

@@ -169,7 +169,7 @@ class Space:
         """Every step out of a state."""
         shardings, partial = state[:-1], state[-1]
         held = self.elements(state)
-        yield from self._splits(state, shardings, partial, held)
+        yield from self._splits(state, shardings, held)
         yield from self._all_to_alls(state, shardings, held)
         yield from self._gathers(shardings, partial, held)
         yield from self._permutes(shardings, partial, held)
@@ -197,7 +197,7 @@ class Space:
             mask |= c.mask
         return mask
 
-    def _splits(self, state: State, shardings: State, partial: int, held: int) -> Iterator[CandidateStep]:
+    def _splits(self, state: State, shardings: State, held: int) -> Iterator[CandidateStep]:
         used = self.used(state)
         write = self.price("split", 0)
         for a in range(self.num_axes):

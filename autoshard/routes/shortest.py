@@ -12,8 +12,7 @@ added in order, equal the table's entry exactly.
 
 A dim that its axes do not divide is sharded as by torch.chunk: parts of ceil(S / n), the last ones smaller or empty; where several
 axes shard the dim, each splits the parts of the axes before it, left to right. A rank's bytes are then those of the largest shard, and
-the buffer of an all_gather or a reduce_scatter is n such shards. Layouts with an empty shard are allowed with `Routes(mesh,
-empty=True)` only.
+the buffer of an all_gather or a reduce_scatter is n such shards. No route has a layout with an empty shard.
 """
 
 import itertools
@@ -92,8 +91,8 @@ class _Space:
 class Routes:
     """Cheapest routes on one mesh. The results are cached in the object: use one object for all tensors of a plan."""
 
-    def __init__(self, mesh: Mesh, *, empty: bool = False):
-        self.mesh, self.empty = mesh, empty
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
         self._moves: dict[int, Moves] = {}
         self._spaces: dict[tuple[int, int, bytes], _Space] = {}
         self._known: dict[tuple[tuple[int, ...], int], _Space] = {}
@@ -105,7 +104,7 @@ class Routes:
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """Seconds from each source (row) to each target (column): 0 between equals, inf where there is no route.
 
-        No route leads to a P that the source does not have, to or from a layout with an empty shard (unless `empty`), and to or from
+        No route leads to a P that the source does not have, to or from a layout with an empty shard, and to or from
         S or P on an axis of size 1. ValueError for a layout that no tensor with this number of dims can have on this mesh.
         """
         from_states, from_ops = self._encode(sources, len(shape))
@@ -171,7 +170,7 @@ class Routes:
         divides = (np.array(shape, dtype=int) % moves.num_parts == 0).all(axis=1)
         if not divides.all():
             possible = self._possible(shape, moves)
-            if self.empty or (possible != divides).any():
+            if (possible != divides).any():
                 return self._uneven_space(shape, itemsize, moves, possible)
         key = (ndim, total_bytes, divides.tobytes())
         if key not in self._spaces:
@@ -180,10 +179,8 @@ class Routes:
         return self._spaces[key]
 
     def _possible(self, shape: tuple[int, ...], moves: Moves) -> np.ndarray:
-        """Whether a state leaves no rank with an empty shard; True for every state where empty shards are allowed."""
+        """Whether a state leaves no rank with an empty shard."""
         possible = np.ones(len(moves.codes), dtype=bool)
-        if self.empty:
-            return possible
         bits = 1 << np.arange(len(self.mesh.axes))
         for d, size in enumerate(shape):
             empty = np.array([size > 0 and leaves_empty(size, sizes) for sizes in self._axis_sizes])

@@ -42,10 +42,6 @@ class Curve:
         x = np.asarray(bytes, dtype=float)
         return np.interp(x, self.sizes, self.times) + self.tail * np.maximum(x - self.sizes[-1], 0.0)
 
-    def bandwidth(self, bytes: np.ndarray | float) -> np.ndarray:
-        """B / seconds(B), in bytes per second: the algorithm's bandwidth; the bus bandwidth is this times `bus_factor`."""
-        return np.asarray(bytes, dtype=float) / self.seconds(bytes)
-
 
 Numbers = Sequence[float] | np.ndarray
 
