@@ -169,7 +169,7 @@ def test_the_work_does_not_grow_with_depth_and_the_gap_of_dual_ascent_is_closed(
         before = incumbent.cost - incumbent.bound
         steps = Decomposition(divide(problem, homes), incumbent, settle_part)
         steps.start(messages.message)
-        steps.first_bound()
+        steps.evaluate(steps.multipliers)
         counts.append(len(calls))
         decompose(problem, homes, incumbent, messages.message, settle_part)
         assert incumbent.cost - incumbent.bound < 0.5 * before

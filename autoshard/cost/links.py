@@ -24,6 +24,7 @@ import numpy as np
 
 from autoshard.cost.collectives import Amount, collective_seconds
 from autoshard.devices import Device, device_file, known_devices
+from autoshard.graph import grouped
 from autoshard.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
@@ -50,10 +51,7 @@ def shared_links(mesh: Mesh) -> tuple[int, ...]:
 
 def axes_by_link(axes: Sequence[Axis]) -> list[list[int]]:
     """The positions of the axes, grouped by link."""
-    groups: dict[tuple, list[int]] = {}
-    for k, axis in enumerate(axes):
-        groups.setdefault(link_key(axis), []).append(k)
-    return list(groups.values())
+    return list(grouped((link_key(axis), k) for k, axis in enumerate(axes)).values())
 
 
 @dataclass(frozen=True)

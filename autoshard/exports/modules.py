@@ -45,7 +45,7 @@ def style(name: str) -> ParallelStyle:
 def parallelize_plan(solution: Solution, axis: str | None = None) -> Export:
     """`{module: ParallelStyle}` for `parallelize_module(model, device_mesh[axis], plan)`."""
     axis, known = on_axis(solution, axis)
-    plan = {_module(weight): style(name) for weight, name in known["styles"].items() if name != "inside"}
+    plan = {weight.rpartition(".")[0]: style(name) for weight, name in known["styles"].items() if name != "inside"}
     inside = [weight for weight, name in known["styles"].items() if name == "inside"]
     left = [Left(generic(weight), "it is replicated among sharded tensors: its gradient must be summed over the axis") for weight in inside]
     left = list(dict.fromkeys(left)) if solution.training else []
@@ -135,10 +135,6 @@ def _inputs_are_sharded(solution: Solution, axis: int) -> bool:
         for name, placed in solution.layouts.items()
         if name in solution.inputs and not placed.inputs
     )
-
-
-def _module(weight: str) -> str:
-    return weight.rpartition(".")[0]
 
 
 def block_of(name: str) -> str:

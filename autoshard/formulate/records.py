@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.graph import Graph, Tensor, Value
+from autoshard.graph import Graph, Tensor, Value, grouped
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.problem import Problem, Usage, evaluate, held
+from autoshard.problem import Problem, evaluate, held
 from autoshard.routes import Route, Routes
 from autoshard.strategies import Candidate, Candidates
 
@@ -89,9 +89,7 @@ class Formulation:
         itself. More than two choices decide that, so in the problem itself it counts as long as any view. problem: with other costs."""
         ops, users, edges, usages = self.graph.ops, self.graph.users, self.problem.edges, self.problem.usages
         results, hubs = {result.value for result in self.graph.results}, {node: value for value, node in self.hubs.items()}
-        by_start: dict[int, list[Usage]] = {}
-        for u in usages:
-            by_start.setdefault(u.start, []).append(u)
+        by_start = grouped((u.start, u) for u in usages)
 
         def end(value: Value, layout: Layout | None, size: float) -> float:
             """Of a copy of so many bytes, with a value in this layout."""

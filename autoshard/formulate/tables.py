@@ -41,8 +41,6 @@ class Tables:
         self.mesh, self.routes = mesh, routes or Routes(mesh)
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, tuple[int, Hashable]] = {}  # id -> number; the object is kept alive with its id
-        self._moves: dict[tuple[int, int, int], MoveTables] = {}
-        self._bytes: dict[tuple[int, int], np.ndarray] = {}
         self._known: dict[Hashable, object] = {}
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -59,17 +57,12 @@ class Tables:
         return known[0]
 
     def move(self, tensor: Tensor, source_layouts: Layouts, target_layouts: Layouts) -> MoveTables:
-        key = (self.number(tensor), self.number(source_layouts), self.number(target_layouts))
-        if key not in self._moves:
-            self._moves[key] = MoveTables(self, tensor, source_layouts, target_layouts)
-        return self._moves[key]
+        key = ("move", self.number(tensor), self.number(source_layouts), self.number(target_layouts))
+        return self.once(key, lambda: MoveTables(self, tensor, source_layouts, target_layouts))
 
     def bytes(self, tensor: Tensor, layouts: Layouts) -> np.ndarray:
         """`bytes_of`, computed once."""
-        key = (self.number(tensor), self.number(layouts))
-        if key not in self._bytes:
-            self._bytes[key] = bytes_of(tensor, layouts, self.mesh)
-        return self._bytes[key]
+        return self.once(("bytes", self.number(tensor), self.number(layouts)), lambda: bytes_of(tensor, layouts, self.mesh))
 
 
 class MoveTables:

@@ -9,7 +9,7 @@ in them only. A program with one microbatch has neither. The other ops of the gr
 
 from dataclasses import replace
 
-from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value
+from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value, grouped
 from autoshard.graph.rewriting import Rewriting
 
 KEPT, ACCUMULATED = "kept", "accumulated"  # kinds of ops, and the ends of their names
@@ -23,9 +23,7 @@ def with_microbatches(graph: Graph, dtype: str | None = None) -> Graph:
     """
     new = Rewriting(graph)
     trained = {r.name: r.value for r in graph.results if r.kind == "gradient" and r.value is not None and r.name in graph.parameters}
-    computed_by: dict[int, list[str]] = {}  # op -> the parameters whose gradients it computes
-    for name, value in trained.items():
-        computed_by.setdefault(value[0], []).append(name)
+    computed_by = grouped((value[0], name) for name, value in trained.items())  # op -> the parameters whose gradients it computes
     first = next((i for i, op in enumerate(graph.ops) if not op.is_placeholder), len(graph.ops))
     sums: dict[str, Value] = {}
     for i in range(len(graph.ops)):

@@ -17,8 +17,7 @@ WITH_DROPOUT = {"autoshard.dropout_attention.default": 3, "autoshard.dropout_att
 def is_without_dropout(evaluation: Graph, training: Graph) -> bool:
     """Whether the results of `evaluation` are those of `training` without its dropout."""
     numbers: dict[Hashable, int] = {}
-    first, second = _Terms(numbers).results(evaluation), _Terms(numbers).results(training)
-    return first == second
+    return _Terms(numbers).results(evaluation) == _Terms(numbers).results(training)
 
 
 class _Terms:

@@ -10,7 +10,7 @@ times that of devices doesn't divide that of the pairs, or whose backward isn't 
 
 from dataclasses import replace
 
-from autoshard.graph.records import Graph, Op, Ref, Tensor, Value
+from autoshard.graph.records import Graph, Op, Ref, Tensor, Value, grouped
 
 KEEPING = {f"autoshard.{name}.default": f"autoshard.{name}_with_hidden.default" for name in ("experts", "biased_experts")}
 READING = {old.replace(".default", "_backward.default"): new.replace(".default", "_backward.default") for old, new in KEEPING.items()}
@@ -35,13 +35,9 @@ def private_values(graph: Graph) -> frozenset[Value]:
 
 def _pairs(graph: Graph, parts: int) -> list[tuple[int, int]]:
     """Each forward of experts with its only backward."""
-    forward: dict[object, list[int]] = {}
-    backward: dict[object, list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        if op.target in KEEPING and not op.backward:
-            forward.setdefault(_key(graph, op.inputs, op), []).append(i)
-        elif op.target in READING:
-            backward.setdefault(_key(graph, op.inputs[1:], op), []).append(i)
+    ops = list(enumerate(graph.ops))
+    forward = grouped((_key(graph, op.inputs, op), i) for i, op in ops if op.target in KEEPING and not op.backward)
+    backward = grouped((_key(graph, op.inputs[1:], op), i) for i, op in ops if op.target in READING)
     both = [(forward[key][0], backward[key][0]) for key in forward if len(forward[key]) == len(backward.get(key, ())) == 1]
     sizes = ((graph.tensor(graph.ops[i].inputs[1]).numel, graph.tensor(graph.ops[i].inputs[3]).shape[0]) for i, _ in both)
     return [pair for pair, (pairs, experts) in zip(both, sizes) if pairs % (experts * parts) == 0]

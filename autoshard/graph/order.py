@@ -44,19 +44,11 @@ def stored_runs(size: int, head_tail: int, start: int, stop: int) -> Runs:
         part, is_tail = divmod(k, 2)
         first = (2 * head_tail - 1 - part if is_tail else part) * chunk
         lo, hi = max(start, k * chunk) - k * chunk, min(stop, (k + 1) * chunk) - k * chunk
-        runs.append((first + lo, hi - lo))
-    return joined(runs)
-
-
-def joined(runs: list[tuple[int, int]]) -> Runs:
-    """Runs that continue the run before them are joined with it."""
-    out: list[tuple[int, int]] = []
-    for first, count in runs:
-        if out and sum(out[-1]) == first:
-            out[-1] = (out[-1][0], out[-1][1] + count)
-        elif count:
-            out.append((first, count))
-    return tuple(out)
+        if runs and sum(runs[-1]) == first + lo:
+            runs[-1] = (runs[-1][0], runs[-1][1] + hi - lo)
+        elif hi > lo:
+            runs.append((first + lo, hi - lo))
+    return tuple(runs)
 
 
 @dataclass(frozen=True)

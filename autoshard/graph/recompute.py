@@ -17,7 +17,7 @@ from dataclasses import replace
 from autoshard.graph.blocks import repeated_blocks
 from autoshard.graph.casts import with_shared_casts
 from autoshard.graph.random import is_random
-from autoshard.graph.records import Graph, Value, reached
+from autoshard.graph.records import Graph, Value, grouped, reached
 from autoshard.graph.rewriting import Rewriting
 
 SUFFIX = "_recomputed"
@@ -50,10 +50,7 @@ def recompute_ops(graph: Graph, names: Collection[str]) -> Graph:
         times = [first.get(j, j if graph.ops[j].backward else len(graph.ops)) for j in readers]
         if (at := min(times, default=len(graph.ops))) < len(graph.ops):
             first[i] = at
-    before: dict[int, list[int]] = {}
-    for i in sorted(first):
-        before.setdefault(first[i], []).append(i)
-    return with_shared_casts(_with_copies(graph, before)) if before else graph
+    return with_shared_casts(_with_copies(graph, grouped((first[i], i) for i in sorted(first)))) if first else graph
 
 
 def forward_blocks(graph: Graph) -> list[list[int]]:

@@ -115,11 +115,17 @@ class ModelPlan(Plan):
     def _run_layouts(self) -> list:
         """The layouts that `verify` runs, in JSON's types."""
 
+    def _hash_of_run(self) -> str:
+        return json_hash(self._run_layouts())[:16]
+
     @property
     def verified(self) -> Verified | None:
         """With what and where `verify` found that the plan computes what the model does; None where it was never marked so, or has other
         layouts now."""
-        return verified_of(self.assumptions, self._run_layouts())
+        held = self.assumptions.get(VERIFIED)
+        if not isinstance(held, Mapping) or set(held) != set(Verified.__dataclass_fields__) or held["layouts"] != self._hash_of_run():
+            return None  # a file may hold anything here
+        return Verified(**held)
 
     @property
     def unverified(self) -> tuple[str, ...]:
@@ -130,26 +136,12 @@ class ModelPlan(Plan):
         return replace(self, assumptions={**self.assumptions, **assumptions})  # type: ignore[type-var]
 
     def marked(self, report: Mapping[str, Any]) -> Self:
-        return self.noting(**marking(report, self._run_layouts()))
-
-
-def marking(report: Mapping[str, Any], layouts: Any) -> dict[str, Any]:
-    """The fact as an assumption. report: of `verify`; layouts: of the plan, in JSON's types. ValueError where the
-    report says no."""
-    if not report.get("ok"):
-        raise ValueError("the plan can't be marked as verified: the report says that it does not compute what the model computes")
-    rows = report.get("plans", [report])
-    error = max(float(row[f"max_relative_error_{of}"]) for row in rows for of in ("outputs", "gradients"))
-    fact = Verified(report["ranks"], report["device"], report["torch"], report["inputs"], error, json_hash(layouts)[:16])
-    return {VERIFIED: asdict(fact)}
-
-
-def verified_of(assumptions: Mapping[str, Any], layouts: Any) -> Verified | None:
-    """The fact that these assumptions hold; None without one, where it is of other layouts, or where the file has something else there."""
-    held = assumptions.get(VERIFIED)
-    if not isinstance(held, Mapping) or set(held) != set(Verified.__dataclass_fields__) or held["layouts"] != json_hash(layouts)[:16]:
-        return None
-    return Verified(**held)
+        if not report.get("ok"):
+            raise ValueError("the plan can't be marked as verified: the report says that it does not compute what the model computes")
+        rows = report.get("plans", [report])
+        error = max(float(row[f"max_relative_error_{of}"]) for row in rows for of in ("outputs", "gradients"))
+        fact = Verified(report["ranks"], report["device"], report["torch"], report["inputs"], error, self._hash_of_run())
+        return self.noting(**{VERIFIED: asdict(fact)})
 
 
 # -- methods of a plan that other packages implement ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def decompose(problem: Problem, homes: np.ndarray, incumbent: Incumbent, message
         return
     steps = Decomposition(parts, incumbent, settle)
     steps.start(message)
-    steps.first_bound()
+    steps.best = steps.evaluate(steps.multipliers)
     if incumbent.choice is not None and not incumbent.done:
         incumbent.offer(steps.improve(np.array(incumbent.choice)))
     for rounds in (min(ROUNDS, MOST_SOLVED // len(parts.examples)), 0):
@@ -227,10 +227,6 @@ class Decomposition:
             total -= ROUNDING * math.fsum(map(abs, terms))
         self.incumbent.raise_bound(total)
         return total
-
-    def first_bound(self) -> None:
-        """D(L) at the first multipliers."""
-        self.best = self.evaluate(self.multipliers)
 
     def climb(self, rounds: int) -> None:
         """Raise the bound, until the planes promise little more or the incumbent is done."""

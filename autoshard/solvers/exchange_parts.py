@@ -123,11 +123,13 @@ def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -
     known: dict[tuple, bool] = {}  # of equal layers, which share their tables
 
     def coupled(table: np.ndarray, a: int, b: int) -> bool:
+        """Whether the table is not the sum of two independent changes. Compared without tolerance: in doubt the ends are joined."""
         if not (differ[a] and differ[b]):
             return False
         key = (id(table), x[a], x[b], y[a], y[b])
         if key not in known:
-            known[key] = _coupled(table, a, b, x, y)
+            mixed = table[x[a], y[b]] + table[y[a], x[b]]
+            known[key] = not mixed == table[x[a], x[b]] + table[y[a], y[b]]
         return known[key]
 
     joined = {k for k, e in enumerate(problem.edges) if coupled(e.table, e.a, e.b)}
@@ -137,9 +139,3 @@ def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -
     for nodes in networkx.connected_components(graph):
         first[list(nodes)] = min(nodes)
     return np.where(differ, np.searchsorted(np.unique(first[differ]), first), -1)
-
-
-def _coupled(table: np.ndarray, a: int, b: int, x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether the table is not the sum of two independent changes. Compared without tolerance: in doubt the ends are joined."""
-    mixed = table[x[a], y[b]] + table[y[a], x[b]]
-    return not mixed == table[x[a], x[b]] + table[y[a], y[b]]

@@ -59,12 +59,8 @@ class Hull:
 
     def bound(self, limit: float) -> float:
         """A lower bound in seconds on every answer within `limit` bytes; inf where no answer is that small."""
-        return _bound(self.lines, self.limits, limit)
-
-
-def _bound(lines: Sequence[Line], limits: Sequence[tuple[float, float]], limit: float) -> float:
-    by_prices = max((line.at(limit) for line in lines), default=-math.inf)
-    return max(by_prices, max((bound for most, bound in limits if most >= limit), default=-math.inf))
+        by_prices = max((line.at(limit) for line in self.lines), default=-math.inf)
+        return max(by_prices, max((bound for most, bound in self.limits if most >= limit), default=-math.inf))
 
 
 def hull(
@@ -108,7 +104,7 @@ class Sweep:
         return list(self.lagrangian.answers.values())
 
     def bound(self, limit: float) -> float:
-        return _bound(self.lagrangian.lines, self.limits, limit)
+        return Hull((), tuple(self.lagrangian.lines), tuple(self.limits)).bound(limit)
 
     def ends(self, messages: np.ndarray | None) -> None:
         """The cheapest answer of all, and one of (nearly) the least memory."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from autoshard.graph import Graph, Value, constants, is_random, reached
+from autoshard.graph import Graph, Value, constants, grouped, is_random, reached
 from autoshard.strategies.fusion import is_reduction, shares_kernels
 
 MOST = 4
@@ -42,10 +42,8 @@ def computed_again(graph: Graph, keeping: Keeping) -> frozenset[str]:
 
 def _saved(graph: Graph) -> dict[int, list[Value]]:
     """By op of the forward, what the backward reads of its results: these, or views of them that the forward has."""
-    saved: dict[int, list[Value]] = {}
-    for value in sorted({value for op in graph.ops if op.backward for value in op.inputs if not graph.ops[value[0]].backward}):
-        saved.setdefault(graph.storage(value)[0], []).append(value)
-    return saved
+    read = {value for op in graph.ops if op.backward for value in op.inputs if not graph.ops[value[0]].backward}
+    return grouped((graph.storage(value)[0], value) for value in sorted(read))
 
 
 class _Partitioning:

@@ -69,14 +69,7 @@ def _table_of_record(item: Any, where: str) -> Table:
     given = dict(item)
     if "options" in item:
         given["options"] = tuple(_option(one, f"table {item['name']!r}") for one in item["options"])
-    try:
-        return Table(**given)
-    except ValueError as error:
-        raise ValueError(_with(str(error), item["name"])) from None
-
-
-def _with(message: str, name: object) -> str:
-    return message if repr(name) in message else f"table {name!r}: {message}"
+    return Table(**given)
 
 
 def _option(item: Any, where: str) -> Option:

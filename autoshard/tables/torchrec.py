@@ -45,6 +45,7 @@ except ImportError as error:
         f"pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 ({error})"
     ) from None
 
+from autoshard.graph import grouped
 from autoshard.tables.arrays import Devices
 from autoshard.tables.plan import plan_options
 from autoshard.tables.records import Option, PlacedTable, Table, TablePlan
@@ -111,8 +112,7 @@ class TableProposer(Proposer):
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
         self.reset()
-        for option in search_space:
-            self.by_table.setdefault(option.fqn, []).append(option)
+        self.by_table = grouped((option.fqn, option) for option in search_space)
         if not self.by_table:
             return
         topology = self.topology or topology_of(enumerator)
