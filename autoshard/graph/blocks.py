@@ -13,6 +13,7 @@ place. A place is (block, instance, position): instances are the layers from the
 the same operator, literals, and shapes of inputs and outputs, and therefore the same candidates.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from autoshard.graph.records import Graph, Op
+from autoshard.graph.records import Graph, Op, grouped
 
 ATTRIBUTE = "repeated_blocks"  # of a Graph
+FREE = re.compile(b"\0+")  # items that no repetition has taken
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,8 @@ class Blocks:
     @cached_property
     def equal(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """(block, position) -> the ops there, bottom layer first. A planner may give them equal layouts."""
-        members: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for i, place in enumerate(self.places):
-            if place is not None:
-                members.setdefault((place.block, place.position), []).append((place.instance, i))
+        placed = ((place, i) for i, place in enumerate(self.places) if place is not None)
+        members = grouped(((place.block, place.position), (place.instance, i)) for place, i in placed)
         return {key: tuple(i for _, i in sorted(pairs)) for key, pairs in members.items()}
 
 
@@ -166,7 +166,7 @@ def repetitions(items: Sequence[int]) -> list[Repetition]:
     chosen: list[Repetition] = []
     taken = bytearray(len(items))
     for run in sorted(runs, key=lambda run: (-run.matches, run.period, run.start)):
-        for start, stop in _free(taken, run.start, run.stop):
+        for start, stop in [gap.span() for gap in FREE.finditer(taken, run.start, run.stop)]:
             if stop - start >= 2 * run.period:
                 chosen.append(Repetition(start, stop, run.period))
                 taken[start:stop] = b"\1" * (stop - start)
@@ -185,19 +185,6 @@ def _runs(items: Sequence[int], period: int, seeds: Iterator[int]) -> Iterator[R
             end += 1
         if end - low >= period:
             yield Repetition(low, end + period, period)
-
-
-def _free(taken: bytearray, start: int, stop: int) -> list[tuple[int, int]]:
-    """The intervals of [start, stop) that aren't taken."""
-    intervals = []
-    while start < stop:
-        low = taken.find(0, start, stop)
-        if low < 0:
-            break
-        high = taken.find(1, low, stop)
-        start = stop if high < 0 else high
-        intervals.append((low, start))
-    return intervals
 
 
 @dataclass

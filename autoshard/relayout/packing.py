@@ -35,10 +35,6 @@ class Packing:
         return sum(len(some) for some in self.sends)
 
 
-def rank_of(coordinate: Sizes, mesh: Sizes) -> int:
-    return part_of(tuple(range(len(mesh))), mesh, coordinate)
-
-
 def coordinate_of(rank: int, mesh: Sizes) -> Sizes:
     return tuple(int(c) for c in np.unravel_index(rank, mesh))
 
@@ -47,7 +43,7 @@ def group_of(rank: int, axes: Axes, mesh: Sizes) -> tuple[int, ...]:
     """The ranks that differ from this one along `axes` only."""
     origin = coordinate_of(rank, mesh)
     ranges = [range(n) if a in axes else (origin[a],) for a, n in enumerate(mesh)]
-    return tuple(rank_of(c, mesh) for c in product(*ranges))
+    return tuple(part_of(tuple(range(len(mesh))), mesh, c) for c in product(*ranges))
 
 
 def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:

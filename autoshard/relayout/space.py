@@ -61,9 +61,8 @@ class Space:
         self.shape, self.mesh, self.prices = shape, mesh, prices
         self.ndim, self.num_axes, self.base = len(shape), len(mesh), len(shape) + 2
         self.power = [self.base**a for a in range(self.num_axes)]
-        for name in ("sharding", "price", "inserts", "removals", "gathers", "reblocks"):  # computed once
+        for name in ("sharding", "price", "inserts", "removals", "gathers", "reblocks", "assigned"):  # computed once
             setattr(self, name, cache(getattr(self, name)))
-        self._assigned: dict[tuple, list[tuple[Axes, ...]]] = {}
         self._axes = [tuple(a for a in range(self.num_axes) if mask >> a & 1) for mask in range(1 << self.num_axes)]
         self.target_layout = target
         self.source, self.target = self.state(source), self.state(target)
@@ -109,26 +108,22 @@ class Space:
 
     def inserts(self, sharding: DimSharding, axes: Axes) -> list[DimSharding]:
         """The shardings of a dim after a split by `axes`, which were free."""
-        return list(self._insert(sharding, axes))
-
-    def _insert(self, sharding: DimSharding, axes: Axes) -> Iterator[DimSharding]:
-        d, size = sharding.dim, self.shape[sharding.dim]
-        n = prod(axis_sizes(axes, self.mesh))
+        d, size, major, minor = sharding.dim, self.shape[sharding.dim], axes + sharding.axes, sharding.axes + axes
+        n, new = prod(axis_sizes(axes, self.mesh)), list[DimSharding]()
         if sharding.n * n > size:
-            return
+            return new
         if not sharding.axes:
-            for b in self.blocks(d, axes):
-                yield self.sharding(d, axes, b)
-            return
+            return [self.sharding(d, axes, b) for b in self.blocks(d, axes)]
         if sharding.block != CHUNKS:
             if fits(size, sharding.n * n, sharding.block):
-                yield self.sharding(d, axes + sharding.axes, sharding.block)
+                new.append(self.sharding(d, major, sharding.block))
             if sharding.block % n == 0 and fits(size, sharding.n * n, sharding.block // n):
-                yield self.sharding(d, sharding.axes + axes, sharding.block // n)
+                new.append(self.sharding(d, minor, sharding.block // n))
         if sharding.block == chunk_block(size, axis_sizes(sharding.axes, self.mesh)):  # torch.chunk of each part
-            block = chunk_block(size, axis_sizes(sharding.axes + axes, self.mesh))
+            block = chunk_block(size, axis_sizes(minor, self.mesh))
             if block == CHUNKS or block * n != sharding.block:
-                yield self.sharding(d, sharding.axes + axes, block)
+                new.append(self.sharding(d, minor, block))
+        return new
 
     def rest(self, sharding: DimSharding, lo: int, hi: int) -> DimSharding | None:
         """The dim sharded by axes[lo:hi] alone; None where that is no layout."""
@@ -265,7 +260,7 @@ class Space:
 
     def _permutes(self, shardings: State, partial: int, held: int) -> Iterator[CandidateStep]:
         parts = tuple([c.n if c.block != CHUNKS else c.axes for c in shardings])
-        for assigned in self._assignments(parts, partial, shardings):
+        for assigned in self._swaps(shardings, partial) if self.num_axes > MANY_AXES else self.assigned(parts, partial):
             mask, state, dims = 0, [], []
             for d, (axes, sharding) in enumerate(zip(assigned, shardings)):
                 if axes == sharding.axes:
@@ -278,14 +273,9 @@ class Space:
             if mask:
                 yield CandidateStep(self.price("permute", mask)(held), (*state, partial), "permute", mask, tuple(dims))
 
-    def _assignments(self, parts: tuple, partial: int, shardings: State) -> list[tuple[Axes, ...]]:
+    def assigned(self, parts: tuple, partial: int) -> list[tuple[Axes, ...]]:
         """All ways to shard each dim into the same number of parts by other axes."""
-        if self.num_axes > MANY_AXES:
-            return list(self._swaps(shardings, partial))
-        assignments = self._assigned.get((parts, partial))
-        if assignments is None:
-            assignments = self._assigned[parts, partial] = list(self._assign(parts, self._axes[len(self._axes) - 1 & ~partial]))
-        return assignments
+        return list(self._assign(parts, self._axes[len(self._axes) - 1 & ~partial]))
 
     def _assign(self, parts: tuple, axes: Axes) -> Iterator[tuple[Axes, ...]]:
         if not parts:

@@ -223,9 +223,7 @@ class _Reducer(Reducible):
         items = [(first, last, b[None, :] - b[:, None]) for (first, last), b in self.items[v].items()]
         for pair in self.pair_items[v].values():
             items += [(first, last, self.pool.of(worst_loss, b)) for first, last, b in pair]
-        for piece in sorted({first for first, _, _ in items}):
-            worse &= sum(more for first, last, more in items if first <= piece < last) <= 0.0
-        for piece in sorted({last for _, last, _ in items}):
+        for piece in {end for first, last, _ in items for end in (first, last)}:
             alive = [more for first, last, more in items if first <= piece < last]
             if alive:
                 worse &= sum(alive) <= 0.0

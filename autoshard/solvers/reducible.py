@@ -4,6 +4,7 @@
 Tables and bytes are interned (interning.py). `steps` records what the lift of an answer has to undo.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from operator import getitem
@@ -150,15 +151,10 @@ class Reducible:
 
     def _tightest_of_equals(self) -> np.ndarray:
         """Mark, of neighbouring rows with the same live usages, the one with the least room."""
+        spans = [span for items in self.items for span in items]
+        spans += [(first, last) for pairs in self.pair_items for items in pairs.values() for first, last, _ in items]
         boundary = np.zeros(len(self.room) + 1, bool)
-        boundary[0] = True
-        for rows in self.items:
-            for first, last in rows:
-                boundary[first] = boundary[last] = True
-        for pairs in self.pair_items:
-            for items in pairs.values():
-                for first, last, _ in items:
-                    boundary[first] = boundary[last] = True
+        boundary[[0, *itertools.chain(*spans)]] = True
         group = np.cumsum(boundary[:-1])
         order = np.lexsort((np.arange(len(group)), self.room, group))
         keep = np.zeros(len(group), bool)

@@ -33,21 +33,15 @@ def reshape(op: Op, inputs: Inputs) -> list[Row] | None:
     return [] if 0 in inputs[0].shape else same(op, inputs)
 
 
-def _permutation(op: Op, rank: int) -> tuple[int, ...]:
-    name = op.target.split(".")[1]
-    order = list(range(rank))
-    if name == "permute":
-        return tuple(int(d) % rank for d in argument(op, 1, "dims"))
-    if name == "t":
-        return tuple(reversed(order))
-    a, b = (int(argument(op, k, f"dim{k - 1}")) % rank for k in (1, 2))
-    order[a], order[b] = order[b], order[a]
-    return tuple(order)
-
-
 @rule("aten.permute.default", "aten.t.default", "aten.transpose.int")
 def permute(op: Op, inputs: Inputs) -> list[Row]:
-    order = _permutation(op, len(inputs[0].shape))
+    rank = len(inputs[0].shape)
+    order = [int(d) % rank for d in argument(op, 1, "dims")] if op.target == "aten.permute.default" else list(range(rank))
+    if op.target == "aten.t.default":
+        order.reverse()
+    elif op.target == "aten.transpose.int":
+        a, b = (int(argument(op, k, f"dim{k - 1}")) % rank for k in (1, 2))
+        order[a], order[b] = order[b], order[a]
     return shard_rows(op, inputs, [(source, o) for o, source in enumerate(order)]) + linear_rows(1, 1)
 
 
