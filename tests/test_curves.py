@@ -144,14 +144,6 @@ def test_another_dtype_says_what_lies_between(measured):
     np.testing.assert_allclose(shifted.seconds(a[0][::2]), fit(a[0][::2], a[1][::2]).seconds(a[0][::2]), rtol=0.02)
 
 
-def test_all_curves_of_a_file_say_what_lies_between(measured):
-    arrays = [(np.array(s.sizes), np.array(s.seconds)) for s in measured]
-    alone = together(held_out(*one, fit) for one in arrays)
-    others = [[b for k, b in enumerate(arrays) if k != i] for i in range(len(arrays))]
-    both = together(held_out(*one, lambda s, t, like=like: fit(s, t, others=like)) for one, like in zip(arrays, others))
-    assert both.gmae < 0.9 * alone.gmae and both.mean < 0.95 * alone.mean
-
-
 @given(data=noisy(), like=st.lists(noisy(), max_size=3))
 @settings(max_examples=100, deadline=None)
 def test_a_pooled_curve_keeps_its_own_sizes_and_is_monotone(data, like):
@@ -200,12 +192,6 @@ def test_a_count_between_two_is_between_their_times(measured):
 def test_one_count_serves_all_where_no_other_was_measured():
     family = family_of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)})
     assert family.at(4).seconds(1e9) < family.at(8).seconds(1e9)
-
-
-def test_nodes_are_compared_with_nodes_of_as_many_devices():
-    t = {nodes: 1e-5 * nodes + x / 1e11 for nodes in (1, 2, 8)}
-    family = family_of("all_gather", {(nodes, 8 * nodes): (x, t[nodes]) for nodes in t})
-    assert t[2][0] < family.at(32, nodes=4).seconds(x[0]) < t[8][0]
 
 
 # -- on a mesh: curves replace latency and bandwidth, and travel with it

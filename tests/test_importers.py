@@ -1,6 +1,5 @@
 """Importers: small files in the formats of the tools, and every bad input as one sentence."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from autoshard.calibrate.importers import known, parse
 from tests.helpers_models import refusal
-from tests.helpers_refusals import assert_refused
 
 DATA = Path(__file__).parent / "data" / "collectives"
 
@@ -110,6 +108,7 @@ NCCL = "#  size count type redop root time algbw busbw #wrong\n"
         ('{"all gather": [[1], [0.0]]}', "intra_2.json", "time is 0 s"),
         ('{"all gather"', "intra_2.json", "intra_2.json ends early"),
         ("[]", "intra_2.json", "holds a list; expected"),
+        ('{"matmul": [[1], [1]]}', "intra_2.json", "a key is 'matmul'"),
         ('{"all gather": [[1], [1.0]]}', "intra.json", "does not say its number of devices"),
         (NCCL + "1024 256 float sum -1 5.0 1.0\n", "all_reduce_8.txt", "all_reduce_8.txt:2: 7 words under 9 columns; the line is cut off"),
         (NCCL + "1024 256 float sum -1 N/A 1.0 1.0 0\n", "all_reduce_8.txt", "time is 'N/A'; expected a number"),
@@ -127,7 +126,3 @@ def test_what_the_caller_says_overrules_the_file():
     assert (s.collective, s.devices, s.system) == ("all_gather", 4, "ours")
     with pytest.raises(ValueError, match="the collective given for x.csv is 'shout'"):
         parse("size_bytes,latency_us\n8,1\n", "x.csv", collective="shout", devices=4)
-
-
-def test_nnscaler_key_that_is_no_collective():
-    assert_refused("a key is 'matmul'", parse, json.dumps({"matmul": [[1], [1]]}), "intra_2.json")

@@ -33,12 +33,6 @@ def test_known_routes(size, inter, source, target, steps):
     assert ", ".join(f"{collective} {axis}" for collective, axis in steps_of(found)) == steps
 
 
-def test_the_left_axis_can_not_be_sharded_locally():
-    # (R, S0) -> (S0, S0): a local slice would give rank (a, b) part 2b + a, it needs part 4a + b
-    found = route((64, 64), 4, (R, S(0)), (S(0), S(0)), mesh_of((2, 4)))
-    assert steps_of(found) != [("split", 0)] and found.seconds > 0
-
-
 def test_partial_axes_of_a_dim_that_divides_into_nothing_are_reduced_one_by_one():
     found = route((3,), 4, (P(), P()), (R, R), mesh_of((2, 4)))
     assert sorted(steps_of(found)) == [("all_reduce", 0), ("all_reduce", 1)]
