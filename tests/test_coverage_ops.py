@@ -21,25 +21,9 @@ from autoshard.strategies import (
 )
 from tests.helpers import candidate_error, one_op
 from tests.helpers_kept import assert_stays
-from tests.test_strategies import EXTRA
+from tests.test_strategies import EXTRA, MESHES, check, f, generator, ids, truth
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-MESHES = [Mesh.from_bandwidths(shape) for shape in ((2,), (4,), (2, 2))]
-g = torch.Generator().manual_seed(0)
-
-
-def f(*shape):
-    return torch.randn(shape, generator=g)
-
-
-def ids(below, *shape):
-    return torch.randint(0, below, shape, generator=g)
-
-
-def truth(*shape):
-    return torch.randint(0, 2, shape, generator=g).bool()
-
-
 aten = torch.ops.aten
 X, W, B = f(4, 8, 8, 8), f(16, 8, 3, 3), f(16)
 TURNED = f(8, 16, 3, 3)  # in, out
@@ -56,7 +40,7 @@ T4, T8 = f(4, 8, 8), f(8, 4, 16)
 BAGS = (f(16, 8), ids(16, 32), torch.arange(0, 32, 4))
 OFFS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)  # of 16 tokens, one expert without, four tokens behind the last
 FULL = torch.tensor([0, 5, 9, 16], dtype=torch.int32)
-UNIQUE = torch.randperm(8, generator=g)[:4]
+UNIQUE = torch.randperm(8, generator=generator)[:4]
 
 T2, NEAR = f(4, 8), f(8, 8, 16)
 CTC = (f(12, 8, 7).log_softmax(-1), ids(6, 8, 5) + 1, ids(4, 8) + 9, ids(4, 8) + 1)  # scores, targets and how many of each count
@@ -147,7 +131,7 @@ _CASES = [
     ("index_select.default", (T4, 1, ids(8, 4))),
     ("index_add.default", (T4, 1, ids(8, 4), f(4, 4, 8))),
     ("index_copy.default", (T4, 1, UNIQUE, f(4, 4, 8))),
-    ("index_copy.default, all", (T4, -1, torch.randperm(8, generator=g), T4)),
+    ("index_copy.default, all", (T4, -1, torch.randperm(8, generator=generator), T4)),
     ("index_copy.default, one", (T4, 1, torch.tensor([5]), f(4, 1, 8))),
     ("index_copy.default, ids", (ids(9, 8), 0, UNIQUE, ids(9, 4))),
     ("_embedding_bag.default", BAGS),
@@ -323,7 +307,7 @@ WHOLE = {  # name: why no row cuts it
 
 ON_MESHES = [  # each op on one mesh in the quick suite
     pytest.param(name, mesh, id=f"{name}-{j}", marks=[pytest.mark.slow] * ((k + j) % 3 > 0))
-    for k, name in enumerate(CASES) for j, mesh in enumerate(MESHES)
+    for k, name in enumerate(CASES) for j, mesh in enumerate(MESHES.values())
 ]  # fmt: skip
 
 
@@ -334,11 +318,7 @@ def test_every_candidate_gives_the_whole_op(name, mesh):
     rows = one_axis_rows(graph.ops[-1], graph.input_tensors(len(tensors)))
     assert rows is not None
     assert (len(rows) == 1) == (name in WHOLE)
-    tolerance = TOLERANCE[torch.bfloat16 if any(x.dtype == torch.bfloat16 for x in tensors) else torch.float32]
-    for candidate in candidates(graph, mesh).of[-1]:
-        error = candidate_error(graph, tensors, outputs, candidate, mesh)
-        written = [*map(text, candidate.inputs), "->", *(o and text(o) for o in candidate.outputs)]
-        assert error <= tolerance, (mesh.shape, written, error)
+    check(graph, tensors, outputs, mesh, TOLERANCE[torch.bfloat16 if any(x.dtype == torch.bfloat16 for x in tensors) else torch.float32])
 
 
 def test_rows_and_prices_of_all_ops_stay_what_they_are():
@@ -374,13 +354,13 @@ def test_a_wrong_row_is_caught(name):
     """The negative control: the candidates of an op with the outputs of another one of its candidates."""
     target, arguments, keywords = CASES[name]
     graph, tensors, outputs = one_op(target, *arguments, **keywords)
-    found = candidates(graph, MESHES[0]).of[-1]
+    found = candidates(graph, MESHES["2"]).of[-1]
     assert len(found) > 1
     for right, other in zip(found, found[1:]):
         if right.outputs != other.outputs:
             wrong = replace(right, outputs=other.outputs)
             try:
-                error = candidate_error(graph, tensors, outputs, wrong, MESHES[0])
+                error = candidate_error(graph, tensors, outputs, wrong, MESHES["2"])
             except RuntimeError:  # torch refuses the shapes: caught as well
                 continue
             assert not error <= 1e-3
@@ -431,9 +411,9 @@ def test_a_recurrent_layer_is_sharded_along_the_batch(which):
     else:
         tensors[-1] = tensors[-1].new_zeros(0)
         graph = replace(graph, ops=(*graph.ops[:-2], replace(graph.ops[-2], outputs=(replace(graph.ops[-2].output, shape=(0,)),)), op))
-    made = candidates(graph, MESHES[0]).of[-1]
+    made = candidates(graph, MESHES["2"]).of[-1]
     assert len(made) == 2
     for candidate in made:
-        assert candidate_error(graph, tensors, outputs, candidate, MESHES[0]) <= 2e-5
+        assert candidate_error(graph, tensors, outputs, candidate, MESHES["2"]) <= 2e-5
     wrong = replace(made[1], outputs=made[0].outputs)
-    assert not candidate_error(graph, tensors, outputs, wrong, MESHES[0]) <= 1e-3
+    assert not candidate_error(graph, tensors, outputs, wrong, MESHES["2"]) <= 1e-3

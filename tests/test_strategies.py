@@ -135,12 +135,12 @@ EXTRA = [
 ]  # fmt: skip
 
 
-def check(graph: Graph, tensors: list, outputs: tuple, mesh: Mesh) -> int:
+def check(graph: Graph, tensors: list, outputs: tuple, mesh: Mesh, tolerance: float = TOLERANCE) -> int:
     """The number of candidates; AssertionError names those that compute something else."""
     found = candidates(graph, mesh).of[-1]
     if graph.ops[-1].target not in UNINITIALISED:
         errors = {c: candidate_error(graph, tensors, outputs, c, mesh) for c in found}
-        wrong = [([text(x) for x in c.inputs], [x and text(x) for x in c.outputs]) for c, error in errors.items() if not error < TOLERANCE]
+        wrong = [([text(x) for x in c.inputs], [x and text(x) for x in c.outputs]) for c, error in errors.items() if not error < tolerance]
         assert not wrong, graph.ops[-1]
     return len(found)
 
