@@ -60,27 +60,20 @@ def every_layer_reads_two_below(n):
     return b.graph(seen[-1])
 
 
-def every_layer_reads_the_last_one_of_a_first_pass(n):
-    """As the layers of a decoder read what the encoder returns: the same value, which moves up."""
+def every_layer_reads_the_last_one_of_a_first_pass(n, order=1, output="exp"):
+    """As the layers of a decoder read what the encoder returns: the same value, which moves up. order: -1 for the weights backwards."""
     b = Built(n)
     memory = b.x
     for w in b.weights:
         memory = b.op("mul", memory, w)
     h = b.op("exp", memory)
-    for w in b.weights:
-        h = b.op("tanh", b.op("sub", b.op("add", h, memory), w))
-    return b.graph(h)
+    for w in b.weights[::order]:
+        h = b.op("tanh", b.op("sub", b.op("add", *(h, memory)[::order]), w))
+    return b.graph(b.op(output, h, memory) if order < 0 else h)
 
 
 def the_last_one_of_a_first_pass_in_another_order(n, output="div"):
-    b = Built(n)
-    memory = b.x
-    for w in b.weights:
-        memory = b.op("mul", memory, w)
-    h = b.op("exp", memory)
-    for w in reversed(b.weights):
-        h = b.op("tanh", b.op("sub", b.op("add", memory, h), w))
-    return b.graph(b.op(output, h, memory))
+    return every_layer_reads_the_last_one_of_a_first_pass(n, -1, output)
 
 
 def two_chains_that_meet_at_the_top(n):

@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import re
 import subprocess
 import sys
 import zlib
@@ -15,7 +14,7 @@ from autoshard.runtime.checkpoint_files import _names, index_of
 from autoshard.solution import load
 from autoshard.solution.pickles import Inert, _Reader
 from tests.helpers_mutations import bad_bytes
-from tests.helpers_refusals import assert_refused
+from tests.helpers_refusals import assert_file_refused, assert_refused
 from tests.helpers_solutions import linear_solution
 
 ROOT = Path(__file__).parent.parent
@@ -67,14 +66,7 @@ def test_a_pickle_that_costs_more_than_its_size_is_refused(tmp_path, what):
     content, sentence = HOSTILE[what]
     path = tmp_path / "plan.pkl"
     path.write_bytes(content)
-    assert_said(sentence, load, path)
-
-
-def assert_said(sentence, reader, path):
-    with pytest.raises(ValueError) as caught:
-        reader(path)
-    said = str(caught.value)
-    assert re.search(sentence, said) and "\n" not in said and len(said) < 400 + len(str(path))
+    assert_file_refused(sentence, load, path)
 
 
 CLASSES = {
@@ -90,8 +82,8 @@ def test_a_pickle_reaches_no_class_that_its_kind_of_file_may_refer_to(tmp_path, 
     content, sentence = CLASSES[what]
     path = tmp_path / ".metadata"
     path.write_bytes(content)
-    assert_said(sentence, index_of, path)
-    assert_said("wants to use|uses INST", load, path)
+    assert_file_refused(sentence, index_of, path)
+    assert_file_refused("wants to use|uses INST", load, path)
 
 
 def test_lists_that_name_each_other_count_as_often_as_they_are_named(tmp_path, monkeypatch):

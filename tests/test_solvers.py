@@ -48,8 +48,11 @@ def test_ilp_and_exhaustive_agree_on_500_problems(block):
         assert_exact(problem, solve(problem, solver="ilp"), reference)
 
 
-def check_everything(seed: int, **options) -> None:
-    problem = random_problem(seed, **options)
+LARGER = {"most_nodes": 12, "most_choices": 5, "most_answers": 10**5}
+BLOCKS = [(1000 + 100 * k, {}) for k in range(8)] + [pytest.param(10000 + 100 * k, LARGER, marks=pytest.mark.slow) for k in range(30)]
+
+
+def check_everything(problem: Problem) -> None:
     reference = solve(problem, solver="exhaustive")
     assert_exact(problem, solve(problem), reference)
     bounded = solve(problem, solver="dual")
@@ -81,10 +84,10 @@ def test_dp_is_exact_without_memory_and_a_bound_with_it(block, cells):
                 assert_exact(problem, answer, reference)
 
 
-@pytest.mark.parametrize("block", range(8))
-def test_auto_reduce_and_dual_on_800_problems(block):
-    for seed in range(1000 + 100 * block, 1000 + 100 * block + 100):
-        check_everything(seed)
+@pytest.mark.parametrize("first, sizes", BLOCKS)
+def test_auto_reduce_and_dual_on_3800_problems(first, sizes):
+    for seed in range(first, first + 100):
+        check_everything(random_problem(seed, **sizes))
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 3))])
@@ -108,13 +111,6 @@ def test_neighbourhood_search_finds_answers_and_never_a_wrong_bound(monkeypatch)
         assert answer.bound <= reference.cost or close(answer.bound, reference.cost)
         assert answer.cost >= reference.cost or close(answer.cost, reference.cost)
         assert (answer.choice is None) == (reference.choice is None) or answer.status is Status.UNKNOWN
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(30))
-def test_auto_reduce_and_dual_on_3000_problems_of_up_to_12_nodes(block):
-    for seed in range(10000 + 100 * block, 10000 + 100 * block + 100):
-        check_everything(seed, most_nodes=12, most_choices=5, most_answers=10**5)
 
 
 @cache

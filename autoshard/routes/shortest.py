@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Routes:
         self._moves: dict[int, Moves] = {}
         self._spaces: dict[tuple[int, int, bytes], _Space] = {}
         self._known: dict[tuple[tuple[int, ...], int], _Space] = {}
-        self._states: dict[tuple[int, Layout], tuple[int, str]] = {}
+        self._state = cache(partial(encode, mesh=mesh))
         self._routes: dict[tuple[tuple[int, ...], int, Layout, Layout], Route | None] = {}
         num = len(mesh.axes)  # for every set of axes, as bits, their sizes
         self._axis_sizes = [tuple(n for k, n in enumerate(mesh.shape) if mask >> k & 1) for mask in range(1 << num)]
@@ -147,12 +147,7 @@ class Routes:
         return Step(collective, k, before, after, float(space.seconds[m]), sent)
 
     def _encode(self, layouts: Sequence[Layout], ndim: int) -> tuple[list[int], list[str]]:
-        pairs = []
-        for layout in layouts:
-            pair = self._states.get((ndim, layout))
-            if pair is None:
-                pair = self._states[ndim, layout] = encode(layout, ndim, self.mesh)
-            pairs.append(pair)
+        pairs = [self._state(layout, ndim) for layout in layouts]
         return [state for state, _ in pairs], [op for _, op in pairs]
 
     def _space(self, shape: tuple[int, ...], itemsize: int) -> _Space:
