@@ -44,13 +44,9 @@ SAMPLES = [
 ]
 
 
-def record(**changes):
+def record(times=TIMES, **changes):
     given = dict(backend="gloo", device="cpu", memory=1e9, complete=True, assumptions={"torch": "2"})
-    return cluster((2, 2), TIMES, SAMPLES, **{**given, **changes})
-
-
-def unfinished(times):
-    return cluster((2, 2), times, SAMPLES, backend="gloo", device="cpu", memory=1e9, complete=False, assumptions={})
+    return cluster((2, 2), times, SAMPLES, **{**given, **changes})
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------------------
@@ -66,7 +62,7 @@ def test_a_roofline_is_what_it_was_made_of():
 test_what_says_too_little_is_refused = refusals(
     (lambda: fit_roofline(SAMPLES[4:]), "no launch or no memory copy"),
     (lambda: presets.preset("v100"), "no prices are known for 'v100'; known are a100"),
-    (lambda: unfinished({(0, "all_reduce"): TIMES[0, "all_reduce"]}), "no collective was measured yet on axis1"),
+    (lambda: record({(0, "all_reduce"): TIMES[0, "all_reduce"]}, complete=False), "no collective was measured yet on axis1"),
 )
 
 
@@ -115,7 +111,7 @@ def test_how_many_share_a_link_is_what_one_group_alone_says(ratio, shared):
 
 def test_what_an_interruption_leaves_is_a_cluster_too():
     short = {key: dict(list(times.items())[:2]) for key, times in TIMES.items()}
-    assert Mesh.from_dict(unfinished(short)["mesh"]).axes[0].curve("all_reduce").sizes == (1024.0, 2048.0)
+    assert Mesh.from_dict(record(short, complete=False)["mesh"]).axes[0].curve("all_reduce").sizes == (1024.0, 2048.0)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,7 @@ def test_every_preset_has_a_source():
 
 def test_a_preset_prices_as_measured():
     wanted = ["aiconfigurator", "a100_sxm@nccl-2.27.3", "all_reduce", "1", "8", "half", "1048576"]
-    twin = next(row for row in csv_rows() if row[:7] == wanted)
+    twin = next(row for row in csv.reader(io.StringIO((DATA / "measured.csv").read_text())) if row[:7] == wanted)
     node = presets.mesh("a100", (8,))
     assert collective_seconds("all_reduce", node.axes[0], 2.0**20) == pytest.approx(float(twin[7]) * 1e-6, rel=0.02)
     two = presets.mesh("a100", (2, 8))
@@ -156,10 +152,6 @@ def test_a_preset_prices_as_measured():
     assert presets.mesh("h200", (8,)).axes[0].curves == ()
     six = presets.mesh("a100", (6,)).axes[0]  # between 4 and 8
     assert presets.mesh("a100", (4,)).axes[0].curve("all_gather").seconds[0] <= six.curve("all_gather").seconds[0]
-
-
-def csv_rows():
-    return list(csv.reader(io.StringIO((DATA / "measured.csv").read_text())))
 
 
 # -- the command line ----------------------------------------------------------------------------------------------------------------
@@ -186,8 +178,6 @@ def test_curves_of_a_file_are_pooled_unless_told_otherwise():
 
 
 def points(name):
-    from autoshard.calibrate.importers import parse
-
     (series,) = parse((DATA / name).read_text(), name)
     return np.array(series.sizes), np.array(series.seconds)
 

@@ -124,23 +124,15 @@ def verified(names, sizes, seeds):
         yield verify_program(graph, layouts, results, mesh, values, reference, seed=7)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("in_full", [random_ops.IN_FULL, 0])
-def test_a_random_op_draws_what_one_device_or_one_shard_draws(name, in_full, monkeypatch):
-    monkeypatch.setattr(random_ops, "IN_FULL", in_full)
-    for sizes in ((2, 2), (3,)):
-        for found in verified((name,), sizes, range(3)):
-            assert found.ok, found
-
-
 NAMES = ("randn_like, transposed", "dropout", "rrelu", "rand", "bernoulli_ of a row")
+EACH = [pytest.param((name,), sizes, 3, marks=pytest.mark.slow) for name in DRAWS for sizes in ((2, 2), (3,))]
 
 
 @pytest.mark.parametrize("in_full", [random_ops.IN_FULL, 0])
-def test_random_ops_draw_what_one_device_or_one_shard_draws(in_full, monkeypatch):
+@pytest.mark.parametrize("names, sizes, seeds", [(NAMES, (2, 2), 2), *EACH])
+def test_random_ops_draw_what_one_device_or_one_shard_draws(names, sizes, seeds, in_full, monkeypatch):
     monkeypatch.setattr(random_ops, "IN_FULL", in_full)
-    for found in verified(NAMES, (2, 2), range(2)):
+    for found in verified(names, sizes, range(seeds)):
         assert found.ok, found
 
 

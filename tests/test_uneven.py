@@ -40,26 +40,16 @@ from tests.helpers_local_tensor import run_local_tensor
 from tests.helpers_lower import mesh_of, run_simulated
 from tests.helpers_models import Model
 from tests.test_coverage_ops import CASES
-from tests.test_strategies import EXTRA
-
-generator = torch.Generator().manual_seed(0)
-
-
-def f(*shape):
-    return torch.randn(shape, generator=generator)
-
-
-def ids(below, *shape):
-    return torch.randint(0, below, shape, generator=generator)
+from tests.test_strategies import EXTRA, f, ids
 
 
 def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def uneven(graph, candidate, mesh):
-    """Whether some tensor of the last op lies in unequal parts."""
-    tensors = [*graph.input_tensors(len(graph.ops) - 1), *graph.ops[-1].outputs]
+def uneven(graph, candidate, mesh, i=-1):
+    """Whether some tensor of op i, the last one, lies in unequal parts."""
+    tensors = [*graph.input_tensors(i % len(graph.ops)), *graph.ops[i].outputs]
     layouts = [*candidate.inputs, *candidate.outputs]
     return any(t is not None and x is not None and not is_even(t.shape, x, mesh) for t, x in zip(tensors, layouts, strict=True))
 
@@ -232,10 +222,7 @@ def test_sizes_that_are_powers_of_two_have_equal_parts_only():
     graph = tiny_graph("llama", True)
     for mesh in (mesh_of(2, 4), mesh_of(8)):
         for i, found in enumerate(candidates(graph, mesh).of):
-            tensors = [*graph.input_tensors(i), *graph.ops[i].outputs]
-            for c in found:
-                layouts = [*c.inputs, *c.outputs]
-                assert all(t is None or x is None or is_even(t.shape, x, mesh) for t, x in zip(tensors, layouts, strict=True))
+            assert not any(uneven(graph, c, mesh, i) for c in found)
 
 
 # -- torch's own DTensor -----------------------------------------------------------------------------------------------------------
@@ -372,8 +359,6 @@ def test_a_fault_planted_into_uneven_layouts_is_found():
 
 def test_a_rank_that_counts_equal_parts_looks_up_the_wrong_rows(monkeypatch):
     """The negative control of offsets: parts of 13 rows on 2x2 are 4, 3, 3, 3, so the third begins at 7 and not at 2 x 4."""
-    from autoshard.lower.collectives import Rank
-
     op = one_op("aten.embedding.default", f(13, 4), torch.arange(13))
     candidate = next(c for c in candidates(op[0], mesh_of(2, 2)).of[-1] if c.inputs[0] == (S(0), S(0)))
     assert candidate_error(*op, candidate, mesh_of(2, 2)) < 1e-6
