@@ -12,6 +12,7 @@ from autoshard.capture import capture, capture_module
 from autoshard.graph import Const, Graph, Op, Ref, Result
 from autoshard.graph import Tensor as Described
 from autoshard.layout import Layout
+from autoshard.lower.literals import overload
 from autoshard.lower.program import run_record, slot_of
 from autoshard.lower.run import SimulatedRanks
 from autoshard.mesh import Mesh
@@ -54,11 +55,6 @@ def fast_mesh(shape: tuple[int, ...], **prices) -> Mesh:
 
 def described(x: Tensor) -> Described:
     return Described(tuple(x.shape), str(x.dtype).removeprefix("torch."))
-
-
-def overload(target: str):
-    namespace, name, which = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), which)
 
 
 def one_op(target: str, *args, **kwargs) -> tuple[Graph, list[Tensor], tuple]:

@@ -65,12 +65,7 @@ def test_specs_lie_on_the_mesh_that_is_given():
 
 def test_files_hold_what_was_returned(tmp_path):
     value = export(SOLUTION, "sharding_map", tmp_path / "map.pkl")
-    assert pickle.loads((tmp_path / "map.pkl").read_bytes()) == value and type(pickle.loads((tmp_path / "map.pkl").read_bytes())) is dict
-    export(SOLUTION, "sharding_map", tmp_path / "map.json")
-    assert json.loads((tmp_path / "map.json").read_text())["h.0.mlp"] == {
-        "node": "h.0.mlp.weight",
-        "sharding": {"weight": "S(0),S(1)", "bias": "R,S(0)"},
-    }
+    assert (held := pickle.loads((tmp_path / "map.pkl").read_bytes())) == value and type(held) is dict
     assert json.loads((export(SOLUTION, "json", tmp_path / "p.json") and tmp_path / "p.json").read_text()) == portable(SOLUTION)
 
 
@@ -84,18 +79,6 @@ def test_exports_of_plans_stay_what_they_are(tmp_path, name):
         except ValueError as error:
             said += [f"{kind}.{ending}", str(error).replace(str(tmp_path), "")]
     assert_stays(f"exports/{name}.txt", "\n".join(said))
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "sentence"),
-    [
-        ("tensorrt", None, "there is no export 'tensorrt'; expected one of sharding_map, json"),
-        ("json", "a.pkl", "asks for a pickle, but json is text; name a file that ends in .json"),
-    ],
-)
-def test_an_export_that_can_not_be_is_refused(tmp_path, kind, name, sentence):
-    assert_refused(sentence, export, SOLUTION, kind, name and tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dtype_of_another_torch_is_refused():

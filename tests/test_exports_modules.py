@@ -45,15 +45,11 @@ def one_axis(role):
     return "S(0)" if role == "column" else "S(1)"
 
 
-def two_axes(role):
-    return "R," + one_axis(role)
-
-
 @pytest.fixture(scope="module")
 def megatron():
     """A tiny Llama whose weights are cut over the last axis, on 2, 4 and 2x2 devices."""
     found = {(n,): planned("llama", (n,), lambda model: pins_of(model, one_axis)) for n in (2, 4)}
-    return found | {(2, 2): planned("llama", (2, 2), lambda model: pins_of(model, two_axes))}
+    return found | {(2, 2): planned("llama", (2, 2), lambda model: pins_of(model, lambda role: f"R,{one_axis(role)}"))}
 
 
 # -- what they say ---------------------------------------------------------------------------------------------------------
@@ -224,7 +220,7 @@ def test_weights_that_only_few_layers_cut_stay_whole_and_are_listed():
         (("tp_plan", None, "axis0"), "shards no weight on axis0, so there is nothing to export; it does on axis1"),
         (("json", None, "axis0"), "json carries every axis; leave axis='axis0' out"),
         (("tp_plan", "plan.py", None), "asks for Python, but tp_plan is data"),
-        (("tp_plan", "plan.pkl", None), "asks for a pickle, but tp_plan is text"),
+        (("tp_plan", "plan.pkl", None), "asks for a pickle, but tp_plan is text; name a file that ends in .json"),
     ],
 )
 def test_an_export_that_can_not_be_is_one_sentence(megatron, tmp_path, arguments, sentence):

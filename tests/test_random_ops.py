@@ -233,14 +233,11 @@ def test_eval_mode_is_training_without_dropout_or_another_program(kind, is_same)
 
 @pytest.mark.parametrize("recompute", ["all", "auto"])
 def test_what_is_drawn_is_kept_where_the_rest_is_recomputed(recompute):
-    model, inputs = deep(), (torch.randn(4, COLUMNS),)
+    model = Model(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*(block() for _ in range(3))))
+    inputs = (torch.randn(4, COLUMNS),)
     solution = right_plan(model, inputs, mesh_of(2), training=True, recompute=recompute, memory_limit=1e9, random=2)
     again = [name for name in solution.layouts if name.endswith("_recomputed")]
     assert (recompute == "auto" or again) and not any("dropout" in name or "rand" in name for name in again)
-
-
-def deep():
-    return Model(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*(block() for _ in range(3))))
 
 
 def block():

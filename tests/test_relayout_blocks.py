@@ -22,14 +22,10 @@ from tests.helpers_refusals import refusals
 DIMS = [(s, n) for s in (1, 2, 3, 5, 7, 8, 12, 13, 16, 30) for n in (1, 2, 3, 4, 6) if n <= s]
 
 
-def owners(size, n, b):
-    return (np.arange(size) // b) % n
-
-
 @pytest.mark.parametrize("size, n", DIMS)
 def test_extents_and_indices_are_those_of_the_definition(size, n):
     for b in range(1, size + 1):
-        owner = owners(size, n, b)
+        owner = (np.arange(size) // b) % n
         counted = np.bincount(owner, minlength=n)
         assert blocks.extents(size, (n,), b).tolist() == counted.tolist()
         assert largest(size, (n,), b) == counted.max()

@@ -26,16 +26,15 @@ class Attack:
         return os.system, (self.command,)
 
 
-def as_json(data: object) -> bytes:
-    return json.dumps(data).encode()
-
-
 def changed(**changes) -> dict:
     """A file of format 1 with other values."""
     return {"format": 1, **linear_solution().to_dict(), **changes}
 
 
-WRITERS = {"json": as_json, "pickle": pickle.dumps, "old pickle": lambda data: pickle.dumps(data, protocol=0), "dill": dill.dumps}
+WRITERS = {
+    "json": lambda data: json.dumps(data).encode(), "pickle": pickle.dumps, "old pickle": lambda data: pickle.dumps(data, protocol=0),
+    "dill": dill.dumps,
+}  # fmt: skip
 
 BAD_RECORDS = [
     ({}, "is not a plan: it holds nothing and no 'format'"),
