@@ -126,11 +126,6 @@ class Joined:
         return tuple(joined)
 
 
-def home_of(pieces: Sequence[Piece]) -> Piece:
-    """The program whose parameters are the originals."""
-    return next((p for p in pieces if p.formulated.graph.trains), pieces[0])
-
-
 def join(pieces: Sequence[Piece], cluster: Mesh, memory_limit: float | None) -> Joined:
     """The problem of all pieces together, which run on devices of the cluster.
 
@@ -157,7 +152,7 @@ class _Joiner:
     copies: list[ParameterCopy] = field(default_factory=list)
 
     def build(self) -> Joined:
-        self.home = home_of(self.pieces)
+        self.home = next((p for p in self.pieces if p.formulated.graph.trains), self.pieces[0])  # its parameters are the originals
         ordered = sorted(self.pieces, key=lambda p: (p is not self.home, p.family != self.home.family))  # home, its family, then the others
         self.tables = {p.name: Tables(p.formulated.mesh, p.formulated.routes) for p in self.pieces}
         self.first: dict[str, Piece] = {}  # of each family

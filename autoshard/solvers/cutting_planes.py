@@ -63,7 +63,8 @@ class PriceAscent:
                     break
                 last = bound
         if math.isfinite(cost):
-            self._add_plane(cost, loads - messages.limit)
+            self.planes.append((cost, excess := loads - messages.limit))
+            self.rows += [row for row in worst_of_runs(excess, 0.0) if row not in self.rows]
         if bound > self.bound:
             self.bound, self.prices = bound, prices
             self.incumbent.raise_bound(bound)
@@ -72,10 +73,6 @@ class PriceAscent:
     def gap(self, bound: float) -> float:
         best = self.incumbent.cost if math.isfinite(self.incumbent.cost) else bound + OPTIMISM * abs(bound)
         return max(best - bound, 1e-12 * abs(bound))
-
-    def _add_plane(self, cost: float, excess: np.ndarray) -> None:
-        self.planes.append((cost, excess))
-        self.rows += [row for row in worst_of_runs(excess, 0.0) if row not in self.rows]
 
     def climb(self, rounds: int) -> None:
         """Raise the bound until the planes prove that no prices raise it further."""

@@ -102,9 +102,6 @@ class Settling:
     FIRST_SWEEPS = 80  # before a problem is divided into parts, which need no more to be settled
     SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps whatever it can prove without branching
 
-    def ascend_for_parts(self) -> None:
-        ascend(self.messages, self.incumbent, self.SWEEPS if self.thorough else self.FIRST_SWEEPS, SLOW)
-
     def decompose(self) -> None:
         assert self.incumbent.homes is not None
         decompose(self.problem, self.incumbent.homes, self.incumbent, self.messages.message, settle_part)
@@ -157,7 +154,7 @@ STEPS: Sequence[tuple[Callable[[Settling], bool], Step, bool]] = (  # (applies, 
     (lambda s: not s.problem.edges and not s.problem.usages, Settling.close, True),
     (lambda s: bool(s.problem.usages) and s.problem.cells <= SMALL, lambda s: prove(s.incumbent), True),
     (lambda s: has_many_pair_bytes(s.problem), lambda s: None, True),
-    (lambda s: s.in_layers, Settling.ascend_for_parts, False),
+    (lambda s: s.in_layers, lambda s: ascend(s.messages, s.incumbent, s.SWEEPS if s.thorough else s.FIRST_SWEEPS, SLOW), False),
     (lambda s: s.in_layers and s.open, Settling.decompose, False),
     (lambda s: s.open or not s.in_layers, lambda s: ascend(s.messages, s.incumbent, s.SWEEPS), False),
     (lambda s: s.in_layers and s.open, Settling.decompose, False),
