@@ -405,7 +405,8 @@ def test_nanotrons_mixture_has_its_own_defaults_and_layers():
     for moe, sizes in rows.items():
         m = read_configuration("nanotron", text % moe, "a.yaml").sizes
         assert (m.experts, m.active, m.expert_ffn, m.shared_ffn, m.dense_layers) == sizes
-    further = (replace(LLAMA8, **one) for one in ({"mtp": 1}, {"learned_positions": True}, {"gated": False}, {"head_dim": 64}))
+    more = ({"mtp": 1}, {"learned_positions": True}, {"gated": False}, {"head_dim": 64}, {"qk_norm": True})
+    further = (replace(LLAMA8, **one) for one in more)
     for other in (DEEPSEEK, *further):
         with pytest.raises(ValueError, match="the first one: nanotron has no key for latent attention"):
             ranking(Launch(8, 64, 8), other, Site(), "nanotron")

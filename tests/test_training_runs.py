@@ -88,7 +88,7 @@ def predictions(launcher: str) -> dict:
         return {kind: values.tolist() for kind, values in {**parts, "allocated": memory.allocated, "device": memory.device}.items()}
     told: dict[str, list] = {}
     experts = FLAVORS["qwen3", "30B-A3B"]
-    experts = replace(experts, head_dim=64) if launcher == "nanotron" else experts  # whose heads are as wide as the model
+    experts = replace(experts, head_dim=64, qk_norm=False) if launcher == "nanotron" else experts  # whose model it can express
     for sizes in (FLAVORS["llama3", "8B"], experts):
         legal = TrainingRuns.joined(launches(structures(Launch(16, 8192, 128), launcher), sizes, launcher))
         prices = prices_of(legal[np.linspace(0, len(legal) - 1, 50).astype(int)], sizes, Site(), launcher)

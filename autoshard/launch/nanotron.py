@@ -59,8 +59,9 @@ def _of_experts(config: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, 
 
 def no_key_for(sizes: ModelSizes) -> str:
     """What nanotron has no key for; "" where it can express the model."""
-    if sizes.latent or sizes.mtp or sizes.learned_positions or not sizes.gated or sizes.head_dim * sizes.heads != sizes.width:
-        return ("nanotron has no key for latent attention, further predictions, other MLPs, "
+    others = sizes.latent or sizes.mtp or sizes.learned_positions or sizes.qk_norm
+    if others or not sizes.gated or sizes.head_dim * sizes.heads != sizes.width:
+        return ("nanotron has no key for latent attention, normalized queries and keys, further predictions, other MLPs, "
                 f"or {sizes.heads} heads of width {sizes.head_dim} in a model of width {sizes.width}")  # fmt: skip
     return ""
 
