@@ -320,6 +320,18 @@ def test_sizes_of_a_config_count_published_parameters(config):
     assert found.parameters / 1e9 == pytest.approx(OF_CONFIGS[config], rel=0.01)
 
 
+def test_what_no_figure_counts_of_a_model_is_said():
+    llama = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
+    towers = sizes_of_config({"vision_config": {"depth": 3}, "text_config": llama | {"sliding_window": 128}})
+    alone, windowed = towers.uncounted
+    assert alone == ("vision_config: of the model, its language model alone is counted", 0)
+    assert windowed == ("sliding_window 128: attention is counted over all tokens", 128)
+    assert towers.not_counted(128) == [alone[0]] and towers.not_counted(129) == [alone[0], windowed[0]]
+    assert LaunchConfig(Launch(8, 129, 8), towers, ("before",)).to_dict("megatron")["not_counted"] == ["before", alone[0], windowed[0]]
+    assert sizes_of_config(llama | {"sliding_window": 128, "use_sliding_window": False}).uncounted == ()
+    assert sizes_of_config(llama | {"model_type": "afmoe"}).uncounted[0][0].startswith("model_type afmoe: attention is counted as")
+
+
 def test_settings_in_groups_are_read():
     dbrx = {"d_model": 6144, "n_layers": 40, "n_heads": 48, "vocab_size": 100352, "attn_config": {"kv_n_heads": 8},
             "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}  # fmt: skip

@@ -132,6 +132,13 @@ def test_degrees_writes_the_best_and_draws_all(tmp_path):
     assert sum(record["seconds_by_kind"].values()) == pytest.approx(record["seconds"], rel=1e-12)
 
 
+def test_degrees_says_what_it_does_not_count_of_the_model(tmp_path):
+    llama = json.loads((ROOT / "tests/data/hf/llama/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": llama, "vision_config": {"depth": 2}}))
+    said = run("degrees", f"hf:{tmp_path}", *ON_8, "--no-bound")[2]
+    assert "not counted: vision_config: of the model, its language model alone is counted" in said
+
+
 def test_degrees_says_no_where_nothing_fits():
     record = record_of("degrees", f"{ROOT}/models/llama.py:llama3_70b", "--devices", "8", "--no-bound", "--top", "1", code=1)
     assert record["configurations"][0]["fits"] is False

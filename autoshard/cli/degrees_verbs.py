@@ -102,6 +102,8 @@ def degrees(asked: Asked, output: Output) -> int:
     builder = None if asked.no_bound else model_builder(asked.model, asked.settings, asked.seq)
     options = {"model_of": builder, "progress": output.progress, "time_limit": asked.time_limit, "only": _only(asked), **asked.links}
     answer = room.degrees(sizes, launch, site_of(asked, launcher), launcher, **options)
+    for sentence in sizes.not_counted(asked.seq):
+        output.note(f"not counted: {sentence}")
     if answer.why_not:
         output.note(f"no regret: {answer.why_not}")
     row = None if asked.row is None else asked.row - 1

@@ -51,7 +51,13 @@ OTHER_BLOCKS = (  # settings of models that are no row of blocks, each one atten
     "embedding_size", "input_embedding_size", "embedding_rank",
 )  # fmt: skip
 OF_ENCODERS = "attention_probs_dropout_prob"  # a setting of those that resemble BERT
-QK_NORM = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")  # model types that normalize queries and keys; others say so
+QK_NORM = (  # model types that normalize queries and keys; others say so
+    "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "gemma3", "gemma3_text", "gemma4_unified", "gemma4_unified_text", "olmo2",
+    "olmo3", "olmoe", "flex_olmo", "afmoe", "apertus", "exaone4", "exaone_moe", "dots1", "hy_v3", "minimax_m2", "nanochat",
+)  # fmt: skip
+TOWERS = ("vision_config", "audio_config", "speech_config", "vision_tower")  # of models that read more than text
+WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")  # how many tokens attention of some layers sees
+OTHER_ATTENTION = ("afmoe", "axk2", "deepseek_v4", "gemma4_unified", "gemma4_unified_text", "hy_v4", "minimax", "minimax_m3_vl_text")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
@@ -77,6 +83,7 @@ class ModelSizes:
     dense_layers: int = 0
     mtp: int = 0  # modules that predict further tokens, each a block and the head again
     latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
+    uncounted: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False)  # a sentence, and of which sequences it is true
     multiple: int = field(default=0, compare=False, repr=False)  # of which, times tensor parallel ranks, the vocabulary is one
     unpadded: int = field(default=0, compare=False, repr=False)  # the vocabulary before that
 
@@ -148,6 +155,10 @@ class ModelSizes:
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
         return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
 
+    def not_counted(self, seq: int) -> list[str]:
+        """What no figure of such sequences counts of the model."""
+        return [sentence for sentence, above in self.uncounted if seq > above]
+
     @property
     def own_vocab(self) -> int:
         """The vocabulary that a configuration says, which the launcher pads."""
@@ -173,8 +184,10 @@ def latent_parameters(width: int, heads: int, q_rank: int, kv_rank: int, rope_di
 
 def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> ModelSizes:
     """The sizes in a Hugging Face config. ValueError where one is missing or no number."""
+    towers = [(f"{name}: of the model, its language model alone is counted", 0) for name in TOWERS if config.get(name)]
     if isinstance(text := config.get("text_config"), Mapping):
-        return sizes_of_config(text, what)
+        sizes = sizes_of_config(text, what)
+        return replace(sizes, uncounted=(*towers, *sizes.uncounted))
     kind = str(config.get("model_type", ""))
     groups = [config[name] for name in ("attn_config", "ffn_config") if isinstance(config.get(name), Mapping)]  # MPT, DBRX
     config = {**(groups[0] if groups else {}), **(groups[-1] if groups else {}), **config}
@@ -210,11 +223,15 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     if config.get("kv_lora_rank"):
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
+    windows = [(name, config[name]) for name in WINDOWS if isinstance(config.get(name), int) and config.get(f"use_{name}") is not False]
+    seen = [(f"{name} {most}: attention is counted over all tokens", most) for name, most in windows if most > 0]
+    other = [(f"model_type {kind}: attention is counted as queries, keys, values and output of all tokens", 0)] * (kind in OTHER_ATTENTION)
     one_key = config.get("multi_query") and not config.get("new_decoder_architecture")
     return ModelSizes(
         layers, width, ffn, heads, kv_heads=1 if one_key else number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
         tied=bool(config.get("tie_word_embeddings", kind in TIED)), gated=kind not in UNGATED, learned_positions=kind in LEARNED,
         **more, latent=latent, qk_norm=kind in QK_NORM or bool(config.get("use_qk_norm") or config.get("qk_layernorm")),
+        uncounted=(*towers, *other, *seen),
     )  # fmt: skip
 
 

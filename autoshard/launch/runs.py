@@ -272,7 +272,7 @@ class LaunchConfig:
         return {
             "launcher": launcher, "devices": one.devices, "global_batch": one.global_batch, "seq": one.seq, "precision": one.precision,
             "configuration": TrainingRuns.of([one]).degrees_of(0, self.sizes.experts > 0), "parameters": self.sizes.parameters,
-            "not_counted": list(self.not_counted),
+            "not_counted": [*self.not_counted, *self.sizes.not_counted(one.seq)],
         }  # fmt: skip
 
 
