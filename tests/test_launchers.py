@@ -94,7 +94,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     ok = [
         a.data * a.tensor * a.context * a.pipeline == a.devices, a.data % a.shard == 0, m.heads % a.tensor == 0,
         latent or m.kv_heads % a.tensor == 0 or (launcher == "megatron" and a.tensor % m.kv_heads == 0),
-        m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch) == 0,
+        m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch * a.passes) == 0,
         not m.experts or m.expert_ffn % a.expert_tensor == 0, a.context % a.alltoall == 0,
     ]  # fmt: skip
     if a.expert > 1:
@@ -660,6 +660,20 @@ def test_copies_of_zero_1_states_add_up_after_they_are_scattered():
     assert seconds[16] < seconds[1] and seconds[16] < seconds[512]
     ranked = ranking(launch, LLAMA8, Site("h100"), "megatron", only={"dp": [512], "microbatch": [1]})
     assert {512 // shard for shard in ranked.columns.shard[ranked.columns.zero == 1].tolist()} == {1, 4, 16, 64}
+
+
+@pytest.mark.parametrize("launcher", ["torchtitan", "automodel"])
+def test_a_larger_batch_is_several_passes_of_a_pipeline_where_memory_demands_it(launcher):
+    """A pass of all sequences would hold a buffer for each."""
+    best = []
+    for batch in (512, 4096):
+        ranked = ranking(Launch(64, 8192, batch), LLAMA70, Site("h100"), launcher, only={"pp": [4, 8]})
+        best.append(ranked.prices.expected[0])
+    assert ranked.columns.passes[0] > 1 and best[1] > 0.98 * best[0]
+    one = ranking(Launch(64, 8192, 4096), LLAMA70, Site("h100"), launcher, only={"pp": [4, 8], "passes": [1]})
+    assert best[1] > 1.05 * one.prices.expected[0]
+    described = ranking(Launch(64, 8192, 96, pipeline=4, passes=3), LLAMA70, Site("h100"), launcher, only={"pp": [4]})
+    assert {1, 3} <= {*described.columns.passes.tolist()}
 
 
 # --- what is written

@@ -3,6 +3,7 @@
     degrees      every split of the devices into data, tensor, context and pipeline parallel ones; shards of the data parallel ranks
     stages       1F1B with one stage per device; interleaved; torchtitan's that split backward passes. Layers as many on each stage, or by a
                  layout (blocks_of_stages). GPipe takes as long as 1F1B and more memory, so it is left out
+    passes       one of a step; with torch's pipelines also as many as leave 16 to 32 sequences for each device of one
     the rest     microbatches of 1, 2, 4 ... sequences, kinds of recomputation, degrees of expert parallelism; Megatron's experts on the
                  tensor parallel ranks or not, and with their traffic beside compute or not
 
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .blocks_of_stages import ENDS
-from .legality import COMPILE_LOSSES, DIVIDE_EXPERTS, RECOMPUTED, broken_rules, legal
+from .legality import COMPILE_LOSSES, DIVIDE_EXPERTS, RECOMPUTED, TORCH, broken_rules, legal
 from .model_sizes import ModelSizes
 from .runs import FIELDS, Launch, TrainingRuns
 
@@ -31,6 +32,7 @@ STAGES = {  # schedule, stages per device, split; of pipelines
     "nanotron": [("1F1B", 1, "")], "automodel": [("1F1B", 1, ""), *(("Interleaved1F1B", n, "") for n in (2, 4))],
 }  # fmt: skip
 LARGEST_MICROBATCH = 64  # sequences
+FOR_EACH = 16  # device of a pipeline: as many sequences, or a few more, in a pass, where a step has several
 COPIES, FEWEST_SHARDS = (4, 16, 64), 8  # of ZeRO-1's states, that Megatron may have
 CHUNK = 100_000  # launches that are priced at once: as many columns fit in a cache
 MOST = 3 * 10**6  # launches; of more, those are left out that shard states over some of the data parallel ranks
@@ -78,11 +80,24 @@ def _states(data: int, context: int, pipeline: int, launcher: str) -> list[tuple
     return [(1, 0), *sharded] if context == 1 or ranks == 1 else sharded
 
 
-def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False) -> Iterator[TrainingRuns]:
+def _with_passes(kept: TrainingRuns, passes: int) -> Iterator[TrainingRuns]:
+    """Those with one pass, and pipelines with so many or several: torch's hold what comes and goes of every microbatch of a pass."""
+    sequences = kept.global_batch // kept.data
+    several = np.gcd(sequences, 2 ** np.log2(np.maximum(sequences // (FOR_EACH * kept.pipeline), 1)).astype(int))
+    yield kept
+    for of_step, before in ((several, 1), (np.full(len(kept), passes), several)):
+        yield kept.with_columns(passes=of_step)[(kept.pipeline > 1) & (of_step > 1) & (of_step != before) & (sequences % of_step == 0)]
+
+
+def launches(
+    structures: TrainingRuns, sizes: ModelSizes, launcher: str, only8: bool = False, passes: int = 1
+) -> Iterator[TrainingRuns]:  # fmt: skip
     """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal, in parts of about CHUNK
-    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal."""
+    launches, none of them empty. only8: without gathers in 16 bits where those in 8 are legal. passes: of a step, to be tried besides."""
     kept = structures[legal(structures, sizes, launcher)]
     kept = kept.with_columns(vocab=sizes.vocab_of(kept.tensor))
+    if launcher in TORCH:
+        kept = TrainingRuns.joined(_with_passes(kept, passes))
     if launcher == "megatron" and not sizes.latent:
         exchanging = kept[kept.context > 1]
         exchanging = exchanging.with_columns(alltoall=exchanging.context)

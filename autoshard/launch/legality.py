@@ -67,8 +67,9 @@ RULES = (
          lambda a, m: f"{m.kv_heads} key-value heads do not divide by tp {a.tensor}"),
     Rule("ffn", LAUNCHERS, lambda c, m: m.ffn % c.tensor != 0,
          lambda a, m: f"the MLP's width {m.ffn} does not divide by tp {a.tensor}"),
-    Rule("batch", LAUNCHERS, lambda c, m: c.global_batch % (c.data * c.microbatch) != 0,
-         lambda a, m: f"the global batch {a.global_batch} does not divide by dp {a.data} x microbatch {a.microbatch}"),
+    Rule("batch", LAUNCHERS, lambda c, m: c.global_batch % (c.data * c.microbatch * c.passes) != 0,
+         lambda a, m: f"the global batch {a.global_batch} does not divide by dp {a.data} x microbatch {a.microbatch}"
+         + f" x {a.passes} passes" * (a.passes > 1)),
     Rule("sequence", TITAN, lambda c, m: c.seq % (2 * c.tensor * c.context) != 0,
          lambda a, m: f"the sequence {a.seq} does not divide by 2 x tp {a.tensor} x cp {a.context}"),
     Rule("sequence", ("megatron", "accelerate", "automodel"), lambda c, m: (c.context > 1) & (c.seq % (2 * c.context) != 0),

@@ -67,8 +67,8 @@ class Ranking:
         parallel ranks. The first row is `simplest`, the others are in order."""
         few, simplest = np.arange(min(len(self), GROUPED)), self.simplest
         c, rates = self.columns[few], self.prices.expected[few].tolist()
-        same = (c.pipeline, c.virtual, c.schedule, c.tensor, c.alltoall > 1, c.expert, c.expert_tensor, c.zero, c.gather8, c.recompute,
-                c.async_expert, c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
+        same = (c.pipeline, c.passes, c.virtual, c.schedule, c.tensor, c.alltoall > 1, c.expert, c.expert_tensor, c.zero, c.gather8,
+                c.recompute, c.async_expert, c.microbatch / c.context, self.prices.fits[few])  # fmt: skip
         groups: dict[int, list[list[int]]] = {}
         for row, kind in enumerate(distinct(same)[1].tolist()):
             known = groups.setdefault(kind, [])
@@ -119,7 +119,7 @@ def ranking(
     splits = structures(fixed, launcher)
     illegal = illegal_by_rule(splits, sizes, launcher)
     of_part = partial(priced_launches, sizes=sizes, site=site, launcher=launcher, fitted=True, only=only or {}, fitting=fitting)
-    parts = [*(map if executor is None else executor.map)(of_part, launches(splits, sizes, launcher, fixed.gather8))]
+    parts = [*(map if executor is None else executor.map)(of_part, launches(splits, sizes, launcher, fixed.gather8, fixed.passes))]
     if not parts:
         count = ", ".join(f"{rule} {n}" for rule, n in illegal.items())
         raise ValueError(
