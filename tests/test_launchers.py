@@ -676,12 +676,18 @@ def test_a_larger_batch_is_several_passes_of_a_pipeline_where_memory_demands_it(
     assert {1, 3} <= {*described.columns.passes.tolist()}
 
 
+def test_automodel_spreads_layers_that_do_not_divide():
+    ranked = ranking(Launch(64, 4096, 256), DEEPSEEK, Site("h100"), "automodel")
+    assert {"8,8,8,8,8,7,7,7", ""} < {*ranked.columns.split.tolist()} and DEEPSEEK.layers == 61
+    assert not [row for row in ranked.columns.split.tolist() if row.count(",") == 31]  # 2 layers per stage are 31 stages
+
+
 # --- what is written
 
 
 def sampled(launcher, sizes, count=25, **more):
     fixed = Launch(64, 4096, 256, **more)
-    rows = TrainingRuns.joined(launches(structures(fixed, launcher), sizes, launcher))
+    rows = TrainingRuns.joined(launches(structures(fixed, launcher, sizes.layers), sizes, launcher))
     return [rows.launch(i) for i in np.linspace(0, len(rows) - 1, count).astype(int)]
 
 
@@ -691,7 +697,7 @@ KEPT_BY = {  # fields that a written configuration does not hold, and their valu
 }  # fmt: skip
 
 
-WRITTEN = [*product(LAUNCHERS, ("8B", "70B", "mixtral")), ("torchtitan", "671B"), ("megatron", "671B")]
+WRITTEN = [*product(LAUNCHERS, ("8B", "70B", "mixtral")), *((launcher, "671B") for launcher in ("torchtitan", "megatron", "automodel"))]
 WRITTEN.remove(("torchtitan", "mixtral"))  # has no flavor of it
 
 

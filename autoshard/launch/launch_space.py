@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .blocks_of_stages import ENDS
+from .blocks_of_stages import ENDS, spread
 from .legality import COMPILE_LOSSES, DIVIDE_EXPERTS, RECOMPUTED, TORCH, broken_rules, legal
 from .model_sizes import ModelSizes
 from .runs import FIELDS, Launch, TrainingRuns
@@ -44,17 +44,27 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def structures(fixed: Launch, launcher: str) -> TrainingRuns:
-    """Every split of `fixed.devices`, with shards and stages, whether legal or not; microbatches of one sequence, no experts."""
+def structures(fixed: Launch, launcher: str, layers: int = 0) -> TrainingRuns:
+    """Every split of `fixed.devices`, with shards and stages, whether legal or not; microbatches of one sequence, no experts. layers: of
+    the model, which Automodel spreads over stages that do not divide them."""
     names = ("tensor", "context", "pipeline", "data", "shard", "zero", "schedule", "virtual", "split")
     varied: dict[str, Any] = {name: np.array(column) for name, column in zip(names, zip(*_structures(fixed.devices, launcher)))}
     tensor, deepep = varied["tensor"], fixed.deepep and launcher != "megatron"
     varied["expert_tensor"] = tensor if launcher in DIVIDE_EXPERTS else 1
+    if launcher == "automodel":
+        varied["split"] = np.array([_spread(layers, stages) for stages in (varied["pipeline"] * varied["virtual"]).tolist()])
     varied["sequence_parallel"] = (tensor > 1) & (launcher not in ("accelerate", "deepspeed"))
     varied |= {"alltoall": varied["context"] if launcher == "deepspeed" else 1, "async_tensor": (tensor > 1) & fixed.async_tensor}
     varied["compiled_loss"] = fixed.compiled_loss and launcher in COMPILE_LOSSES
     plain = replace(fixed, microbatch=1, expert=1, passes=1, group=1, gather8=False, async_expert=False, deepep=deepep)
     return TrainingRuns({name: np.broadcast_to(varied.get(name, getattr(plain, name)), len(tensor)) for name in FIELDS})
+
+
+@cache
+def _spread(layers: int, stages: int) -> str:
+    """The split of layers that do not divide, where `layers_per_stage` can say so many stages."""
+    each = -(-layers // stages)
+    return ",".join(map(str, spread(layers, stages, 0, 0))) if layers % stages and -(-layers // each) == stages else ""
 
 
 def _structures(devices: int, launcher: str) -> Iterator[tuple]:

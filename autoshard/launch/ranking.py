@@ -116,7 +116,7 @@ def ranking(
     executor: prices chunks of launches with its map (processes, or a Dask or Ray cluster); without one they are priced here. The order
     doesn't depend on it. ValueError where no launch is legal.
     """
-    splits = structures(fixed, launcher)
+    splits = structures(fixed, launcher, sizes.layers)
     illegal = illegal_by_rule(splits, sizes, launcher)
     of_part = partial(priced_launches, sizes=sizes, site=site, launcher=launcher, fitted=True, only=only or {}, fitting=fitting)
     parts = [*(map if executor is None else executor.map)(of_part, launches(splits, sizes, launcher, fixed.gather8, fixed.passes))]
