@@ -69,6 +69,7 @@ class AttentionKernel:
     bandwidth: Amount
     launch: Amount
     multiprocessors: Amount
+    combine: Amount = 0.0  # seconds per part of the keys of a decode's head, which a second kernel adds up one after the other
     wide: Amount = 1.0  # how much longer heads of more than WIDE dims take
     by_dims: tuple[tuple[float, float], ...] = ()  # of kernels that follow no rule: head dims, and the rate there relative to `rate`
 

@@ -22,15 +22,17 @@ queries of one head, on a multiprocessor of its own, has 128 K beside K keys:
 
 and with one query per head, as a decode has it, the keys are split among all multiprocessors; P pairs of a sequence and a head of keys:
 
-    t         launch + sqrt( (S each)^2 + (M / bandwidth)^2 + (P split / multiprocessors)^2 )      each without short  (`decode_seconds`)
+    parts     of the keys of a head: min( keys / 128, multiprocessors / P )
+    t         launch + sqrt( (S each)^2 + (M / bandwidth)^2 + (P split / multiprocessors)^2 )      each without short
+              + combine (16 + parts) where they are more than one                                                   (`decode_seconds`)
 
 Experts (E with rows, R rows in all, W matrices of [h, i] each, P pairs of a token and an expert before the ranks divided them):
 
     t         launch + sqrt( (2 W (R + dense (P - R) + 32 E) h (i + narrow) / rate)^2 + (W E h i itemsize / bandwidth)^2 )
               + 2 R (3 h + 4 i) / bandwidth + others 2 P (2 h + 5 i) / memory_bandwidth                             (`experts_seconds`)
 
-Letters that are words are fields of the form's record. Every t increases with the sizes and decreases with the rates. Arguments and
-fields are numbers or arrays: of one op of a plan, or of thousands of launches at once.
+Letters that are words are fields of the form's record. Every t increases with the sizes, but for P, and decreases with the rates. Arguments
+and fields are numbers or arrays: of one op of a plan, or of thousands of launches at once.
 """
 
 import numpy as np
@@ -44,6 +46,7 @@ AREA = ROWS * COLUMNS
 HALVINGS = np.log2(128 * 256 / AREA)
 QUERIES = 128  # of a tile of attention
 SPLIT_KEYS = 3e-6  # seconds of a multiprocessor with the keys of one head of one sequence, at least (tests/data/kernels/decode.csv)
+PART_KEYS, SECOND_KERNEL = 128, 16  # keys of a part, at least; what a second kernel takes, in parts (FlashAttention 2, decode.csv)
 EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
 
 
@@ -89,7 +92,9 @@ def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount,
 def decode_seconds(scores: Amount, pairs: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:
     """pairs: of a sequence and a head of keys; the others as for `attention_seconds`."""
     computing, reading = scores * _each_score(dims, of), moved / of.bandwidth
-    return of.launch + np.sqrt(computing**2 + reading**2 + (pairs * SPLIT_KEYS / of.multiprocessors) ** 2)
+    parts = np.minimum(moved / (2 * dims * PART_KEYS), of.multiprocessors) / pairs  # moved: mostly keys and values, in 16 bits
+    combining = of.combine * (SECOND_KERNEL + parts) * (parts > 1)
+    return of.launch + np.sqrt(computing**2 + reading**2 + (pairs * SPLIT_KEYS / of.multiprocessors) ** 2) + combining
 
 
 def _each_score(dims: Amount, of: AttentionKernel) -> Amount:
