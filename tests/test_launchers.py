@@ -426,6 +426,24 @@ def test_nanotrons_mixture_has_its_own_defaults_and_layers():
             configuration_text("nanotron", LaunchConfig(Launch(8, 64, 8), other))
 
 
+def test_a_nemo_file_is_read_as_nemo_resolves_it():
+    model = "encoder_seq_length: 64\n  num_layers: 2\n  hidden_size: 64\n  num_attention_heads: 4\n  vocab_size: 128\n"
+    resolved = "ffn_hidden_size: ${multiply:4, ${.hidden_size}}\n  optim: {name: distributed_fused_adam}\n"
+    text = f"model:\n  {model}  activation: %s\n  {resolved}"
+    for activation, gated in (("geglu", True), ("fast-swiglu", True), ("squared-relu", False)):
+        one = read_configuration("megatron", text % activation, "a.yaml", Overrides(devices=8))
+        assert (one.sizes.ffn, one.sizes.gated, one.not_counted) == (256, gated, ())
+    with pytest.raises(ValueError, match="^a.yaml has an encoder and a decoder"):
+        read_configuration("megatron", text % "gelu" + "  encoder: {}\n  decoder: {}\n", "a.yaml", Overrides(devices=8))
+
+
+def test_a_gated_mlp_of_megatron_has_several_names():
+    for flag, gated, ffn in (("--swiglu", True, 128), ("--quick-geglu", True, 256), ("--squared-relu", False, 256)):
+        text = f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 {flag}"
+        sizes = read_configuration("megatron", text, "a.sh", Overrides(devices=8)).sizes
+        assert (sizes.gated, sizes.ffn) == (gated, ffn)
+
+
 def test_what_a_file_leaves_out_is_the_default_of_its_launcher():
     plain, titan = (DATA / "nanotron" / "tiny_llama.yaml").read_text(), DATA / "torchtitan" / "llama3_8b.toml"
     assert read_configuration("nanotron", plain.replace("pp_engine: 1f1b", ""), "a.yaml").launch.schedule == "GPipe"

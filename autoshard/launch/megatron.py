@@ -42,6 +42,8 @@ OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has 
     "sequence-length": "seq-length", "devices": "nproc-per-node", "num-nodes": "nnodes", "fp8": "fp8-format", "fp4": "fp4-format",
     **{f"num-layers-in-{end}-pipeline-stage": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")},
 }  # fmt: skip
+GATED = ("swiglu", "quick-geglu")
+MULTIPLE = re.compile(r"\$\{multiply: ?(\d{1,6}), ?\$\{\.(hidden_size)\}\}")  # as NeMo's YAML has it
 BALANCED = "moe-router-load-balancing-type"
 EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
 EXCHANGE, LEVELS = "cp-comm-type", "hierarchical-context-parallel-sizes"
@@ -65,6 +67,8 @@ class Arguments(dict[str, list[str]]):
     def number(self, name: str, default: int, least: int | None = None) -> int:
         if name not in self:
             return default
+        if multiple := MULTIPLE.fullmatch(self.text(name)):
+            return int(multiple[1]) * self.number(_name(multiple[2]), 0, least)
         return integer(self[name][0] if self[name] else "", f"--{name}", least)
 
     def known(self, name: str) -> int:
@@ -103,12 +107,14 @@ REFUSED: tuple[tuple[str, Callable[[Arguments], bool], str], ...] = (  # lines o
 )  # fmt: skip
 
 
-def _of_data(data: Mapping[str, Any]) -> Arguments:
+def _of_data(data: Mapping[str, Any], path: str) -> Arguments:
     """Arguments of nested YAML or JSON; sections only group them. A recipe's `model` has fields of megatron-core's configs, which say some
     things the other way round, and go before those of the same name in other sections (the tokenizer's), but for its precision, which
     Megatron-Bridge takes from `mixed_precision`."""
     model, mixed = data["model"] if isinstance(data.get("model"), Mapping) else {}, data.get("mixed_precision", {})
     arguments, said = Arguments({**_of_sections(data), **_of_sections(model)}), {_name(key): value for key, value in model.items()}
+    if {"encoder", "decoder"} <= said.keys():
+        raise ValueError(f"{path} has an encoder and a decoder, which have no prices here; expected a decoder alone")
     named = mixed if isinstance(mixed, str) else arguments.text("precision")
     if isinstance(mixed, Mapping):
         arguments.update(_of_sections(mixed) | ({"grad-reduce-in-bf16": []} if mixed.get("grad_reduce_in_fp32") is False else {}))
@@ -122,7 +128,8 @@ def _of_data(data: Mapping[str, Any]) -> Arguments:
         arguments[LAYOUT] = ["|".join("".join(LETTERS.get(str(name), "") for name in stage) for stage in stages)]
     if "encoder-seq-length" in said:  # NeMo of 2023 and 2024
         arguments.update({"seq-length": arguments.get("encoder-seq-length", []), "tokenizer-type": arguments.get("type", ["?"])})
-        switches = {"swiglu": "swiglu" in str(said.get("activation")), "use-distributed-optimizer": "distributed" in str(said.get("optim"))}
+        sharded = "distributed" in str(said.get("optim"))
+        switches = {"swiglu": "glu" in str(said.get("activation")), "use-distributed-optimizer": sharded, "overlap-grad-reduce": sharded}
         arguments.update({name: [] for name, is_on in switches.items() if is_on})
         for name in ("recompute-method", "recompute-num-layers") if arguments.text("recompute-granularity") != "full" else ():
             arguments.pop(name, None)
@@ -154,7 +161,7 @@ def _of_sections(data: Mapping[str, Any]) -> Arguments:
 
 
 def arguments_in(text: str, path: str) -> Arguments:
-    return _of_data(parsed(text, path)) if path.endswith(DATA) else Arguments(arguments_of(text))
+    return _of_data(parsed(text, path), path) if path.endswith(DATA) else Arguments(arguments_of(text))
 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
@@ -297,14 +304,14 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     if missing:
         raise ValueError(f"{path} has no --{missing[0]}; expected the arguments of Megatron's pretrain_gpt.py, or add {MODEL}")
     layers, width, heads = (a.number(name, 0) for name in ("num-layers", "hidden-size", "num-attention-heads"))
-    gated = "swiglu" in a
-    ffn = a.number("ffn-hidden-size", int(4 * width * 2 / 3 / 64) * 64 if gated else 4 * width)
+    gated = any(name in a for name in GATED)
+    ffn = a.number("ffn-hidden-size", int(4 * width * 2 / 3 / 64) * 64 if "swiglu" in a else 4 * width)
     vocab = a.number("padded-vocab-size", a.number("vocab-size", VOCABULARIES.get(a.text("tokenizer-type", "GPT2BPETokenizer"), 0)))
     if not vocab:
         tokenizer = f"the tokenizer {a.text('tokenizer-type')}"
         raise ValueError(f"{path} leaves the size of the vocabulary to {tokenizer}; add --vocab-size to it, or the model: add {MODEL}")
     experts = a.number("num-experts", a.number("num-moe-experts", 0))
-    more: dict[str, int] = {}
+    more: dict[str, Any] = {}
     if experts:
         more = {
             "experts": experts, "active": a.number("moe-router-topk", 2), "expert_ffn": a.number("moe-ffn-hidden-size", ffn),
