@@ -140,6 +140,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [a.alltoall == 1 or (m.heads % (a.tensor * a.alltoall) == 0 == max(m.kv_heads // a.tensor, 1) % a.alltoall)]
     if launcher in ("torchtitan", "nanotron", "automodel"):
         ok += [a.alltoall == 1]
+    ok += [not a.states16 or launcher in ("torchtitan", "accelerate", "automodel")]
     if launcher == "automodel":
         ok += [bool(a.split) or m.layers % stages == 0, stages <= m.layers, (a.data * a.context * a.tensor) % a.expert == 0]
         ok += [a.zero == 0 or a.context > 1 or a.shard > 1 or a.data == 1]
@@ -188,7 +189,7 @@ def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
     launcher=st.sampled_from(LAUNCHERS), model=st.sampled_from(sorted(MODELS)), devices=st.sampled_from([1, 6, 8, 64]),
     batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
     max_size=8),
-    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 6),
+    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 7),
     precision=st.sampled_from(["bf16", *sorted(PRECISIONS.keys() - {"fp32"})]),
     recompute=st.sampled_from(["none", "full", "selective_op", "attn", "mla_up_proj+moe_act"]), group=st.integers(1, 5),
     split=st.sampled_from(["", "ends", "2,2,2,2", "3,5"]), passes=st.integers(1, 3), alltoall=st.sampled_from([1, 1, 1, 2, 4]),
@@ -201,7 +202,7 @@ def test_legality_of_any_launch(
         devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
         sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], split=split, passes=passes,
         async_expert=flags[3], recompute=recompute, group=group, offload=flags[4], precision=precision, gather8=flags[5],
-        alltoall=alltoall,
+        alltoall=alltoall, states16=flags[6],
     )  # fmt: skip
     reasons = why_illegal(launch, MODELS[model], launcher)
     assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
@@ -224,7 +225,7 @@ def test_every_rule_forbids_something():
         "expert_tensor": [1, 5], "split": ["", "4,4"], "async_expert": [False, True],
         "group": [1, 2], "alltoall": [1, 2, 3], "compiled": [False, True],
     }  # fmt: skip
-    choices |= {"precision": sorted(PRECISIONS), "gather8": [False, True], "recompute": RECOMPUTE}
+    choices |= {"precision": sorted(PRECISIONS), "gather8": [False, True], "recompute": RECOMPUTE, "states16": [False, True]}
     rng, number = np.random.default_rng(0), 25_000
     fixed = {key: np.full(number, value) for key, value in vars(Launch(48, 50, 27, 3)).items()}
     rows = TrainingRuns(fixed | {key: rng.choice(options, number) for key, options in choices.items()})

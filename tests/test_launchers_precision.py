@@ -281,3 +281,36 @@ def test_gradients_in_16_bits_take_half():
     titan = TITAN.format("") + 'mixed_precision_reduce = "bfloat16"\n'
     one = read_configuration("torchtitan", titan, "a.toml", Overrides(devices=64))
     assert one.launch.grads16 and edited_text("torchtitan", one, titan, "a.toml", Overrides(devices=64)) == titan
+
+
+FSDP2 = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
+
+
+@pytest.mark.parametrize("launcher, text, is_on", [
+    ("torchtitan", TITAN.format("") + 'dtype = "bfloat16"\n', True), ("torchtitan", TITAN.format(""), False),
+    ("accelerate", FSDP2 + "mixed_precision: 'no'\n", True), ("accelerate", FSDP2 + "mixed_precision: bf16\n", False),
+    ("automodel", "dataset: {seq_len: 64}\nmodel: {torch_dtype: bf16}\n", True), ("automodel", "dataset: {seq_len: 64}\n", True),
+    ("automodel", "dataset: {seq_len: 64}\nmodel: {torch_dtype: float32}\n", False),
+])  # fmt: skip
+def test_states_have_the_dtype_that_a_configuration_says(launcher, text, is_on):
+    known = Overrides(devices=8, sizes=LLAMA8, seq=64, microbatch=1)
+    path = "a.toml" if launcher == "torchtitan" else "a.yaml"
+    one = read_configuration(launcher, text, path, known)
+    assert one.launch.states16 is is_on and one.not_counted == ()
+    other = replace(one, launch=replace(one.launch, states16=not is_on))
+    assert read_configuration(launcher, edited_text(launcher, other, text, path, known), path, known).launch == other.launch
+
+
+def test_states_in_16_bits_take_half_of_what_float32_takes():
+    """NeMo Automodel's Qwen3 30B-A3B ran on 8 H100 of 80 GB with parameters and moments in 16 bits (docs/performance-summary.mdx)."""
+    qwen = FLAVORS["qwen3", "30B-A3B"]
+    launch = Launch(8, 4096, 512, 4, data=8, shard=8, zero=2, expert=8, deepep=True, recompute="full", states16=True)
+    narrow, wide = (of(replace(launch, states16=is_on), qwen, Site(), "automodel") for is_on in (True, False))
+    dense = qwen.parameters - qwen.expert_parameters
+    assert narrow[1]["optimizer"] == pytest.approx(4 * (qwen.expert_parameters / 8 + dense / 8)) == wide[1]["optimizer"] / 3
+    assert sum(narrow[1].values()) < 80e9 < 100e9 < sum(wide[1].values())
+    assert narrow[0]["optimizer"] == pytest.approx(14 / 30 * wide[0]["optimizer"])
+    titan = Launch(8, 4096, 8, data=8, shard=8, zero=3)
+    sharded = [of(replace(titan, states16=is_on), site=Site(), launcher="torchtitan")[1] for is_on in (True, False)]
+    assert sharded[0]["parameters"] == sharded[1]["parameters"] / 2 and sharded[0]["optimizer"] == sharded[1]["optimizer"] / 2
+    assert "no parameters and states in 16 bits" in why_illegal(replace(launch, states16=True), qwen, "megatron")[0]

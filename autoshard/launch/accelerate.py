@@ -49,7 +49,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         global_batch=known.global_batch or data_parallel * microbatch * accumulated, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context, alltoall=max(sizes_of["sp"], 1),
         recompute="full" if recomputed else "none", precision=PRECISIONS[precision],
-        compiled=compiled, compiled_loss=compiled,
+        compiled=compiled, compiled_loss=compiled, states16=PRECISIONS[precision] == "bf16" and precision != "bf16",
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
 
@@ -99,7 +99,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
     return flat(
         {
             "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP" if sharded else "MULTI_GPU",
-            "mixed_precision": {"fp32": "no"}.get(launch.precision, launch.precision), "num_processes": launch.devices,
+            "mixed_precision": "no" if launch.states16 or launch.precision == "fp32" else launch.precision, "num_processes": launch.devices,
             **({"fsdp_config": fsdp, "parallelism_config": parallelism} if sharded else {}),
             **({"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if launch.compiled else {}), "use_cpu": False,
         }

@@ -4,6 +4,7 @@ hub, so its sizes come from beside it.
     a stage         layers_per_stage layers, as many stages as a multiple of pp_size; the first ones have one more where layers don't divide
     a step          global_batch_size in passes of local_batch_size on each data parallel rank, a pass in microbatches of pp_microbatch_size
     sharding        strategy fsdp2 over dp_size / dp_replicate_size ranks, with the context parallel ones; ddp none
+    states          parameters of model.torch_dtype, 16 bits by default, with gradients and the optimizer's state in the same dtype
     after forward   parameters are resharded, but with a pipeline, or as reshard_after_forward says
 """
 
@@ -24,6 +25,7 @@ RESHARD = ("distributed.reshard_after_forward", "distributed.moe.reshard_after_f
 PIPELINE, FORMER = "distributed.pipeline.", "autopipeline."  # until 2025
 CHECKPOINTED = ("distributed.activation_checkpointing", "parallelizer.activation_checkpointing")
 RECOMPUTED = {"true": "full", "full": "full", "selective": "selective_op"}
+DTYPE = "model.torch_dtype"
 DEEPEP, GATHERS8 = "model.backend.dispatcher", "enable_fsdp_float8_all_gather"
 
 
@@ -57,7 +59,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         tensor=tensor, sequence_parallel=section.flag("distributed.sequence_parallel") and tensor > 1, context=context, expert=expert,
         pipeline=pipeline, virtual=virtual, schedule=schedule, split=split,
         passes=max(batch // (local * data), 1) if pipeline > 1 else 1, recompute=RECOMPUTED.get(str(checkpointed).lower(), "none"),
-        precision=precision, gather8=precision == "fp8" and section.flag(f"fp8.{GATHERS8}"),
+        precision=precision, gather8=precision == "fp8" and section.flag(f"fp8.{GATHERS8}"), states16="32" not in section.text(DTYPE),
         compiled=compiled, compiled_loss=False, async_tensor=section.flag("distributed.enable_async_tensor_parallel"),
         deepep=section.text(DEEPEP) in ("deepep", "hybridep") or section.flag("model.backend.enable_deepep"),
     )  # fmt: skip
@@ -115,5 +117,6 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
             "fp8": {"enabled": launch.precision != "bf16" or None, GATHERS8: launch.gather8 if launch.precision == "fp8" else None,
                     "recipe_name": "rowwise" if launch.precision == "fp8_rowwise" else None},
             "compile": {"enabled": launch.compiled or None}, DEEPEP: "deepep" if launch.deepep else None,
+            DTYPE: None if launch.states16 else "float32",
         }
     )  # fmt: skip

@@ -22,7 +22,7 @@ from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import PRECISIONS, TrainingRuns, by_value, distinct
-from .step_time import NOTHING, OPTIMIZER_BYTES, beside_block, end_share, stage_parameters, step_parts, transfers_of_fsdp
+from .step_time import NOTHING, beside_block, end_share, optimizer_bytes, stage_parameters, step_parts, transfers_of_fsdp
 
 STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate", "automodel": "torchtitan"}  # others have their own
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
@@ -133,7 +133,7 @@ def launch_seconds(launches: TrainingRuns, sizes: ModelSizes, site: Site, launch
     if runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
         link = host_seconds(1.0, DEVICES[site.device])
-        parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + OPTIMIZER_BYTES / HOST_MEMORY), parts["optimizer"])
+        parts["optimizer"] = np.where(runs.offload > 0, owned * (6 * link + optimizer_bytes(runs) / HOST_MEMORY), parts["optimizer"])
     if (runs.loss_chunks > 1).any():  # the head's gradient of a chunk is added to that of those before
         added = (runs.loss_chunks - 1) * 3 * 2 * runs.table_parameters / runs.tensor / constants.memory_rate
         parts["elementwise"] = parts["elementwise"] + runs.microbatches * added
@@ -248,7 +248,7 @@ def experts(
     edges = first * (back + gather * (runs.zero < 3))
     times = blocks * runs.microbatches
     parts = {
-        "expert parallel": times * exchanged, "matmul": times * few, "optimizer": OPTIMIZER_BYTES * owned / constants.memory_rate,
+        "expert parallel": times * exchanged, "matmul": times * few, "optimizer": optimizer_bytes(runs) * owned / constants.memory_rate,
         "data parallel": times * sent + runs.microbatches * edges + reduced,
     }  # fmt: skip
     beside = sent + np.where(runs.async_expert > 0, exchanged, 0.0)

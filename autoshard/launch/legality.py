@@ -59,6 +59,8 @@ RULES = (
          lambda a, m: "--fp8-param-gather goes with --fp8-format, and with the distributed optimizer or FSDP"),
     Rule("8-bit gather", ("accelerate", "nanotron", "deepspeed"), lambda c, m: c.gather8,
          lambda a, m: "its configuration expresses no gather in 8 bits"),
+    Rule("states", ("megatron", "nanotron", "deepspeed"), lambda c, m: c.states16,
+         lambda a, m: "its configuration expresses no parameters and states in 16 bits without a float32 copy"),
     Rule("heads", LAUNCHERS, lambda c, m: m.heads % c.tensor != 0,
          lambda a, m: f"{m.heads} attention heads do not divide by tp {a.tensor}"),
     Rule("kv_heads", MEGATRON, lambda c, m: (not m.latent) & (m.kv_heads % c.tensor != 0) & (c.tensor % m.kv_heads != 0),

@@ -116,7 +116,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
     split = stages(runs, constants.stack.balanced > 0) if split is None else split
     alone, fused = runs.devices == 1, constants.stack.fused_accumulation > 0
     # where FSDP is not needed its launchers keep float32 parameters as well, and cast them (autocast)
-    casts = alone & ~fused & (constants.stack.balanced == 0) & (constants.memory.pure == 0)
+    casts = alone & ~fused & (constants.stack.balanced == 0) & (constants.memory.pure == 0) & (runs.states16 == 0)
     runs = runs.with_columns(zero=np.where(casts, 3, runs.zero))
     p, one, none = runs.pipeline, runs.pipeline == 1, np.zeros(len(runs))
     kept, working = of_each_kind(activation_bytes, runs, constants, [p > 1])
@@ -181,13 +181,13 @@ def state_bytes(runs: TrainingRuns, parameters: np.ndarray, of_blocks: np.ndarra
     """Of `parameters` of one device, `of_blocks` of them of blocks: 16 bits with a float32 copy, and Adam's two moments; FSDP has float32
     shards. With a pipeline its gradients are reduced after the last microbatch, and whole until then. Where blocks multiply in 8 or 4 bits
     Transformer Engine keeps their weights so, too, and transposed; or in place of those in 16 bits, which then are not gathered either."""
-    fully, sharing, pure = runs.zero >= 3, runs.sharing, constants.memory.pure > 0
+    fully, sharing, pure = runs.zero >= 3, runs.sharing, (constants.memory.pure > 0) | (runs.states16 > 0)
     reduced = (runs.zero >= 2) & (runs.pipeline == 1)
     each = np.where(fully & reduced, 4.0, constants.memory.gradients)
     on_device = 1 - 1.0 * runs.offload
     narrow = np.where((runs.itemsize < 2) & (runs.gather8 == 0) & ~fully, constants.memory.copies8 * runs.itemsize, 0.0)
     return {
-        "parameters": parameters * np.where(pure, 2.0, np.where(fully, 4 / sharing, 2.0)) + narrow * of_blocks,
+        "parameters": parameters * np.where(fully, np.where(pure, 2.0, 4.0) / sharing, 2.0) + narrow * of_blocks,
         "gradients": parameters * np.where(pure, 2.0, each) / np.where(reduced, sharing, 1.0),
         "optimizer": parameters * on_device * np.where(pure, 4.0, np.where(fully, 8.0, 12.0)) / np.where(runs.zero >= 1, sharing, 1.0),
     }

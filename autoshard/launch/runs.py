@@ -63,6 +63,7 @@ class Launch:
     deepep: bool = False  # a token goes to a node once, however many of its experts are there (DeepEP, HybridEP)
     gather8: bool = False  # parameters of blocks are gathered in 8 bits: they are cast where they are owned
     grads16: bool = False  # gradients are reduced in 16 bits
+    states16: bool = False  # parameters, gradients and the optimizer's state have 16 bits, and there is no float32 copy
     split: str = ""  # layers of the stages: "" as the launcher divides them; see blocks_of_stages
     group: int = 1  # microbatches that a virtual stage takes in turn, where more than there are stages (Megatron)
     passes: int = 1  # of a step: the pipeline runs empty after each
@@ -102,7 +103,7 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-OPTIONAL = "alltoall split passes schedule offload gather8 grads16 loss_chunks"
+OPTIONAL = "alltoall split passes schedule offload gather8 grads16 states16 loss_chunks"
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["qk_norm"] = 0  # 1: queries and keys are normalized

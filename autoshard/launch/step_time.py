@@ -23,6 +23,7 @@ NOTHING = np.zeros(1)  # seconds
 COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
 TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
+OPTIMIZER_BYTES16 = 14.0  # ... where all have 16 bits, and there is no copy
 
 
 def step_parts(
@@ -77,6 +78,11 @@ def bubbles(runs: TrainingRuns, one: Block) -> np.ndarray:
     in_turn = (np.maximum(p - n, 0) * (1 - w) + (np.minimum(n, p) - 1) / runs.virtual * left) / others
     folded = np.maximum((p - n) * f / others + 1 - f - w, np.where(runs.schedule == "DualPipeV", 2 - f - 3 * w, left) / 2)
     return runs.passes * np.where(runs.among("schedule", V_SHAPED), folded, in_turn)
+
+
+def optimizer_bytes(runs: TrainingRuns) -> np.ndarray:
+    """Per parameter that a device owns."""
+    return np.where(runs.states16 > 0, OPTIMIZER_BYTES16, OPTIMIZER_BYTES)
 
 
 def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
@@ -159,7 +165,7 @@ def update_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages, l
     stack, has = constants.stack, constants.has
     parameters = stage_parameters(runs, split)
     sharing = np.where(runs.zero >= 1, runs.sharing, 1.0)
-    optimizer = OPTIMIZER_BYTES * parameters / sharing / constants.memory_rate
+    optimizer = optimizer_bytes(runs) * parameters / sharing / constants.memory_rate
     replicas = np.maximum(runs.data * runs.context / sharing, 1.0)
     shards, copies = constants.ring(runs, sharing, runs.tensor), constants.ring(runs, replicas, runs.tensor * sharing)
     bytes = stack.gradient_bytes * parameters  # from ZeRO-2 on they are scattered block by block

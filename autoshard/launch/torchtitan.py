@@ -111,7 +111,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         pipeline=pipeline, virtual=max(len(counts) // pipeline, 1), schedule=schedule,
         passes=max(global_batch // (local * data_parallel), 1) if pipeline > 1 else 1,
         recompute=_recompute(section), precision=precision, gather8=gather8,
-        grads16=section.text("training.mixed_precision_reduce") == "bfloat16",
+        grads16=section.text("training.mixed_precision_reduce") == "bfloat16", states16=section.text("training.dtype") == "bfloat16",
         compiled=compiled and "model" in parts, compiled_loss=compiled and "loss" in parts,
         async_expert=schedule == "DualPipeV" and degree("expert_parallel_degree") > 1
         and section.value("parallelism.pipeline_parallel_expert_parallel_overlap") is not False,
@@ -219,7 +219,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
             "training": {
                 "local_batch_size": launch.local_batch, "global_batch_size": launch.global_batch, "seq_len": launch.seq,
                 "mixed_precision_param": "float32" if launch.precision == "fp32" else None,
-                "mixed_precision_reduce": "bfloat16" if launch.grads16 else None,
+                "mixed_precision_reduce": "bfloat16" if launch.grads16 else None, "dtype": "bfloat16" if launch.states16 else None,
             },
             "parallelism": parallelism,
             "activation_checkpoint": {"mode": launch.recompute} if launch.recompute in ("none", "full") else selective,
