@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 
 from autoshard.launch.block_time import Block
-from autoshard.launch.launch_prices import Site, prices_of
+from autoshard.launch.launch_prices import Site, launch_seconds, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import legal
 from autoshard.launch.runs import LOOPED, V_SHAPED, Launch, TrainingRuns
@@ -86,3 +86,15 @@ def test_a_faster_link_is_never_slower_where_the_host_is_what_kernels_wait_for(l
     assert legal(run, sizes, launcher).all()
     seconds = [prices_of(run, sizes, Site(inside=inside), launcher).seconds.item() for inside in (3e11, 6e11, 3e12)]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_megatrons_virtual_stages_send_beside_their_work():
+    """A fifth of a transfer that runs beside kernels is waited for; torch's stages wait for all of it."""
+
+    def transfers(launcher, virtual):
+        schedule = "Interleaved1F1B" if virtual > 1 else "1F1B"
+        launch = Launch(32, 4096, 64, data=8, shard=8, zero=1, pipeline=4, virtual=virtual, schedule=schedule)
+        return launch_seconds(TrainingRuns.of([launch]), FLAVORS["llama3", "8B"], Site(), launcher)["transfers"][0]
+
+    assert transfers("megatron", 4) == pytest.approx(0.2 * 4 * transfers("megatron", 1), rel=1e-6)
+    assert transfers("torchtitan", 4) == pytest.approx(4 * transfers("torchtitan", 1), rel=1e-6)

@@ -4,7 +4,8 @@
     FSDP       one block ahead: f beside the gather of the next block's parameters, b beside another one and the reduction of the last
                block's gradients, those of experts too; nothing hides the first gathers and the last reductions
     stage      its blocks and the head of the vocabulary; or the host's launches, if these take longer
-    pipeline   m (slowest stage + its transfers) + i z (all other stages + their transfers)
+    pipeline   m (slowest stage + its transfers) + i z (all other stages + their transfers); with Megatron's virtual stages the first
+               ones run beside the stage
     step       pipeline + exposed part of the gradients' reduction + optimizer + parameter gather of ZeRO-1 + fixed   (`step_parts`)
 
 m microbatches of a step in i passes, p devices with v virtual stages each; z: how often a pass waits for the other stages (`bubbles`).
@@ -49,6 +50,9 @@ def step_parts(
     slowest = np.where(p == 1, mean, np.maximum(stage(split.largest, 0.0), stage(split.last, 1.0)))
     slowest = mean + (slowest - mean) * has("imbalance")
     transfer = transfer_seconds(runs, constants) * has("transfers")
+    # sent beside the work of another stage by Megatron since it has flash attention (overlap_p2p_comm)
+    interleaved = (runs.virtual > 1) & (constants.stack.fused_accumulation > 0) & (constants.stack.flash > 0)
+    waited = np.where(interleaved, beside(slowest, transfer) - slowest, transfer)
     # beside the host's launches where they take longer: what hides a reduction is the time of the backward, not its kernels
     late, optimizer = update_seconds(runs, constants, split, slowest * backward / (forward + backward))
     parts = {kind: m * (blocks * (one.forward[kind] + one.backward[kind]) + head[kind] / p) for kind in one.forward}
@@ -57,7 +61,7 @@ def step_parts(
         "data parallel": m * (blocks * np.maximum(hidden - forward - backward, 0.0) + edges * (p == 1)) + late,
         "host": m * np.maximum(blocks * host - (blocks * (hidden + sent) + head_seconds / p), 0.0),
         "bubble": m * (slowest - mean) + has("bubble") * bubbles(runs, one) * (p * mean - slowest + (p - 1) * transfer),
-        "transfers": m * transfer,
+        "transfers": m * waited,
         "optimizer": optimizer,
         "other": constants.stack.fixed * has("fixed") * np.ones(len(runs)),
     }
