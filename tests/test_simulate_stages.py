@@ -48,6 +48,12 @@ def test_one_stage_and_one_microbatch_is_the_time_line(simulations):
     assert part.send == part.send_back == part.tied_bytes == 0
 
 
+def test_one_stage_and_one_microbatch_takes_what_a_plan_of_the_same_layouts_takes():
+    model, inputs = mlp.mlp(width=64, hidden=256)
+    (one,) = simulate_grid(model, inputs, [Parallel(data=4)], lambda sizes: Mesh.from_bandwidths(sizes, devices_per_node=4))
+    assert one.seconds == simulate(model, inputs, one.solution).seconds < simulate(model, inputs, one.solution, join=False).seconds
+
+
 def test_parts_without_communication_hold_every_kernel_once(simulations):
     for one in simulations.values():
         if one.run is not None:

@@ -149,7 +149,7 @@ RULES = (
     ),
     Ineffective(("simulate",), ("prefetch", "no_join"), beside("no_overlap"), "beside --no-overlap, where one task follows the other"),
     Ineffective(("simulate",), ("trust",), _is_model, "on a model, which is run anyway"),
-    Ineffective(("simulate",), ("no_join",), _is_model, "on a model, whose reductions are not joined"),
+    Ineffective(("simulate",), ("no_join",), _is_model, "on a model", "give a plan of it"),
     Ineffective(("certify", "check", "verify", "show", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
     Ineffective(("export",), ("within",), where("kind", *UNPRICED), "on a format whose reader decides what a step takes"),
     Ineffective(("show",), ("exit_code",), without("other"), "without another plan to compare with", "name it"),

@@ -28,7 +28,7 @@ from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwatch, baseline_only, plan_graph
 from autoshard.precision import Precision
-from autoshard.simulate import PREFETCH, Timeline, timeline_of_solution
+from autoshard.simulate import PREFETCH, Timeline, timeline_of, timeline_of_solution
 from autoshard.solution import Solution, replay
 
 
@@ -183,8 +183,9 @@ class _StagePlans:
                 f"tensor is {one.tensor}, but nothing of the model can be sharded so ({solution.matched}); expected a divisor of its heads "
                 "and features"
             )
-        if one.pipeline == 1 and one.microbatches == 1:
-            return Simulation(one, stage, solution, timeline, "sequential")
+        if one.pipeline == 1 and one.microbatches == 1:  # as a plan runs: small reductions are joined
+            known, how = timeline.program, {"overlap": self.overlap, "prefetch": self.prefetch, "join": True}
+            return Simulation(one, stage, solution, timeline_of(known.formulation, known.choice, **how), "sequential")
         alone = Simulation(one, stage, solution, timeline, order.name)
         return _in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, self.unit_seconds)
 
