@@ -112,6 +112,7 @@ SAID = {
     "summaries": lambda: json.dumps([report.planned.summary(one) for one in by_hand().values()], indent=1),
     "sections": lambda: json.dumps([report.html.shown_sections(of(name)) for name in ("plan", "programs", "pipeline")], indent=1),
     "prices_of_plan": lambda: report.explained.prices_report(of("plan")),
+    "rare_prices": lambda: report.explained.prices_report(rare()),  # the interval is of the seconds that the objective counts
     "saved": lambda: report.planned.planned_report(of("saved")),
     "saved_as_page": lambda: page(report.html.html_report(of("saved"))),
     "differences": lambda: report.changes.comparison_tables(report.changes.comparison(of("plan_of_a_batch"), of("plan_of_a_larger_batch"))),

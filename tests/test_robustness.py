@@ -174,7 +174,8 @@ def test_explain_prints_prices_and_ranges(capsys, tmp_path, solution):
     code, out, _ = run(capsys, "explain", path, "--json")
     record = json.loads(out)
     assert code == 0 and record["interval_seconds"] == list(solution.interval) and "robust" not in record
-    assert sum(row["seconds"] for row in record["prices"]) == pytest.approx(solution.cost)
+    assert sum(row["seconds"] for row in record["prices"]) == pytest.approx(record["cost_seconds"]) == pytest.approx(solution.cost)
+    assert record["objective_seconds"] == solution.objective_seconds
     code, out, _ = run(capsys, "explain", path, "--trust", "--robust", "--quiet")
     assert code == 0 and "Where the plan stays best" in out and "axis1" in out
 

@@ -188,7 +188,8 @@ def _programs(output: Output, plan: Any) -> int:
 
 
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:
-    """The parts of the cost, with the errors of their prices."""
+    """The parts of the cost, with the errors of their prices; the interval is of what the objective counts."""
+    record["objective_seconds"] = loaded.objective_seconds
     record["interval_seconds"] = None if loaded.interval is None else list(loaded.interval)
     record["fingerprint"] = loaded.fingerprint.get("prices")
     record["prices"] = report.plan_tables.price_parts(loaded)

@@ -158,7 +158,9 @@ def prices_report(solution: Solution) -> RenderableType:
     if solution.interval is None:
         return shown("nothing is known about what this plan's seconds are made of; plan again")
     interval = interval_words(solution, "if every price is off in one direction")
-    return shown(prices_table(solution), f"{seconds(solution.cost)}, {interval}")
+    alone = f"{seconds(solution.cost)} one task after the other; " if solution.overlapped else ""
+    overlapped = " overlapped" if alone else ""
+    return shown(prices_table(solution), f"{alone}{seconds(solution.objective_seconds)}{overlapped}, {interval}")
 
 
 def robustness_table(record: Mapping) -> RenderableType:
