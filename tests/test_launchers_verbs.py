@@ -14,7 +14,7 @@ from autoshard.api import degrees
 from autoshard.cli import kinds, table
 from autoshard.devices import known_devices
 from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
-from autoshard.launch.best_degrees import mesh_of, scheme_of
+from autoshard.launch.best_degrees import mesh_of, precision_of, scheme_of
 from autoshard.launch.configurations import FORMATS
 from autoshard.launch.legality import LAUNCHERS
 from autoshard.launch.ranking import ranking
@@ -295,7 +295,8 @@ def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
     assert best.pipeline == best.context == best.expert == 1 and built == [best.data * best.microbatch]
     module, example_inputs = llama.tiny(batch=built[0])
     recompute = "all" if best.recompute == "full" else 0
-    planned = autoshard.plan(module, example_inputs, mesh_of(best, site), training=True, gap=0.01, recompute=recompute, objective="serial")
+    options = {"precision": "bf16", "recompute": recompute, "gap": 0.01, "objective": "serial"}  # the launch computes in bf16
+    planned = autoshard.plan(module, example_inputs, mesh_of(best, site), training=True, **options)
     record = answer.to_dict()
     assert record["bound_seconds"] == pytest.approx(planned.bound, rel=1e-9)
     cost = planned.baselines[scheme_of(best)]["cost_seconds"]
@@ -307,6 +308,13 @@ def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
     (sentence,) = ranked_launches(answer, 3)[2][-1:]
     assert (f"launch number {answer.compared + 1}" in sentence) and ("the best without pipeline" in sentence) == (answer.compared > 0)
     assert f"the regret is at most {record['regret']:.1%}" in sentence
+
+
+def test_a_float32_model_is_compared_in_the_16_bits_of_its_launch():
+    launches = {name: Launch(8, 16, 16, precision=name) for name in ("bf16", "fp16", "fp8")}
+    module = llama.tiny()[0]
+    assert {name: precision_of(module, launch) for name, launch in launches.items()} == {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+    assert precision_of(module.bfloat16(), launches["bf16"]) is None
 
 
 def test_the_scheme_of_a_launch_is_that_of_its_axes_and_zero_stage():

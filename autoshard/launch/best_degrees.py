@@ -75,9 +75,10 @@ def degrees(
     """All launches with the devices, sequence, global batch, precision and flags of `launch`, priced and sorted.
 
     model_of: builds the model for a batch; with it, the step of the best launch without pipeline, context and expert parallelism is
-    compared with the proven bound of an unrestricted plan, both at a plan's prices (planning.baselining) on the mesh data x tensor. links:
-    intra_node_bandwidth and inter_node_bandwidth of that mesh, bytes/s. executor: prices launches in its workers. only: values of degrees,
-    {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch is legal.
+    compared with the proven bound of an unrestricted plan, both at a plan's prices (planning.baselining) on the mesh data x tensor, in the
+    launch's precision where it is in float32. links: intra_node_bandwidth and inter_node_bandwidth of that mesh, bytes/s. executor: prices
+    launches in its workers. only: values of degrees, {"tp": (1, 2), "recompute": ("full",)}. ValueError where no launch
+    is legal.
     """
     began = time.process_time()
     ranked = ranking(launch, sizes.with_padded_vocab(PADDED.get(launcher, 0), 1), site, launcher, executor, only)
@@ -116,9 +117,15 @@ def recompute_of(launch: Launch) -> int | str:
     return "all" if launch.recompute == "full" else 0
 
 
+def precision_of(module: Any, launch: Launch) -> str | None:
+    """A plan's option `precision`: launches compute in 16 bits what a model holds in float32. Matmuls in 8 bits count as in bf16."""
+    in_float32 = all(str(w.dtype) == "torch.float32" for w in module.parameters())
+    return ("fp16" if launch.precision == "fp16" else "bf16") if in_float32 else None
+
+
 def _regret(launch: Launch, site: Site, model_of: ModelOf, progress: Progress | None, time_limit: float, links: dict[str, float]) -> Regret:
     from autoshard.planning import regret  # here: torch takes seconds to import, and prices of launches need none
 
     module, example_inputs = model_of(launch.data * launch.microbatch)
-    mesh, limits = mesh_of(launch, site, **links), {"gap": GAP, "time_limit": time_limit}
-    return regret(module, example_inputs, mesh, scheme_of(launch), recompute=recompute_of(launch), progress=progress, **limits)
+    mesh, options = mesh_of(launch, site, **links), {"gap": GAP, "time_limit": time_limit, "precision": precision_of(module, launch)}
+    return regret(module, example_inputs, mesh, scheme_of(launch), recompute=recompute_of(launch), progress=progress, **options)

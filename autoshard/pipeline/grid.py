@@ -184,8 +184,9 @@ class _StagePlans:
                 "and features"
             )
         if one.pipeline == 1 and one.microbatches == 1:  # as a plan runs: small reductions are joined
-            known, how = timeline.program, {"overlap": self.overlap, "prefetch": self.prefetch, "join": True}
-            return Simulation(one, stage, solution, timeline_of(known.formulation, known.choice, **how), "sequential")
+            plan = timeline.program.formulation, timeline.program.choice
+            timeline = timeline_of(*plan, overlap=self.overlap, prefetch=self.prefetch, join=True)
+            return Simulation(one, stage, solution, timeline, "sequential")
         alone = Simulation(one, stage, solution, timeline, order.name)
         return _in_stages(alone, layers, order, mesh.axes[0] if one.pipeline > 1 else None, self.unit_seconds)
 
