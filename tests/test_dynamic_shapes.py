@@ -14,6 +14,7 @@ from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
+from autoshard import api
 from autoshard.capture import capture
 from autoshard.formulate import formulate, with_pins
 from autoshard.graph import Range, SizedGraph, corners, grid
@@ -355,6 +356,22 @@ def test_the_command_line_plans_ranges():
     assert "worst" in json.dumps(found["assumptions"]["dynamic_shapes"]["criterion"])
     code, out, _ = run_words(*words)
     assert code == 0 and "batch 4 to 64; 1 times the seconds of the best plans, median of 3 shapes" in " ".join(out.split())
+
+
+def test_simulate_and_check_answer_for_every_size_of_the_ranges(tmp_path):
+    plan, model = str(tmp_path / "plan.json"), f"{ROOT}/models/mlp.py:tiny"
+    record_of("plan", model, "--mesh", "2", "--train", "--no-baselines", "--dynamic-shapes", "input_*=batch:8-64", "--out", plan)
+    loaded = autoshard.load(plan)
+    simulated = record_of("simulate", plan, model, "--set", "batch=32")
+    timeline = api.simulate(*mlp.tiny(batch=32), loaded)
+    assert simulated["seconds"] == timeline.seconds and simulated["cost_seconds"] == pytest.approx(loaded.covers(batch=32).seconds)
+    assert simulated["plan_peak_bytes"] != loaded.peak_bytes and simulated["seconds"] <= simulated["cost_seconds"] * (1 + 1e-9)
+    checked = record_of("check", plan, model, "--set", "batch=32", "--within", "1")
+    assert checked["ok"] and checked["cost_seconds"] == pytest.approx(simulated["cost_seconds"])
+    beyond = api.check(*mlp.tiny(batch=128), loaded, within=1.0)
+    assert beyond.reasons == ("batch is 128, planned were 8 to 64",)
+    other = api.check(*mlp.tiny(batch=32, dtype="bfloat16"), loaded, within=1.0)
+    assert other.reasons == ("the model's sizes, dtypes or constants differ from when this was planned",)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------------------

@@ -72,12 +72,12 @@ def model_of(
     return named, settings
 
 
-def model_for(output: Output, plan: Any, asked: Asked, path: str, **words: str) -> tuple[Any, Any]:
-    """The module and example inputs of a plan of one program, which have its sizes."""
+def model_for(output: Output, plan: Any, asked: Asked, path: str, *, of_any_shape: bool = False, **words: str) -> tuple[Any, Any]:
+    """The module and example inputs of a plan of one program, which have its sizes. of_any_shape: as `check_sizes` has it."""
     written, settings = model_of(plan, asked.model, asked.settings, path, asked.trust, **words)
     output.progress("building the model", 0.0)
     module, example_inputs = load_model(written, settings, training=plan.training, program=file_and_program(path)[1])
-    check_sizes(module, example_inputs, plan, path)
+    check_sizes(module, example_inputs, plan, path, of_any_shape=of_any_shape)
     return module, example_inputs
 
 

@@ -51,8 +51,9 @@ def _huggingface(written: str, settings: Mapping[str, Any], training: bool) -> t
     return load_huggingface(config_folder(written), settings, training=training, name=written, **caches)
 
 
-def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> None:
-    """ValueError where parameters or inputs of the model are not those that the plan was made for: its seconds would be others."""
+def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str, *, of_any_shape: bool = False) -> None:
+    """ValueError where parameters or inputs of the model are not those that the plan was made for: its seconds would be others.
+    of_any_shape: inputs of a plan for ranges may have other sizes."""
     from autoshard.torch_private import pytree  # here: torch takes seconds to import
 
     for name, parameter in module.named_parameters():
@@ -61,6 +62,8 @@ def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> N
         if other := [key for key in here if key in row and (list(row[key]) if key == "shape" else row[key]) != here[key]]:
             planned = row[other[0]]
             raise ValueError(_other_sizes(f"parameter {name} with {other[0]} {planned}, here it is {here[other[0]]}", path))
+    if of_any_shape and solution.dynamic_shapes is not None:
+        return
     planned_shapes = Counter(shape for shape in solution.inputs.values() if shape is not None)
     given = Counter(tuple(leaf.shape) for leaf in pytree.tree_leaves(example_inputs) if hasattr(leaf, "shape"))
     if missing := planned_shapes - given:

@@ -74,9 +74,10 @@ def _of_model(asked: Asked, grid: Grid, mesh_of: MeshMaker, output: Output, how:
 def _of_plan(asked: Asked, output: Output, how: Mapping[str, Any]) -> Simulated:
     solution = load_plan(asked.target)
     measured = None if asked.cluster is None else load_cluster(asked.cluster)
-    module, inputs = model_for(output, solution, asked, asked.target)
+    module, inputs = model_for(output, solution, asked, asked.target, of_any_shape=True)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
-    return Simulated(record_of_plan(solution, timeline, measured=measured is not None), timeline)
+    anew = measured is not None or solution.dynamic_shapes is not None
+    return Simulated(record_of_plan(solution, timeline, anew=anew), timeline)
 
 
 def _nodes(asked: Asked) -> MeshMaker:
@@ -142,8 +143,8 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
     return {**top, **_sure(best.mesh.device, best.seconds, overlap=overlap), "stages": stages, "configurations": rows}
 
 
-def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
-    """A plan's time line as a record. measured: under other prices than the plan's own; `cost_seconds` is then the cost under those."""
+def record_of_plan(solution: Any, timeline: Any, *, anew: bool) -> dict:
+    """A plan's time line as a record. anew: it may be of other prices or inputs than the plan's own, and so are its cost and peak then."""
     known = {key: getattr(timeline, key) for key in ("seconds", "peak_bytes", "exposed_communication_seconds")}
     row = {**known, "schedule": "sequential", "microbatches": solution.microbatches, "bubble": 0.0}
     row = {key: row[key] for key in OF_THE_BEST}
@@ -151,8 +152,8 @@ def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
     return {
         **row,
         **_sure(program.formulation.mesh.device, timeline.seconds, overlap=program.overlap),
-        "cost_seconds": _cost(program) if measured else solution.cost,
-        "plan_peak_bytes": solution.peak_bytes,
+        "cost_seconds": _cost(program) if anew else solution.cost,
+        "plan_peak_bytes": program.formulation.peak(program.choice) if anew else solution.peak_bytes,
         **{key: getattr(timeline, key) for key in ("compute_seconds", "communication_seconds", "critical_seconds")},
         "stages": [{"mesh": list(solution.mesh.shape), "seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes}],
         "configurations": [row],

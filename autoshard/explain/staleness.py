@@ -29,7 +29,7 @@ from torch import nn
 from autoshard.explain.explanations import SECONDS
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.formulate import Joined, Piece, join
-from autoshard.graph import Graph
+from autoshard.graph import Graph, sizes_of
 from autoshard.mesh import Mesh
 from autoshard.planning import Infeasible, Instance, ModelGraphs, Question, Stopwatch, fingerprint, overlapped, plan_captured, sub_mesh
 from autoshard.problem import Problem, evaluate
@@ -239,7 +239,18 @@ def changes_since(now: Replay, mesh: Mesh) -> Changes:
     if not solution.fingerprint.get("graph"):
         around = ("the plan does not say which graph it was made for", *around)
     constants_only = not sizes and solution.fingerprint.get("structure") == hashes["structure"]
+    if constants_only and other and (why_not := _beyond_ranges(solution, graph)) is not None:
+        around, other = (around, (why_not,)) if why_not else ((*other, *around), ())
     return Changes((*fatal, *(traced if fatal else ())), other, constants_only, (*around, *(() if fatal else traced)), traced)
+
+
+def _beyond_ranges(solution: Solution, graph: Graph) -> str | None:
+    """Why a plan for ranges of sizes doesn't cover those of this graph, "" where it does; None for other plans, and for other dtypes."""
+    dynamic, now, planned = solution.dynamic_shapes, graph.parameters, solution.parameters
+    if dynamic is None or any(graph.ops[now[name]].output.dtype != row["dtype"] for name, row in planned.items() if name in now):
+        return None
+    shapes = {name: graph.ops[graph.index[name]].output.shape for name in dynamic.inputs if name in graph.index}
+    return dynamic.covers(sizes_of(dynamic.inputs, shapes)).reason
 
 
 def _traced(solution: Solution, graph: Graph, torch_version: str) -> tuple[str, ...]:
