@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 
+from autoshard.api import plan
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import checkpointed, forward_blocks
@@ -323,6 +324,11 @@ def test_recomputing_is_no_part_of_a_conflict_that_it_does_not_solve():
         with pytest.raises(Infeasible) as caught:
             plan_captured(Question(ModelGraphs(graph), mesh, options, Stopwatch(None)))
         assert [d.kind for d in caught.value.conflict] == ["memory_limit"] and str(caught.value).endswith(words)
+
+
+def test_a_model_without_blocks_has_none_to_recompute():
+    with pytest.raises(Infeasible, match="with no repeated blocks that could be recomputed$"):
+        plan(*mlp.tiny(layers=1), fast_mesh((2,)), training=True, recompute="blocks", memory_limit=1000.0, baselines=False)
 
 
 def test_an_exact_pin_in_a_conflict_is_taken_away_by_stars():

@@ -88,7 +88,8 @@ def _numbers_of_blocks(question: Question, tried: Sequence[Tried], noted: dict[s
         yield from quick((high + num_blocks) // 2)
     fitting = [(cost, k) for k, cost in costs.items() if cost is not None]
     best = min(fitting)[1] if fitting else num_blocks
-    note = f"{best} blocks recomputed" if fitting else f"with all {num_blocks} blocks recomputed"
+    everything = f"with all {num_blocks} blocks recomputed" if num_blocks else "with no repeated blocks that could be recomputed"
+    note = f"{best} blocks recomputed" if fitting else everything
     yield Variant(note, partial(recomputing, best), is_last_resort=not fitting)
 
 
