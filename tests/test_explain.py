@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from autoshard.explain.why import explain
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate
 from autoshard.solution import Solution
+from autoshard.units import seconds
 from tests.helpers_refusals import assert_refused
 from tests.test_cli import ROOT, check_refused, run
 
@@ -251,6 +253,15 @@ def test_the_verb_in_words_fits_a_hundred_columns(capsys, path, name):
     code, out, _ = run(capsys, "explain", path, name, "--trust", "--why-not", "R,R", "--quiet")
     assert code == 0 and name in out and "Why not R,R?" in out and "changes elsewhere" in out and "the rest as it is" in out
     assert max(map(len, out.splitlines())) <= 100 and "%" in out
+
+
+@pytest.mark.parametrize("lines", [{}, {"seconds": 1e-3, "bound_seconds": 9e-4, "serial_plan_seconds": 1e-3}])
+def test_the_sums_of_a_plan_of_the_shortest_time_line_are_said_to_be_sums(capsys, tmp_path, lines):
+    path, one = str(tmp_path / "small.json"), planned(False, SMALL)
+    replace(one, overlapped=lines).save(path)
+    out = run(capsys, "explain", path, "layers.0.up.bias", "--trust", "--alternatives", "0", "--quiet")[1]
+    said = f"the plan takes {seconds(one.cost)} and no plan less than {seconds(one.bound)}; with overlap"
+    assert (said in " ".join(out.split())) == bool(lines)
 
 
 def test_with_robust_both_are_answered(capsys, tmp_path):

@@ -169,6 +169,8 @@ def explain(asked: Asked, output: Output) -> int:
         options_of_name = {"why_not": asked.why_not, "most": asked.alternatives}
         record["explained"] = load_api().explain(module, example_inputs, loaded, asked.name, **options_of_name, **options).to_dict()
         shown.append(lambda: report.explained.explained(record["explained"]))
+        if loaded.overlapped:
+            shown.append(lambda: report.explained.sums_report(loaded))
     if asked.robust:
         record["robust"] = load_api().robustness(module, example_inputs, loaded, slack=asked.within, **options)
         shown.append(lambda: report.explained.robustness_table(record["robust"]))

@@ -153,6 +153,13 @@ def check_table(record: Mapping[str, Any], sentence: str) -> RenderableType:
     return shown(ReportTable("", ("", ""), rows, "pairs"))
 
 
+def sums_report(solution: Solution) -> RenderableType:
+    """What the seconds of an explanation are, for a plan of the shortest time line."""
+    least = f"of which the plan takes {seconds(solution.cost)} and no plan less than {seconds(solution.bound)}"
+    made_for = f"with overlap, which it was planned for, it takes {seconds(solution.objective_seconds)}"
+    return shown("", f"These seconds are sums of all tasks, one after the other, {least}; {made_for}.")
+
+
 def prices_report(solution: Solution) -> RenderableType:
     """What the predicted seconds are made of, and between which seconds they are."""
     if solution.interval is None:
