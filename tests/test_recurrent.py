@@ -6,6 +6,7 @@ from torch import nn
 
 from autoshard import api
 from autoshard.lower.kernels import recurrent
+from autoshard.mesh import Mesh
 
 aten = torch.ops.aten
 STEPS, BATCH, WIDTH, HIDDEN, LSTM = 3, 4, 4, 8, 2
@@ -62,3 +63,10 @@ class Model(nn.Module):
 @pytest.mark.parametrize("training", [False, True])
 def test_a_recurrent_model_can_run_on_a_gpu(training):
     assert api.dry_run(Model(), (torch.empty(STEPS, BATCH, WIDTH),), training=training)["cannot_run"] == []
+
+
+def test_the_time_of_recurrent_layers_is_no_elementwise_time():
+    mesh, inputs = Mesh.from_bandwidths((1,)), (torch.empty(64, 32, 256, device="meta"),)
+    planned = api.plan(nn.LSTM(256, 256, device="meta"), inputs, mesh, training=True, baselines=False)
+    compute = planned.breakdown["compute"]
+    assert compute["recurrent"] > 0.5 * sum(compute.values())
