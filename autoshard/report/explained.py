@@ -156,8 +156,8 @@ def check_table(record: Mapping[str, Any], sentence: str) -> RenderableType:
 def sums_report(solution: Solution) -> RenderableType:
     """What the seconds of an explanation are, for a plan of the shortest time line."""
     least = f"of which the plan takes {seconds(solution.cost)} and no plan less than {seconds(solution.bound)}"
-    made_for = f"with overlap, which it was planned for, it takes {seconds(solution.objective_seconds)}"
-    return shown("", f"These seconds are sums of all tasks, one after the other, {least}; {made_for}.")
+    overlapped = f"with overlap, which it was planned for, it takes {seconds(solution.objective_seconds)}"
+    return shown("", f"These seconds are sums of all tasks, one after the other, {least}; {overlapped}.")
 
 
 def prices_report(solution: Solution) -> RenderableType:

@@ -41,8 +41,8 @@ def frontier_report(record: Mapping) -> RenderableType:
     """The points as a table, with the CPU seconds of planning."""
     proven = sum(p["status"] != "feasible" for p in record["points"])
     what = "a training step" if record["training"] else "a forward pass"
-    found = f"{proven} points proven within {record['gap']:g}, one task after the other"
-    head = f"{what} of {record['model']} on {shape_text(record['mesh'])}: {found}"
+    points = f"{proven} points proven within {record['gap']:g}, one task after the other"
+    head = f"{what} of {record['model']} on {shape_text(record['mesh'])}: {points}"
     planning = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
     return shown(head, planning, "", points_table(record["points"]))
 
