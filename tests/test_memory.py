@@ -14,6 +14,7 @@ from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, peak_of, results_of
 from autoshard.planning.warm_starts import random_choice
 from autoshard.problem import evaluate
+from autoshard.simulate import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
@@ -60,6 +61,13 @@ def test_the_peak_of_random_layouts_is_never_below_what_their_program_takes(case
     assert 1 - 0.05 <= as_run <= 1.2  # `drive` holds what a collective has returned while the next step of the route runs
     most = as_run * evaluate(f.problem, choice).peak / solution.peak_bytes  # as a limit has it: copies count as long as any view
     assert 1 - 0.02 <= most <= 1.6
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_serial_time_line_of_random_layouts_has_their_peak(case):
+    f = formulated(*case)
+    for choice in (random_choice(f, seed) for seed in range(3)):
+        assert timeline_of(f, choice, overlap=False).peak_bytes == pytest.approx(f.peak(choice), rel=1e-12)
 
 
 @pytest.mark.parametrize("batch", [256, 2048])

@@ -25,7 +25,8 @@ Counting = tuple[str, int]  # what counts for a storage: ("node", its number), o
 def memory_over_time(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.ndarray]:
     """`seconds` at which memory changes, and from there on the bytes held of each kind and in `total`. seconds: of the step."""
     held, rows = _Held(program, times, seconds), []
-    for usage, kind in zip(program.formulation.problem.usages, program.formulation.held, strict=True):
+    usages = program.formulation.problem_as_run(program.choice).usages  # as the plan's peak is counted
+    for usage, kind in zip(usages, program.formulation.held, strict=True):
         if amount := usage.held(program.choice):
             if kind == "temporaries" and usage.edge is not None and program.overlap and held.is_between(usage.edge):
                 rows += [(*row, some, kind) for row, some in held.while_moved(usage) if some]
