@@ -44,7 +44,7 @@ LINES = {
     "on a format": (["export", PLAN], ["export", PLAN, "--format", "tp_plan"]),
     "on one stage": (["simulate", MODEL], ["simulate", MODEL, "--pipeline", "2"]),
     "on a model, which": (["simulate", MODEL], ["simulate", PLAN]),
-    "on a model, whose": (["simulate", MODEL], ["simulate", PLAN]),
+    "on a model; give": (["simulate", MODEL], ["simulate", PLAN]),
     "without NAME or": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without --robust": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without the NAME": (["explain", PLAN], ["explain", PLAN, "w"]),

@@ -159,7 +159,7 @@ def test_the_table_fits_a_hundred_columns(tiny):
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(report.frontier_report(tiny.to_dict()))
     lines = console.export_text().splitlines()
-    assert lines[0] == f"a training step of MLP on 4: {len(tiny.proven)} points proven within 1e-06"
+    assert lines[0] == f"a training step of MLP on 4: {len(tiny.proven)} points proven within 1e-06, one task after the other"
     assert len(lines) == 4 + len(tiny.points) and max(map(len, lines)) <= 100
     last = tiny.points[-1]
     assert all(words in lines[-1] for words in ("76.936 kB", f"{1e6 * last.seconds:.2f} us", "optimal"))
