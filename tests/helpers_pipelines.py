@@ -124,6 +124,6 @@ class Shares(nn.Module):
 @cache
 def sharing():
     torch.manual_seed(0)
-    model, inputs = Shares(), (torch.randn(8, 8), torch.randn(8, 8))
+    model, inputs = Shares().double(), (torch.randn(8, 8).double(), torch.randn(8, 8).double())
     cluster = autoshard.Cluster.of(2, device=SMALL)
     return model, inputs, autoshard.plan(model, inputs, cluster, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)

@@ -150,9 +150,9 @@ class PipelineModule(nn.Module):
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in counted]
         gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
         first = runner.runs[0].stage.devices[0] == runner.place.rank
-        total = torch.zeros((), device=runner.place.device)  # the norm to the power of its type
+        total = torch.zeros((), dtype=torch.float64, device=runner.place.device)  # the norm to the power of its type
         if first and gathered:
-            together = torch.stack([norm.float() for norm in gathered])
+            together = torch.stack([norm.double() for norm in gathered])
             total = together.max() if norm_type == torch.inf else (together**norm_type).sum()
         with rank_lost("adding the norms of the stages' gradients"):
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM, group=runner.place.sends)
