@@ -118,17 +118,24 @@ def casting(m, x):
             return m.up(y.float()) * y
 
 
+def writing(m, x):
+    rows = torch.zeros(4, 8)
+    rows[:, m.at] = m.up(x)[:, 0]
+    return rows
+
+
 def refused_models():
     torch.manual_seed(0)
-    up = nn.Linear(8, 8)
-    yield Model(lambda m, x: checkpoint(m.up, x, use_reentrant=False), up=up)
-    yield Model(casting, up=up)
+    up, words = nn.Linear(8, 8), "is in a graph that was traced before .* give the model itself to autoshard.plan"
+    yield Model(lambda m, x: checkpoint(m.up, x, use_reentrant=False), up=up), words
+    yield Model(casting, up=up), words
+    yield Model(writing, up=up, at=torch.tensor(1)), "its shapes or its control flow depend on the data .* compute the whole with masks"
 
 
-@pytest.mark.parametrize("model", refused_models(), ids=("checkpoint", "autocast"))
-def test_what_is_applied_when_a_graph_is_traced_is_refused(model):
+@pytest.mark.parametrize(("model", "words"), refused_models(), ids=("checkpoint", "autocast", "data"))
+def test_what_is_applied_when_a_graph_is_traced_is_refused(model, words):
     compiled = torch.compile(model, backend=lambda graph, example: planned(DynamoGraph(graph, example), example))
-    with torch.no_grad(), pytest.raises(Exception, match="is in a graph that was traced before .* give the model itself to autoshard.plan"):
+    with torch.no_grad(), pytest.raises(Exception, match=words):
         compiled(torch.randn(4, 8))
 
 

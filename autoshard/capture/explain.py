@@ -45,7 +45,7 @@ CHANGES = (
      "", "give example inputs that its forward accepts, one for each argument without a default"),
     (r"(?is)data.dependent.*/nn/modules/batchnorm\.py", "BatchNorm(momentum=None) weighs a batch by the number of batches before it",
      "give it a momentum"),
-    (r"memo disaster|DynamicOutputShape|UnbackedSymbol|(?i:data.dependent)", "its shapes or its control flow depend on the data",
+    (r"memo disaster|DynamicOutputShape|UnbackedSymbol|(?i:data.?dependent)", "its shapes or its control flow depend on the data",
      "compute the whole with masks, experts with batched or grouped matmuls"),
     (r"maximum recursion depth", "its modules are nested deeper than Python's recursion limit allows",
      "flatten them, or call sys.setrecursionlimit(10000) where the model is built"),
