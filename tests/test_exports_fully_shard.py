@@ -252,6 +252,12 @@ def test_what_one_choice_for_all_parameters_loses_is_said():
     assert "when 4 gradients are reduced" in left
 
 
+def test_a_recipe_for_training_says_that_ranks_compute_of_their_own_rows():
+    """Of a loss that is a sum fully_shard makes gradients that are too small by the number of ranks."""
+    said = [str(one) for one in export_anyway(in_microbatches("zero1"), "fully_shard").left]
+    assert sum("gradients are averaged" in one and "batch norm, a loss that is no mean of rows" in one for one in said) == 1
+
+
 def test_a_plan_of_one_microbatch_has_the_recipe_that_it_had():
     module, inputs = mlp.tiny()
     asked = {"training": True, "ilp_solution_file": None, "objective": "serial"}

@@ -92,6 +92,8 @@ def recipe(solution: Solution, axis: str | None = None, within: float = math.inf
         left += unequal
     if scheme.data:
         left.append(Left("which dim of each parameter is sharded on the data axes", "fully_shard shards dim 0 of all of them"))
+        why = "each rank computes it of its own rows, and gradients are averaged: use SyncBatchNorm, multiply a sum by the number of ranks"
+        left += [Left("what is computed of all rows: batch norm, a loss that is no mean of rows", why)] if solution.training else []
     return with_cost(solution, value, tuple(left), known, scheme.name)
 
 
