@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
@@ -240,6 +241,50 @@ def a_planted_fault(rank, plan):
 
 def test_a_copy_that_differs_is_seen():
     assert not any(results(4, a_planted_fault, planned((4,), None, PINS)))
+
+
+def pair():
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    return {"train": Model(lambda m, x: m.layer(x).pow(2).mean(), layer=layer), "serve": Model(lambda m, x: m.layer(x), layer=layer)}
+
+
+STEPS = {
+    "for loop": lambda of: torch.optim.AdamW(of, lr=0.1, foreach=False).step,
+    "foreach": lambda of: torch.optim.AdamW(of, lr=0.1, foreach=True).step,
+    "fused": lambda of: torch.optim.AdamW(of, lr=0.1, fused=True).step,
+    "compiled": lambda of: torch.compile(torch.optim.SGD(of, lr=0.1, foreach=True).step, backend="eager"),
+    "in place": lambda of: torch.no_grad()(lambda: [p.add_(p.grad) for p in of]),
+}
+
+
+def follows(rank, plan):
+    """By kind of step how far what is served after a step is from one process, and whether a copy that is not old is made again."""
+    apart, again = {}, {}
+    for kind, step_of in STEPS.items():
+        alone, model, x = pair(), autoshard.parallelize(pair(), plan, init_device_mesh("cpu", (2,))), torch.ones(8, 8)
+        steps, serve = [step_of(list(m.parameters())) for m in (model, alone["train"])], model.program("serve")
+        for _ in range(3):
+            for m, step in zip((model, alone["train"]), steps, strict=True):
+                m(x).backward()
+                step()
+                m.zero_grad()
+            with torch.no_grad():
+                apart[kind] = max(apart.get(kind, 0.0), (full(serve(x)) - alone["serve"](x)).abs().max().item())
+        sent = model.bytes_sent
+        serve(x)
+        again[kind] = model.bytes_sent > sent
+    return apart, again
+
+
+def test_copies_follow_the_steps_of_any_optimizer():
+    """Those of torch's foreach and fused kernels, which change no version of a DTensor or of its shard, too."""
+    models, x = pair(), torch.ones(8, 8)
+    serve = Program(models["serve"], (x,), options={"pins": {"layer.*": "R"}})
+    plan = autoshard.plan({"train": Program(models["train"], (x,), training=True), "serve": serve}, fast_mesh((2,)))
+    assert plan.copies
+    for apart, again in results(2, follows, plan):
+        assert max(apart.values()) < 1e-5 and not any(again.values()), (apart, again)
 
 
 # -- shapes ---------------------------------------------------------------------------------------------------------------------------
