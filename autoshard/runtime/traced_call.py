@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture import Returned
@@ -134,7 +134,10 @@ class _Train(torch.autograd.Function):
         saved = values[len(graphs.outputs) :]
         # a saved output would make a reference cycle with its node; a buffer gets its new value before the backward pass
         ctx.saved = [x.clone() if id(x) in updated else x.detach() if id(x) in returned else x for x in saved]
-        ctx.versions = [x._version for x in ctx.saved]
+        storages = {x.untyped_storage()._cdata for x in saved}  # an operator on a DTensor counts in its own version, not its shard's
+        held = [(t, local(t).untyped_storage()._cdata) for t in tensors if isinstance(t, nn.Parameter)]
+        ctx.reads = [*ctx.saved, *(t for t, storage in held if storage in storages)]
+        ctx.versions = [x._version for x in ctx.reads]
         ctx.traced, ctx.step, ctx.is_last, ctx.random = traced, step, step.is_last, random
         ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
         pairs = zip(graphs.outputs, outputs, strict=True)
@@ -149,9 +152,9 @@ class _Train(torch.autograd.Function):
         graphs = traced.graphs
         if saved is None:
             raise RuntimeError("backward() was called a second time on one forward pass, whose values are freed; call the module again")
-        if any(x._version != version for x, version in zip(saved, ctx.versions, strict=True)):
+        if any(x._version != version for x, version in zip(ctx.reads, ctx.versions, strict=True)):
             raise RuntimeError("a parameter or input was changed between forward and backward; call backward() before optimizer.step()")
-        ctx.saved = None
+        ctx.saved = ctx.reads = None
         tangents = {_tangent(key): tangent for key, tangent in zip(graphs.outputs, grad_outputs, strict=True)}
         saved += [traced.where.local(tangents[name], graphs.slots[name].layout) for name in graphs.tangents]
         saved += traced.where.position
