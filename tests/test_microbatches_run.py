@@ -132,6 +132,12 @@ def _misused(rank: int, solution) -> list[str]:
                 for p in module.parameters():
                     p.to_local().add_(1.0)
 
+    def updates():
+        for inputs in module.microbatches(batch("mlp", 0)):
+            module(*inputs).backward()
+            with torch.no_grad():
+                [p.mul_(0.9) for p in module.parameters()]  # as an optimizer's step: the shard's own version stays
+
     def forgets():
         for k, inputs in enumerate(module.microbatches(batch("mlp", 0))):
             if k < M - 1:
@@ -140,7 +146,7 @@ def _misused(rank: int, solution) -> list[str]:
     def splits():
         module.microbatches(tuple(x[:-1] for x in batch("mlp", 0)))
 
-    for misuse in (changes, forgets, splits):
+    for misuse in (changes, updates, forgets, splits):
         try:
             misuse()
         except (RuntimeError, ValueError) as error:
@@ -158,8 +164,8 @@ def _misused(rank: int, solution) -> list[str]:
 
 def test_misuse_of_the_loop_is_said_and_a_call_outside_of_it_is_a_step():
     for said in results(2, _misused, planned("mlp", "zero2", (2,))):
-        changed, forgot, split, adds, counts = said
-        assert "was changed between two microbatches of a step" in changed
+        changed, updated, forgot, split, adds, counts = said
+        assert all("was changed between two microbatches of a step" in one for one in (changed, updated))
         assert "the last microbatch had no backward()" in forgot
         assert "expected plain tensors of 4 times the planned first dim" in split
         assert (adds, counts) == ("True", "True")

@@ -18,7 +18,7 @@ from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import parse
 from autoshard.lower import ADD, RankGraphs, Redistribute, Slot, check, redistribution, run_route, slot_of
 from autoshard.routes import Routes
-from autoshard.runtime.distribute import Where
+from autoshard.runtime.distribute import Where, local
 from autoshard.solution import Solution
 
 
@@ -69,7 +69,7 @@ class OpenStep:
     number: int = 1  # of microbatches
     index: int = 0  # of the one that runs
     kept: dict[str, Tensor] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)  # of the parameters when they were fetched
+    versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the parameters when they were fetched
     sums: dict[str, Tensor] = field(default_factory=dict)
     complete: bool = False  # the gradients are reduced
 
@@ -78,13 +78,14 @@ class OpenStep:
         return self.index == self.number - 1
 
     def parameter(self, moves: StepMoves, name: str, x: Tensor) -> Tensor:
-        """A local tensor in the layout that the graphs read: of a parameter its kept copy."""
+        """The local tensor in the layout that the graphs read: of a parameter its kept copy."""
         if name not in moves.fetches:
-            return x
+            return local(x)
+        versions = x._version, local(x)._version  # an operator on a DTensor counts in its own version alone
         if name not in self.kept:
             with torch.no_grad():
-                self.kept[name], self.versions[name] = moves.run(moves.fetches[name], x.detach()), x._version
-        if self.versions[name] != x._version:
+                self.kept[name], self.versions[name] = moves.run(moves.fetches[name], local(x).detach()), versions
+        if self.versions[name] != versions:
             raise RuntimeError(f"{name} was changed between two microbatches of a step; call optimizer.step() after the last one")
         return self.kept[name]
 

@@ -63,7 +63,7 @@ class TracedCall:
         """The local tensors that the graphs load: of parameters their kept copies, where a plan has microbatches."""
         if self.moves is None:
             return [local(t) for t in tensors]
-        return [step.parameter(self.moves, name, local(t)) for name, t in zip(self.graphs.loads, tensors, strict=True)]
+        return [step.parameter(self.moves, name, t) for name, t in zip(self.graphs.loads, tensors, strict=True)]
 
     def _check(self, held: Mapping[str, Tensor]) -> None:
         """ValueError where a parameter or buffer is no longer as the plan has it: the graphs would compute something else."""
