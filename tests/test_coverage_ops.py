@@ -55,6 +55,8 @@ DEEPER = f(4, 8, 2, 2, 2)
 LOWER = (torch.eye(4) * 2 + 0.1).tril().expand(8, 4, 4).contiguous()
 FACTORED = torch.linalg.lu_factor(LOWER)
 SCORES, CLASSES = f(4, 8, 4, 2).log_softmax(1), ids(8, 4, 4, 2)
+# q, k, v, decay, beta: two heads of values share one of queries and keys
+DELTA = (f(8, 5, 4, 4), f(8, 5, 4, 4), f(8, 5, 8, 6), -f(8, 5, 8).abs(), f(8, 5, 8).sigmoid())
 # name: (target without "aten.", arguments, keyword arguments); a name is the target and what is special
 _CASES = [
     ("convolution.default", (X, W, B, *PLAIN)),
@@ -283,6 +285,10 @@ _CASES = [
     ("_grouped_mm.default, weight gradient", (f(32, 16).bfloat16(), f(16, 32).bfloat16(), FULL)),
     ("_grouped_mm.default, batched", (f(4, 32, 32).bfloat16(), f(4, 32, 32).bfloat16())),
     ("transformers.grouped_mm_fallback.default", (f(16, 8), f(4, 8, 16), OFFS)),
+    ("autoshard.delta_rule.default", (*DELTA, None, True)),
+    ("autoshard.delta_rule.default, state", (*DELTA, f(8, 8, 4, 6), False)),
+    ("autoshard.delta_rule_backward.default", (f(8, 5, 8, 6), *DELTA, None, True)),
+    ("autoshard.delta_rule_backward.default, state", (f(8, 5, 8, 6), *DELTA, f(8, 8, 4, 6), False)),
 ]
 if hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):  # from transformers 5.20 on
     _CASES.append(("transformers.grouped_mm_fallback_backward.default", (f(16, 8), f(4, 8, 16), OFFS, f(16, 16))))

@@ -24,6 +24,7 @@ ATTRIBUTES = {
     "_backward_hooks": "torch.nn.Module",
     "_backward_pre_hooks": "torch.nn.Module",
     "_buffers": "torch.nn.Module",
+    "_cdata": "torch.UntypedStorage",
     "_codegen": "torch.fx.Graph",
     "_destroy": "torch.library.Library",
     "_dispatch_cache": "torch._ops.OpOverload",
@@ -88,6 +89,7 @@ def objects() -> dict:
     mesh = DeviceMesh("cpu", torch.arange(1), mesh_dim_names=("a",), _init_backend=False, _rank=0)
     return {
         "torch.Tensor": torch.ones(1),
+        "torch.UntypedStorage": torch.ones(1).untyped_storage(),
         "torch._ops.OpOverload": torch.ops.aten.mm.default,
         "torch.distributed.DeviceMesh": mesh,
         "torch.distributed.ProcessGroupGloo._Options": torch_private.GlooOptions(),

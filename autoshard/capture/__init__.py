@@ -1,6 +1,7 @@
 """From PyTorch models and fx graphs to a Graph. No other package reads fx in order to plan."""
 
 from .captured import Captured, Returned, is_value
+from .delta_rule import delta_rule
 from .depth import Container, Depth, capture_deep, containers, graphs_of, same_but_for_sizes, shrunk
 from .functional import FACTORING
 from .fx_graphs import capture_fx

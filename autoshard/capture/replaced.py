@@ -7,6 +7,7 @@
                                      tensors stand for all devices in a capture, and is compiled when it is called
         without a score_mod          scaled dot product attention with the mask that the block mask stands for
         with one                     P = softmax over s of (score_mod(scale q . k) where the mask is, else -inf);  out = P v
+    the gated delta rule             `autoshard::delta_rule`, where models of transformers compute it (`capture.delta_rule`)
     LSTM, GRU, RNN                   with dropout between their layers, which torch's own decomposition (2.14) leaves out
     F.multilabel_margin_loss         torch's decomposition (2.14) reads a target's row for a column where each row has other targets
     grouped_mm                       has a fake kernel for every type that torch multiplies: torch's own (2.13) knows bfloat16 only
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention, noop_mask
 
+from autoshard.capture.delta_rule import delta_rule_as_one_op
 from autoshard.capture.operators import ATTENTION, CTC, DROPOUT
 from autoshard.torch_private import DispatchKey, EffectType, OpOverload, TransformGetItemToIndex, over_places, register_effectful_op
 
@@ -38,7 +40,7 @@ def replaced_operators(device: str = "CPU") -> Iterator[None]:
     one_op: dict[str, Callable] = {
         "scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss,
     }  # fmt: skip
-    with _kernels(one_op, f"Autograd{device}"), flex_as_attention(), fake_grouped_mm(), mended():
+    with _kernels(one_op, f"Autograd{device}"), flex_as_attention(), delta_rule_as_one_op(), fake_grouped_mm(), mended():
         register_effectful_op(checks, None)
         try:
             yield

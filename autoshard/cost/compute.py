@@ -3,6 +3,7 @@
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`) of a device without constants of kernels
     t = max( busy, host )                         of one with them (devices.Kernels): the host launches an op beside earlier ones
     busy       matmuls and attention of 16 bits, matmuls of 8: as measured, in a program (cost/measured_kernels.py, devices.in_program)
+               the gated delta rule of 16 bits: likewise
                others: max( F / (peak * EFFICIENCY),  M / (memory_bandwidth * memory) ), of softmax and norms at most at `norms` bytes/s
 
 F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.cost.measured_kernels import attention_seconds, decode_seconds, matmul_seconds
+from autoshard.cost.measured_kernels import attention_seconds, decode_seconds, delta_rule_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.devices import Device
 from autoshard.graph import ITEMSIZE, WRITES, Fused
@@ -37,6 +38,8 @@ EFFICIENCY = 0.7
 ATTENTION = ("attention", "attention_backward")
 # Seconds of attention's backward relative to its forward: 2.5 times the FLOPs, at 250 in place of 320 TFLOP/s (FlashAttention-2 on H100).
 ATTENTION_BACK = 2.5 * 320 / 250
+DELTA_RULE, CHUNK = ("delta_rule", "delta_rule_backward"), 64
+KIMI = 1.55  # seconds with a decay for each row of the state, relative to one for all: on an H20 (MoonshotAI/FlashKDA, BENCHMARK_H20.md)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,12 @@ def busy_seconds(
             return _of_form(decode_seconds, scores * of.rate, scores, math.prod(k[:-2]), dims, read, of)
         forward = _of_form(attention_seconds, scores * of.rate, scores, most(k[-2], 1), dims, read, of)
         return forward * (ATTENTION_BACK if kind == "attention_backward" else 1.0)
+    if kernels is not None and kind in DELTA_RULE and itemsize == 2 and np.all(kernels.attention.multiprocessors > 1):
+        back = kind == "delta_rule_backward"  # which runs the forward again
+        k, (b, t, h, V) = i[1 + back : 3 + back]
+        sizes = (_delta_rule(k, i[2 + back]), b, t, b * h * V, device.flops_for(itemsize), kernels.attention.multiprocessors)
+        by_rows = KIMI if len(i[3 + back]) == 4 else 1.0
+        return by_rows * sum(_of_form(delta_rule_seconds, sizes[0], *sizes, of) for of in ((False, True) if back else (False,)))
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     moved = _bytes_moved(name, inputs, computed) if fused is None else _bytes_of_group(fused, inputs, outputs)
     if (own := PRICES.get(target)) is not None and own.bytes is not None:
@@ -195,6 +204,11 @@ def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
     return 2 * x[0] * math.prod(weight) * min(math.prod(x[2:]), math.prod(y[2:]))
 
 
+def _delta_rule(k: Shape, v: Shape) -> int:
+    """Of k [b, t, g, K] and v [b, t, h, V]: two matrices of scores, the system of a chunk, its values, and the state three times."""
+    return v[0] * v[1] * v[2] * (CHUNK * (5 * k[-1] + 3 * v[-1]) + 6 * k[-1] * v[-1])
+
+
 def _matrices(a: Shape, b: Shape) -> Matrices:
     """(.., m, k) @ (.., k, n); a 3-d operand with a 2-d one is a grouped matmul: each row is multiplied with one group only. A vector is a
     matrix of one row."""
@@ -240,6 +254,8 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     **dict.fromkeys(("attention", "dropout_attention"), lambda i, o: _attention(i[0], i[1], i[2], 1, 1)),  # scores; output
     # grad y, q, k, v: 2.5 times the forward. scores again, grad q, grad k; grad scores, grad v
     **dict.fromkeys(("attention_backward", "dropout_attention_backward"), lambda i, o: _attention(i[1], i[2], i[3], 3, 2)),
+    "delta_rule": lambda i, o: _delta_rule(i[1], i[2]),
+    "delta_rule_backward": lambda i, o: 4 * _delta_rule(i[2], i[3]),  # the forward again, and two products for each of its own
 }
 
 # How often an op reads or writes scores of four bytes that it holds while it runs, and which tensor has their shape, input or output:

@@ -31,6 +31,12 @@ Experts (E with rows, R rows in all, W matrices of [h, i] each, P pairs of a tok
     t         launch + sqrt( (2 W (R + dense (P - R) + 32 E) h (i + narrow) / rate)^2 + (W E h i itemsize / bandwidth)^2 )
               + 2 R (3 h + 4 i) / bandwidth + others 2 P (2 h + 5 i) / memory_bandwidth                             (`experts_seconds`)
 
+The gated delta rule of B sequences of T tokens (`capture.delta_rule`), heads H of K and V, chunks of C tokens, F FLOPs, kernels of
+flash-linear-attention (Triton) as FlashQLA measured them on an H200, a GB200 and an H20 (tests/data/kernels/delta_rule.csv):
+
+    t         start + tokens B T + work max( F / (1e12 multiprocessors), F / (peak / 3) )
+              + chunk T / C max( 1, B H V / (64 multiprocessors) )
+              of the forward, and of the backward by itself, which computes again some of it                    (`delta_rule_seconds`)
 Letters that are words are fields of the form's record. Every t increases with the sizes, but for P, and decreases with the rates. Arguments
 and fields are numbers or arrays: of one op of a plan, or of thousands of launches at once.
 """
@@ -47,6 +53,7 @@ HALVINGS = np.log2(128 * 256 / AREA)
 QUERIES = 128  # of a tile of attention
 SPLIT_KEYS = 3e-6  # seconds of a multiprocessor with the keys of one head of one sequence, at least (tests/data/kernels/decode.csv)
 PART_KEYS, SECOND_KERNEL = 128, 16  # keys of a part, at least; what a second kernel takes, in parts (FlashAttention 2, decode.csv)
+DELTA_FORWARD, DELTA_BACKWARD = (26e-6, 0.0, 1.0, 1.1e-6), (35e-6, 13e-9, 3.6, 1.9e-6)  # start, tokens, work, chunk of a gated delta rule
 EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
 
 
@@ -114,3 +121,14 @@ def experts_seconds(
     reading = matrices * experts * hidden * inner * of.itemsize / of.bandwidth
     around = 2 * rows * (3 * hidden + 4 * inner) / of.bandwidth + of.others * 2 * pairs * (2 * hidden + 5 * inner) / of.memory_bandwidth
     return of.launch + np.hypot(computing, reading) + around
+
+
+def delta_rule_seconds(
+    flops: Amount, sequences: Amount, tokens: Amount, columns: Amount, peak: Amount, multiprocessors: Amount, backward: bool = False
+) -> Amount:  # fmt: skip
+    """flops: of the forward; tokens: of a sequence, whose chunks come one after the other; columns: of the states of all heads and
+    sequences, which run side by side."""
+    start, of_token, work, chunk = DELTA_BACKWARD if backward else DELTA_FORWARD
+    waves = np.maximum(columns / (64 * multiprocessors), 1.0)
+    computing = work * np.maximum(flops / (1e12 * multiprocessors), flops / (peak / 3))
+    return start + of_token * sequences * tokens + computing + chunk * tokens / 64 * waves

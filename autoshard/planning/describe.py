@@ -274,7 +274,7 @@ CLASSES = (
     ("experts", r"\.(biased_)?experts"),
     ("attention", r"scaled_dot_product|attention"),
     ("convolution", r"convolution"),
-    ("recurrent", r"\.(mkldnn_rnn|recurrent)_layer"),
+    ("recurrent", r"\.(mkldnn_rnn|recurrent)_layer|\.delta_rule"),
     ("embedding", r"embedding"),
     ("loss", r"nll_loss|log_softmax|cross_entropy|mse_loss|chunked_loss"),
     ("norm", r"norm"),

@@ -14,6 +14,7 @@ from autoshard.mesh import Mesh
 from autoshard.strategies.attention import ATTENTION, attention_bytes
 from autoshard.strategies.experts import expert_bytes, expert_collectives, expert_passes, is_experts
 from autoshard.strategies.matmuls_and_losses import loss_bytes, loss_collectives
+from autoshard.strategies.recurrent import DELTA_RULE, delta_rule_bytes
 from autoshard.strategies.rows import Inputs, argument
 
 InternalCollective = tuple[str, int, int]
@@ -48,6 +49,8 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
     """Peak bytes of the local program of `op` besides its inputs and outputs; 0 where the local program is the op itself."""
     if op.target in ATTENTION:
         return attention_bytes(op, inputs, layouts, mesh)
+    if op.target in DELTA_RULE:
+        return delta_rule_bytes(op, inputs, layouts, mesh)
     if is_experts(op):
         return expert_bytes(op, inputs, layouts, mesh)
     if op.target in CHUNKED:

@@ -3,12 +3,17 @@
 Only the batch n may be sharded: each step of the sequence needs the one before, and a step mixes all features. The workspace is
 for the backward of the same layer. Only the library that fills it knows its size, so the local program leaves it empty and the
 backward runs the forward again (`lower.kernels.recurrent`).
+
+The gated delta rule (`capture.delta_rule`) may be sharded on its heads as well, those of queries and keys with those of values.
 """
 
+import math
+
 from autoshard.graph import Op, Tensor
-from autoshard.layout import P, Placement, R, S
+from autoshard.layout import Layout, P, Placement, R, S, local_shape
+from autoshard.mesh import Mesh
 from autoshard.strategies.dims import output_placements
-from autoshard.strategies.rows import Inputs, Row, rule
+from autoshard.strategies.rows import EVEN_ONLY, Inputs, Row, rule
 
 FORWARD = "aten.mkldnn_rnn_layer.default"
 BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
@@ -30,6 +35,33 @@ def layer_backward(op: Op, inputs: Inputs) -> list[Row]:
     return [
         Row(output_placements(op, *placements), (S(1), *[R] * 4, *[of_states] * 2, S(1), *[_batch(t) for t in inputs[8:10]], *grads, R))
     ]
+
+
+DELTA_RULE = DELTA, DELTA_BACKWARD = "autoshard.delta_rule.default", "autoshard.delta_rule_backward.default"
+EVEN_ONLY.update(DELTA_RULE)  # shards of the heads of keys and of values go together
+
+
+@rule(DELTA)
+def delta_rule(op: Op, inputs: Inputs) -> list[Row]:
+    """q, k, v [b, t, h, d], decay, beta [b, t, h] [, first state [b, h, d, v]] -> out, last state."""
+    states = len(inputs) - 5
+    return [Row((S(d), S(of_state)), (*[S(d)] * 5, *[S(of_state)] * states)) for d, of_state in ((0, 0), (2, 1))]
+
+
+@rule(DELTA_BACKWARD)
+def delta_rule_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """The gradient of out, and the same -> gradients of q, k, v, decay, beta."""
+    states = len(inputs) - 6
+    return [Row((S(d),) * 5, (*[S(d)] * 6, *[S(of_state)] * states)) for d, of_state in ((0, 0), (2, 1))]
+
+
+def delta_rule_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
+    """What flash-linear-attention's kernels hold: for a token of a head a row of its chunk's system, one of W, two of U, and its part of
+    the chunk's state; the backward also their gradients, and those of queries and keys of each head of values."""
+    first, chunk = int(op.target == DELTA_BACKWARD), 64
+    *rows, V = local_shape(inputs[first + 2].shape, layouts[first + 2], mesh)
+    K = inputs[first + 1].shape[-1]
+    return math.prod(rows) * inputs[first].itemsize * (1 + 2 * first) * (chunk + K + 2 * V + K * V // chunk)
 
 
 def _batch(tensor: Tensor) -> Placement:

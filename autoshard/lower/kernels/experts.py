@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, autograd, local
 from autoshard.lower.literals import overload
-from autoshard.torch_private import DispatchKey, ForceDispatchKeyGuard, local_exclude_set, local_include_set
 
 aten = torch.ops.aten
 
@@ -163,12 +162,8 @@ def _(grad, x, activation):  # type: ignore[no-untyped-def]
 
 @torch.library.impl("autoshard::activation_backward", "CompositeExplicitAutograd")
 def _(grad, x, activation):  # type: ignore[no-untyped-def]
-    """The gradient of x from that of its activation, as one op: autograd has no place in a graph that is traced, and is excluded inside of
-    one that inductor compiled."""
-    excluded = local_exclude_set()
-    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther):
-        excluded = excluded.remove(key)
-    with ForceDispatchKeyGuard(local_include_set(), excluded), torch.enable_grad():
+    """The gradient of x from that of its activation, as one op: autograd has no place in a graph that is traced."""
+    with autograd():
         x = x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(activate(activation, x), x, grad)
     return gradient

@@ -4,7 +4,8 @@ Where a vocabulary, experts or another indexed dim is sharded, a rank whose shar
 [s, s + v). There an id is local as `id - s`, and it belongs to another rank when that is negative or >= v.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -17,6 +18,7 @@ from autoshard.graph import Op, Ref
 from autoshard.layout import Layout, text
 from autoshard.lower.collectives import Rank, RankGenerator
 from autoshard.mesh import Mesh
+from autoshard.torch_private import DispatchKey, ForceDispatchKeyGuard, local_exclude_set, local_include_set
 
 Axes = tuple[int, ...]
 Arguments = Mapping[str, Any]
@@ -83,6 +85,16 @@ def localised(ids: Tensor, rank: Rank, axes: Axes, global_size: int, size: int) 
     """
     ids = ids - rank.start(axes, global_size)
     return ids, (ids < 0) | (ids >= size)
+
+
+@contextmanager
+def autograd() -> Iterator[None]:
+    """Inside the block autograd works, also in the kernel of an operator and in a program that inductor compiled, where it is excluded."""
+    excluded = local_exclude_set()
+    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    with ForceDispatchKeyGuard(local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 def wide(x: Tensor) -> Tensor:

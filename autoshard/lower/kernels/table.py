@@ -11,6 +11,7 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
     layer norm, group norm             one op everywhere, on dense tensors: norms.py
     batch norm, log_sigmoid            one op everywhere; what a device's kernel leaves out is filled in: run.py
     bags of embeddings                 the same; their backward finds the bag of each index itself where the forward left it out
+    gated delta rule                   flash-linear-attention's on CUDA where it is installed, else plain ops: delta_rule.py
     grouped matmul                     float32, float16, bfloat16 on CPU and CUDA; rows are padded to 16 bytes: experts.py
     recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, and is torch.lstm on other devices: recurrent.py; a GRU
                                        and an RNN are plain ops everywhere
@@ -25,10 +26,11 @@ from typing import Any
 from autoshard.capture import REORDER, reorder
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
+from autoshard.lower.kernels import (  # noqa: F401  (delta_rule, offload: their operators)
     attention,
     attention_over_sequence,
     chunked_loss,
+    delta_rule,
     expert_parallel,
     experts,
     lookups,
