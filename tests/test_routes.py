@@ -12,7 +12,7 @@ import pytest
 
 from autoshard.layout import P, R, S, is_legal, local_numel, placement_text
 from autoshard.mesh import Mesh
-from autoshard.routes import Routes, stream_table
+from autoshard.routes import Routes, buffer_table, stream_table
 from autoshard.routes.steps import STEPS, all_moves, decode
 
 REDUCE = {"sum": np.add.reduce, "avg": lambda parts: np.add.reduce(parts) / len(parts), "max": np.maximum.reduce, "min": np.minimum.reduce}
@@ -242,12 +242,17 @@ def test_steps_carry_the_bytes_that_are_sent_and_the_route_its_peak(sizes, shape
             continue
         buffers = [[4 * local_numel(shape, x, mesh) for x in (step.before, step.after)] for step in found.steps]
         assert found.peak_bytes == max(map(sum, buffers), default=4 * local_numel(shape, source, mesh))
+        needed = [0.0]
         for step, (b, a) in zip(found.steps, buffers):  # bytes before, bytes after
+            along = [x[step.axis].dim for x in (step.before, step.after) if x[step.axis].is_shard()]
+            copied = {"all_gather": a * (along != [0]), "reduce_scatter": b * (along != [0]), "all_to_all": a}.get(step.collective, 0)
+            needed.append((b if step.before != source else 0) + a + copied)
             others = mesh.axes[step.axis].size - 1
             part = b / (others + 1)
             sent = {"split": 0, "all_gather": b, "reduce_scatter": a, "all_to_all": part, "all_reduce": 2 * part}[step.collective]
             assert step.bytes == pytest.approx(sent * others, rel=1e-12)
             assert step.seconds == pytest.approx(step_price(step.collective, mesh.axes[step.axis], b, a, mesh.device), rel=1e-12)
+        assert buffer_table(routes, shape, 4, [source], [target]) == max(needed)
 
 
 @pytest.mark.parametrize("sizes, rows", [((2, 2), 4), ((2, 2, 2), 8)])

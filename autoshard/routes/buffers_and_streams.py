@@ -73,22 +73,19 @@ def _parts(space: _Space, sources: list[int], mesh: Mesh, joined: bool) -> np.nd
     """Seconds by stream of the cheapest route to every state from each source: (states, sources, streams)."""
     moves, step = space.moves, _steps(space, mesh, joined)
     parts = np.zeros((len(space.local_bytes), len(sources), 1 + len(mesh.axes)))
-    axis = np.full(len(step), -1)  # of a split
-    for collective, k, members in moves.groups:
-        axis[members] = k if collective == "split" else -1
+    is_split = moves.step == STEPS.index("split")
     sent = np.zeros(parts.shape[:2], bool)  # whether the route has a collective
     for states, columns, move in attaining_moves(space, sources):
         before, more = (moves.before[move], columns), step[move]
-        late = np.flatnonzero(sent[before] & (axis[move] >= 0))
-        more[late, axis[move[late]] + 1], more[late, 0] = more[late, 0], 0.0
-        parts[states, columns], sent[states, columns] = parts[before] + more, sent[before] | (axis[move] < 0)
+        late = np.flatnonzero(sent[before] & is_split[move])
+        more[late, moves.axis[move[late]] + 1], more[late, 0] = more[late, 0], 0.0
+        parts[states, columns], sent[states, columns] = parts[before] + more, sent[before] | ~is_split[move]
     return parts
 
 
 def _steps(space: _Space, mesh: Mesh, joined: bool) -> np.ndarray:
-    """Seconds of each move on its stream: (moves, streams). Moves that no route has count nothing."""
-    moves, local = space.moves, space.local_bytes
-    seconds = np.where(np.isfinite(space.seconds), space.seconds, 0.0)
+    """Seconds of each move on its stream: (moves, streams)."""
+    moves, local, seconds = space.moves, space.local_bytes, space.seconds
     steps = np.zeros((len(seconds), 1 + len(mesh.axes)))
     for collective, k, members in moves.groups:
         stream = 0 if collective == "split" else k + 1
