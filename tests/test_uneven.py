@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from autoshard.lower.program import Redistribute, slot_of
 from autoshard.lower.run import SimulatedRanks
 from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
+from autoshard.planning import padding
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.warm_starts import random_choice
 from autoshard.report.planned import planned_report
@@ -406,6 +408,65 @@ def test_a_dim_that_meets_one_which_stays_is_not_offered():
     for use in (lambda x: x.reshape(16, 12), lambda x: x.reshape(-1), lambda x: x.cumsum(2), torch.sin):
         found = plan(reshaped(use), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True, objective="serial")
         assert found.status != "unjudged" and bool(found.padding) == (use is torch.sin)
+
+
+W = lambda *shape: torch.nn.Parameter(torch.empty(shape, device="meta"))  # noqa: E731
+DIMS = {  # parameters, devices, what is computed of them: the dims that may be padded, most bytes first
+    "grows by half": ({"a": W(2, 5), "b": W(2, 5)}, 3, lambda m, x: (m.a + m.b).sin(), [("a", 0, 2), ("a", 1, 5)]),
+    "with an activation": ({"a": W(2, 6), "b": W(6, 5)}, 3, lambda m, x: x @ m.a @ m.b, [("b", 1, 5), ("a", 0, 2)]),
+    "grows by more": ({"a": W(6, 5), "b": W(9, 6)}, 4, lambda m, x: m.b @ m.a, [("a", 0, 6), ("b", 0, 9)]),
+    "a kernel": ({"a": W(4, 2, 3, 3)}, 2, lambda m, x: torch.conv2d(m.image, m.a), []),
+    "experts": ({"a": W(4, 2, 7)}, 4, lambda m, x: torch.bmm(m.image[0, 0, :3, :2].expand(4, 3, 2), m.a), [("a", 2, 7)]),
+    "a hundredth": ({"a": W(528, 3), "b": W(4, 4)}, 3, lambda m, x: (m.a.sum(), m.b.sin()), [("b", 0, 4), ("b", 1, 4)]),
+    "less": ({"a": W(534, 3), "b": W(2, 8)}, 3, lambda m, x: (m.a.sum(), m.image[0, 0, :, :2] @ m.b), []),
+    "tied": ({"a": (both := W(7, 4)), "b": both}, 4, lambda m, x: m.a.sin() + m.b.cos(), [("a", 0, 7)]),
+}
+
+
+@pytest.mark.parametrize(("parameters", "devices", "function", "expected"), DIMS.values(), ids=DIMS)
+def test_dims_that_may_be_padded(parameters, devices, function, expected):
+    module, mesh = Model(function, image=torch.empty(1, 2, 4, 4, device="meta"), **parameters), fast_mesh((devices,))
+    graph = capture(module, (torch.empty(6, 2, device="meta"),), training=False)
+    found = padding._dims(formulate(graph, candidates(graph, mesh), mesh))
+    assert [name for name, _ in found] == expected
+
+
+PATTERNS = {  # an operation of 4x6: whether it is a view or broadcasts
+    "view": (lambda m, x: x.reshape(24), True), "unary": (lambda m, x: x.sin(), True), "expand": (lambda m, x: m.row.expand(4, 6), False),
+    "add": (lambda m, x: x + m.row, True), "matmul": (lambda m, x: x @ m.square, False), "reduction": (lambda m, x: x.sum(1), False),
+    "vector": (lambda m, x: x @ m.row, False), "concatenation": (lambda m, x: torch.cat([x, x]), False),
+    "arange": (lambda m, x: torch.arange(6), False), "addmm": (lambda m, x: torch.addmm(m.row, x, m.square), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "expected"), PATTERNS.values(), ids=PATTERNS)
+def test_which_ops_are_views_or_broadcast(function, expected):
+    with torch.device("meta"):
+        graph = capture(Model(function, row=torch.empty(6), square=torch.empty(6, 6)), (torch.empty(4, 6),), training=False)
+    assert padding._pattern(graph, len(graph.ops) - 1) == expected
+
+
+LEISURE = SimpleNamespace(lacks_time_to_formulate=bool)
+
+
+@pytest.mark.parametrize(
+    ("padded", "saves"), [(None, []), (1.8, [0.2, 0.2]), (2 - 2**-8, [2**-8] * 2), (2 - 2**-9, [0.0, 0.0]), (2.2, [0.0, 0.0])]
+)
+def test_a_saving_of_a_thousandth_counts_as_nothing_and_two_dims_are_tried(monkeypatch, padded, saves):
+    monkeypatch.setattr(padding, "LEAST_SAVING", 2**-10)
+    monkeypatch.setattr(padding, "_best_cost", lambda *_: padded)
+    module, question = torch.nn.Sequential(*(torch.nn.Linear(n, n + 1) for n in (11, 12, 13))), LEISURE
+    graph, mesh = capture(module, (torch.empty(3, 11),), training=False), fast_mesh((8,))
+    offers = padding.padding_offers(question, formulate(graph, candidates(graph, mesh), mesh), 2.0)
+    assert [offer["saves_seconds"] for offer in offers] == pytest.approx(saves)
+
+
+def test_nothing_is_solved_where_the_padded_model_has_no_other_candidates(monkeypatch):
+    """A transposed square matrix has the same shape, not one to which it broadcasts."""
+    monkeypatch.setattr(padding, "_best_cost", pytest.fail)
+    graph, mesh = capture(torch.nn.Linear(7, 7), (torch.empty(4, 7),), training=False), fast_mesh((4,))
+    offers = padding.padding_offers(LEISURE, formulate(graph, candidates(graph, mesh), mesh), 1.0)
+    assert offers and all(offer["saves_seconds"] == 0.0 for offer in offers)
 
 
 def test_random_sizes_on_random_meshes_are_never_wrong():

@@ -10,6 +10,7 @@ of the graph is larger than that of the padded graph.
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 from autoshard.baselines import dim_classes, number_slots
@@ -36,7 +37,7 @@ def padding_offers(question: Question, formulated: Formulation, cost: float) -> 
     """
     graph, p = formulated.graph, formulated.mesh.num_devices
     sizes = [t.shape for t in (graph.tensor((i, 0)) for i in graph.parameters.values())]
-    if not any(n % p and _padded(n, p) <= MOST * n for shape in sizes for n in shape):
+    if not any(_is_worth_padding(n, p) for shape in sizes for n in shape):
         return []
     offers = []
     for (name, dim, n), slots in _dims(formulated)[:TRIED]:
@@ -69,6 +70,10 @@ def _padded(n: int, p: int) -> int:
     return -(-n // p) * p
 
 
+def _is_worth_padding(n: int, p: int) -> bool:
+    return n < _padded(n, p) <= MOST * n
+
+
 def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple[int, int, int]]]]:
     """((parameter, dim, size), all (op, output, dim) that are sharded together with it) by bytes of parameters, most first."""
     graph, p = formulated.graph, formulated.mesh.num_devices
@@ -78,7 +83,7 @@ def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple
     for (i, k), start in numbered.first.items():
         for d in range(len(graph.tensor((i, k)).shape)):
             members.setdefault(classes.roots[start + d], set()).add((i, k, d))
-    held: dict[int, int] = {}
+    held = Counter[int]()
     named: dict[int, tuple[str, int, int]] = {}
     second = dict(graph.tied)
     total = sum(graph.tensor((i, 0)).bytes for name, i in graph.parameters.items() if name not in second)
@@ -89,8 +94,8 @@ def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple
             shapes = [graph.tensor((j, k)).shape for j, k, _ in members[root]]
             is_unmerged = all(shape[e] == n for shape, (_, _, e) in zip(shapes, members[root], strict=True))  # by no view
             is_kernel = d > 1 and all(shape == tensor.shape for shape in shapes)  # of a convolution: no activation has it
-            if name not in second and is_unmerged and not is_kernel and n % p and _padded(n, p) <= MOST * n:
-                held[root] = held.get(root, 0) + tensor.bytes
+            if name not in second and is_unmerged and not is_kernel and _is_worth_padding(n, p):
+                held[root] += tensor.bytes
                 named.setdefault(root, (name, d, n))
     worth = sorted((root for root in held if held[root] >= LEAST_SHARE * total), key=lambda root: (-held[root], named[root]))
     return [(named[root], members[root]) for root in worth]
@@ -111,15 +116,16 @@ def _with_sizes(graph: Graph, slots: set[tuple[int, int, int]], size: int) -> Gr
     return replace(graph, ops=tuple(ops))
 
 
-def _pattern(graph: Graph, i: int) -> tuple[bool, bool]:
-    """Whether the op keeps the number of elements, as views do, and whether its inputs broadcast to its output."""
+def _pattern(graph: Graph, i: int) -> bool:
+    """Of an op with one input whether it keeps the number of elements, as views do; of several whether they broadcast to its output."""
     op, inputs = graph.ops[i], [t.shape for t in graph.input_tensors(i)]
     if not inputs or op.outputs[0] is None:
-        return False, False
+        return False
     out = op.outputs[0].shape
+    if len(inputs) == 1:
+        return math.prod(inputs[0]) == math.prod(out)
     padded = [(1,) * (len(out) - len(shape)) + shape for shape in inputs]
-    broadcasts = all(len(shape) == len(out) for shape in padded) and tuple(map(_broadcast, *padded)) == out
-    return len(inputs) == 1 and math.prod(inputs[0]) == math.prod(out), broadcasts
+    return all(len(shape) == len(out) for shape in padded) and tuple(map(_broadcast, *padded)) == out
 
 
 def _broadcast(*sizes: int) -> int:
