@@ -12,7 +12,7 @@ import pytest
 import autoshard
 from autoshard.api import plan
 from autoshard.cli.model import load_model
-from autoshard.explain.differences import cost_differences, edge_term, op_term
+from autoshard.explain.differences import cost_differences, edge_term, held_at_once, op_term, touching
 from autoshard.explain.reopened import captured, nearest, reopened
 from autoshard.explain.subjects import subject, wanted, ways
 from autoshard.explain.why import explain
@@ -57,6 +57,19 @@ def solution() -> Solution:
 @pytest.fixture(scope="module")
 def opened(solution):
     return reopened(captured(*model(), solution).graph, solution)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_the_edges_and_the_bytes_of_some_nodes_are_those_by_definition(opened, share):
+    f, choice = opened.formulated, opened.choice
+    some, edges = {v for v in range(len(choice)) if random.Random(f"{share} {v}").random() < share}, f.problem.edges
+    ends = [(edge.a in some, edge.b in some) for edge in edges]
+    assert touching(f, list(some)) == tuple([e for e, two in enumerate(ends) if sum(two) == n] for n in (1, 2))
+    held = [(u.start, u.end, kind, u.held(choice)) for kind, u in zip(f.held, f.problem.usages) if u.ends[-1] in some]
+    totals = [math.fsum(b for a, z, _, b in held if a <= t < z) for t in range(len(choice))]
+    when = totals.index(max(totals))
+    kinds = {kind: math.fsum(b for a, z, k, b in held if a <= when < z and k == kind) for kind in {k for _, _, k, _ in held}}
+    assert held_at_once(f, list(some), choice) == pytest.approx({kind: b for kind, b in kinds.items() if b}, rel=1e-12)
 
 
 # --- globally

@@ -7,6 +7,7 @@ other. A tensor with several readers has a hub: one edge leads from the producer
 edge leads from the hub to each reader.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
@@ -107,9 +108,9 @@ def held_at_once(formulated: Formulation, nodes: Collection[int], choice: Choice
             spans.append((usage.start, usage.end, kind, held))
     best: dict[str, float] = {}
     for time in sorted({start for start, _, _, _ in spans}):
-        now: dict[str, float] = {}
+        now = defaultdict[str, float](float)
         for start, end, kind, held in spans:
             if start <= time < end:
-                now[kind] = now.get(kind, 0.0) + held
-        best = max(best, now, key=lambda kinds: sum(kinds.values()))
+                now[kind] += held
+        best = max(best, dict(now), key=lambda kinds: sum(kinds.values()))
     return best

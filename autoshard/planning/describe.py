@@ -229,11 +229,7 @@ def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:
 def drawn_per_shard(formulated: Formulation, choice: Choice) -> dict[str, int]:
     """By target, how many ops draw other random numbers than one device does (`graph.random.is_drawn_in_full`)."""
     alone = [(i, op) for i, op in enumerate(formulated.graph.ops) if is_random(op) and not is_drawn_in_full(op)]
-    return dict(Counter(op.target for i, op in alone if _is_sharded(formulated.candidate(i, choice).outputs[0])))
-
-
-def _is_sharded(layout: Layout | None) -> bool:
-    return layout is not None and any(placement.is_shard() for placement in layout)
+    return dict(Counter(op.target for i, op in alone if any(p.is_shard() for p in formulated.candidate(i, choice).outputs[0] or ())))
 
 
 def breakdown(formulated: Formulation, choice: Choice) -> dict:

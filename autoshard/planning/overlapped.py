@@ -13,8 +13,10 @@ some time, end it earlier.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -378,10 +380,10 @@ class _Search:
 
     def _flips(self, x: Sequence[int]) -> list[Move]:
         """Every other choice of a group of equal nodes, all else as in x, with about its extra cost."""
-        extra: dict[int, np.ndarray] = {}
+        extra = defaultdict[int, Any](float)
         for v, group in enumerate(self.groups):
             more = np.array([self._of_choices(priced, v, x) for priced in self.priced])
-            extra[group] = extra.get(group, 0.0) + more - more[:, x[v], None]
+            extra[group] = extra[group] + more - more[:, x[v], None]
         members = grouped((group, v) for v, group in enumerate(self.groups))
         return [(more, dict.fromkeys(members[g], i)) for g, rows in extra.items() for i, more in enumerate(rows.T)]
 
