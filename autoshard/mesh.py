@@ -235,7 +235,7 @@ def of_one_node(devices: int, per_node: int, option: str = "devices_per_node") -
 
 
 def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
-    return Axis(**fields, curves=tuple(_link_curve(**curve) for curve in curves))
+    return Axis(**fields, curves=tuple(_checked(LinkCurve(**curve)) for curve in curves))
 
 
 def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
@@ -246,14 +246,14 @@ def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
     return Device(**fields, kernels=Kernels.of_dict(kernels, fields))
 
 
-def _link_curve(collective: str, sizes: Sequence[float], seconds: Sequence[float], tail: float, error: float = 0.0) -> LinkCurve:
-    """ValueError for numbers that can't be interpolated."""
-    numbers = [*sizes, *seconds, tail, error]
+def _checked(curve: LinkCurve) -> LinkCurve:
+    """The curve with tuples of floats. ValueError for numbers that can't be interpolated."""
+    sizes, seconds, numbers = curve.sizes, curve.seconds, [*curve.sizes, *curve.seconds, curve.tail, curve.error]
     if any(isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf for x in numbers):
-        raise ValueError(f"the curve of {collective} holds something other than numbers of 0 or more; measure again")
+        raise ValueError(f"the curve of {curve.collective} holds something other than numbers of 0 or more; measure again")
     if not sizes or len(sizes) != len(seconds) or any(a >= b for a, b in pairwise(sizes)) or any(a > b for a, b in pairwise(seconds)):
-        raise ValueError(f"the curve of {collective} has {len(sizes)} sizes, {len(seconds)} times; expected as many, both in order")
-    return LinkCurve(collective, tuple(map(float, sizes)), tuple(map(float, seconds)), float(tail), float(error))
+        raise ValueError(f"the curve of {curve.collective} has {len(sizes)} sizes, {len(seconds)} times; expected as many, both in order")
+    return LinkCurve(curve.collective, tuple(map(float, sizes)), tuple(map(float, seconds)), float(curve.tail), float(curve.error))
 
 
 def default_axis_names(num_axes: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from autoshard.mesh import DEVICES, Axis, Device, Mesh, check_shape, parse_shape
+from autoshard.mesh import DEVICES, Axis, Device, LinkCurve, Mesh, check_shape, parse_shape
 from tests.helpers_refusals import assert_refused, refusals
 
 INTRA, INTER = 300e9, 400e9
@@ -133,6 +133,14 @@ def test_a_mesh_survives_its_dict(shape, device):
     mesh = Mesh.from_bandwidths(shape, device=device, backend="gloo")
     assert Mesh.from_dict(mesh.to_dict()) == mesh
     assert Mesh.from_dict(json.loads(json.dumps(mesh.to_dict()))) == mesh
+
+
+def test_a_curve_in_a_file_is_one_of_floats_and_without_an_error_where_it_has_none():
+    mesh = Mesh((Axis("data", 2, 1e9, 0.0),), DEVICES["h100"])
+    for curve, error in (({"error": 1}, 1.0), ({}, 0.0)):
+        one = {"collective": "all_gather", "sizes": [0, 1], "seconds": [2, 2], "tail": 0, **curve}
+        read = Mesh.from_dict({**mesh.to_dict(), "axes": [{**mesh.to_dict()["axes"][0], "curves": [one]}]})
+        assert repr(read.axes[0].curves) == repr((LinkCurve("all_gather", (0.0, 1.0), (2.0, 2.0), 0.0, error),))
 
 
 def test_device_files_are_read_when_their_device_is_asked_for():
