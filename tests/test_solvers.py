@@ -15,7 +15,9 @@ from autoshard.problem import Edge, NodeUsage, Problem, Usage, evaluate, read_co
 from autoshard.solvers import DP, ILP, Answer, Status, annealing, settle, solve
 from autoshard.solvers.answer import lowered, relative_gap
 from autoshard.solvers.binding_times import binding_rows, load, maximal_rows
+from autoshard.solvers.dual_ascent import Messages
 from autoshard.solvers.interning import separate
+from autoshard.solvers.loops import sweep
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import every_choice, incumbent_of, random_problem
 from tests.helpers_refusals import assert_refused
@@ -173,6 +175,33 @@ def test_start_is_the_answer_where_no_time_is_left():
     ticks = iter(range(1000))
     answer = solve(two_nodes(19.0), starts=[[0, 1], [0, 0]], time_limit=1e-9, clock=lambda: float(next(ticks)))
     assert answer.choice == (0, 1) and answer.status is Status.FEASIBLE and answer.gap > 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sweeps_are_those_of_a_reference_of_messages_by_name(seed):
+    """TRW-S in the words of `dual_ascent`, a dict of messages instead of flat arrays; costs of both signs, edges in both directions."""
+    rng = np.random.default_rng(seed)
+    costs = [rng.normal(size=rng.integers(1, 5)) for _ in range(7)]
+    ends = [tuple(map(int, rng.choice(7, 2, replace=False))) for _ in range(3 + 2 * seed)]
+    edges = [Edge(a, b, rng.normal(size=(len(costs[a]), len(costs[b])))) for a, b in ends]
+    messages = Messages(Problem(tuple("abcdefg"), tuple(costs), tuple(edges)))
+    into = {(v, k): np.zeros(len(costs[v])) for k, two in enumerate(ends) for v in two}
+    for forward in (True, False, True, False):
+        choice, (bound, size, energy), told = np.zeros(7, np.int64), np.zeros(3), {}
+        swept = sweep(*messages.tables.half_edges, messages.theta, messages.pool, messages.message, messages.reduced, choice, forward)
+        for v in range(7) if forward else range(6, -1, -1):
+            seen = {k: e.table if e.a == v else e.table.T for k, e in enumerate(edges) if v in ends[k]}
+            other = {k: ends[k][0] + ends[k][1] - v for k in seen}
+            total = costs[v] + sum(into[v, k] for k in seen)
+            score = costs[v] + sum(seen[k][:, told[other[k]]] if other[k] in told else into[v, k] for k in seen)
+            told[v], least = int(score.argmin()), total.min()
+            energy += costs[v][told[v]] + sum(seen[k][told[v], told[other[k]]] for k in seen if other[k] in told)
+            bound, size, later = bound + least, size + abs(least), [k for k in seen if other[k] not in told]
+            for k in later:
+                sent = ((total - least)[:, None] / max(len(later), len(seen) - len(later)) - into[v, k][:, None] + seen[k]).min(axis=0)
+                bound, size, into[other[k], k] = bound + sent.min(), size + abs(sent.min()), sent - sent.min()
+            assert messages.reduced[messages.first[v] : messages.first[v + 1]] == pytest.approx(total - least, abs=1e-12)
+        assert swept == pytest.approx((bound, size, energy), rel=1e-12) and choice.tolist() == [told[v] for v in range(7)]
 
 
 def test_options_are_fields_of_the_solver():

@@ -61,10 +61,7 @@ def sweep(first, start, split, neighbour, table, into, out, theta, pool, message
     """Pass messages along the order of the nodes or against it. Fills reduced and choice; returns bound, size and energy."""
     nodes = len(first) - 1
     bound, size, energy = 0.0, 0.0, 0.0
-    widest = 0
-    for p in range(nodes):
-        widest = max(widest, first[p + 1] - first[p])
-    score, sent = np.empty(widest), np.empty(widest)
+    score, sent = np.empty(len(theta)), np.empty(len(theta))  # of one node
     for step in range(nodes):
         p = step if forward else nodes - 1 - step
         base, n = first[p], first[p + 1] - first[p]

@@ -135,7 +135,7 @@ def _numbers(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def _refined(class_of: np.ndarray, start: np.ndarray, nodes: np.ndarray, is_boundary: np.ndarray) -> np.ndarray:
     """The classes divided by those of the parts on their boundaries, DISTANCE times."""
     entries = np.flatnonzero(is_boundary)
-    part = np.searchsorted(start, entries, side="right") - 1
+    part = np.repeat(np.arange(len(class_of)), np.diff(start))[entries]
     position = entries - start[part]
     for _ in range(DISTANCE):
         sharing: dict[int, list] = {}
