@@ -19,6 +19,7 @@ from autoshard.solvers import certified, converged, solve
 from autoshard.strategies import candidates
 from models import gpt2, llama, mlp
 from tests.helpers import fast_mesh
+from tests.helpers_problems import every_choice, random_problem
 from tests.helpers_refusals import assert_refused
 
 MODELS = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": llama.tiny}
@@ -138,6 +139,19 @@ def test_a_tied_problem_costs_and_holds_what_the_whole_one_does(name):
     for choice in (answer.choice, [0] * len(small.node_costs)):
         ours, theirs = evaluate(small, choice), evaluate(limited, [choice[g] for g in groups])
         assert ours.cost == pytest.approx(theirs.cost, rel=1e-9) and ours.peak == pytest.approx(theirs.peak, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_problem_costs_and_holds_the_same_with_any_of_its_nodes_tied(seed):
+    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    problem = replace(problem, usages=tuple(replace(u, start=u.start // 8, end=u.end // 8) for u in problem.usages))  # many at the same time
+    keys = [(len(costs), int(rng.integers(2))) for costs in problem.node_costs]
+    numbers = {key: g for g, key in enumerate(dict.fromkeys(keys))}
+    small = tied(problem, groups := [numbers[key] for key in keys])
+    assert small.names == tuple(problem.names[groups.index(g)] for g in range(len(numbers)))
+    for choice in every_choice(small):
+        ours, theirs = evaluate(small, choice), evaluate(problem, [choice[g] for g in groups])
+        assert (ours.cost, ours.peak) == pytest.approx((theirs.cost, theirs.peak), rel=1e-12) and ours.fits == theirs.fits
 
 
 @cache

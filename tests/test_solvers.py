@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 from autoshard.problem import Edge, NodeUsage, Problem, Usage, evaluate, read_contest
-from autoshard.solvers import DP, ILP, Answer, Status, annealing, settle, solve
+from autoshard.solvers import DP, ILP, Answer, Status, annealing, settle, solve, streams
 from autoshard.solvers.answer import lowered, relative_gap
 from autoshard.solvers.binding_times import binding_rows, load, maximal_rows
 from autoshard.solvers.dual_ascent import Messages
@@ -202,6 +203,40 @@ def test_sweeps_are_those_of_a_reference_of_messages_by_name(seed):
                 bound, size, into[other[k], k] = bound + sent.min(), size + abs(sent.min()), sent - sent.min()
             assert messages.reduced[messages.first[v] : messages.first[v + 1]] == pytest.approx(total - least, abs=1e-12)
         assert swept == pytest.approx((bound, size, energy), rel=1e-12) and choice.tolist() == [told[v] for v in range(7)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_prices_of_streams_and_bytes_are_those_of_a_linear_program_and_of_its_dual(seed):
+    rng = np.random.default_rng(seed)
+    choices, parts, times = rng.integers(1, 6), rng.integers(1, 5), rng.integers(0, 3)
+    seconds, loads = rng.uniform(0, 10.0 ** rng.integers(-4, 3), (choices, parts)), rng.uniform(-0.5, 0.2, (choices, times))
+    y, z, shares, value = streams.best_prices(list(seconds), list(loads))
+    assert (y >= 0).all() and (z >= 0).all() and (shares >= 0).all() and (y.sum(), shares.sum()) == pytest.approx((1, 1))
+    rows, most = np.hstack([np.ones((choices, 1)), -seconds, -loads]), streams.STEEPEST * seconds.max()
+    sums = np.concatenate([[0], np.ones(parts), np.zeros(times)])[None, :]
+    bounds = [(None, None)] + [(0, None)] * parts + [(0, most)] * times
+    program = scipy.optimize.linprog(-np.eye(1 + parts + times)[0], rows, np.zeros(choices), sums, [1.0], bounds)
+    assert value == pytest.approx(-program.fun, rel=1e-6) and value == pytest.approx((seconds @ y + loads @ z).min(), rel=1e-9)
+    beyond = np.maximum(shares @ loads, 0.0) * most  # what the dearest bytes cost where no mixture fits
+    assert (shares @ seconds).max() + beyond.sum() == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(40) if len(random_problem(seed).edges) > 1])
+def test_a_problem_priced_by_stream_and_by_byte_costs_what_its_definition_says(seed):
+    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    nodes, edges = ([rng.random((*x.shape, 2)) for x in all_] for all_ in (problem.node_costs, [e.table for e in problem.edges]))
+    parts = [streams.Part(*(rng.random((len(x), 2)) for x in (nodes, edges))) for _ in range(3)]
+    y, loads = rng.random(3), streams.Loads(problem)
+    of = [sum(price * getattr(part, name) for price, part in zip(y, parts)) for name in ("nodes", "edges")]
+    by_stream, z = streams.priced_by_stream(problem, nodes, edges, *of), rng.random(len(loads.rows.times))
+    by_byte = loads.priced(by_stream, z)
+    for x in itertools.islice(every_choice(problem), 0, None, 7):
+        seconds = streams.seconds_of_parts(parts, *streams.seconds_of_choice(problem, nodes, edges, x))
+        expected = math.fsum(y * seconds) if math.isfinite(evaluate(problem, x).cost) else math.inf
+        judged = evaluate(by_stream, x)
+        assert judged.cost == pytest.approx(expected)
+        assert judged.fits or loads.of(x).max() == pytest.approx(judged.peak / problem.usage_limit - 1)
+        assert evaluate(by_byte, x).cost - z.sum() == pytest.approx(expected + loads.of(x) @ z)
 
 
 def test_options_are_fields_of_the_solver():

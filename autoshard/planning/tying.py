@@ -7,7 +7,6 @@
 Tied plans are easier to read and to run. The gap says how much more they may cost.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -63,12 +62,12 @@ def tied_groups(formulated: Formulation) -> list[int]:
 
 
 def tied(problem: Problem, groups: Sequence[int]) -> Problem:
-    """The problem in which the nodes of a group are one node."""
-    costs: list[np.ndarray | None] = [None] * (max(groups, default=-1) + 1)
-    names = [""] * len(costs)
+    """The problem in which the nodes of a group are one node; groups are numbered in order of their first nodes."""
+    costs: dict[int, np.ndarray] = {}
+    names: dict[int, str] = {}
     for v, g in enumerate(groups):
-        costs[g] = problem.node_costs[v] if costs[g] is None else costs[g] + problem.node_costs[v]
-        names[g] = names[g] or problem.names[v]
+        costs[g] = costs[g] + problem.node_costs[v] if g in costs else problem.node_costs[v]
+        names.setdefault(g, problem.names[v])
     summed: dict[tuple[int, int], dict[int, tuple[np.ndarray, int]]] = {}
     for e in problem.edges:
         a, b, table = groups[e.a], groups[e.b], e.table
@@ -97,5 +96,4 @@ def tied(problem: Problem, groups: Sequence[int]) -> Problem:
         Usage(ends, start, end, held[0] if len(held) == 1 else np.sum(held, axis=0), place.get(ends))
         for (ends, start, end), held in usages.items()
     )
-    filled = tuple(np.full(1, math.inf) if c is None else c for c in costs)
-    return Problem(tuple(names), filled, tuple(edges), summed_usages, problem.usage_limit)
+    return Problem(tuple(names.values()), tuple(costs.values()), tuple(edges), summed_usages, problem.usage_limit)
