@@ -144,7 +144,7 @@ def test_a_tied_problem_costs_and_holds_what_the_whole_one_does(name):
 @pytest.mark.parametrize("seed", range(30))
 def test_any_problem_costs_and_holds_the_same_with_any_of_its_nodes_tied(seed):
     problem, rng = random_problem(seed), np.random.default_rng(seed)
-    problem = replace(problem, usages=tuple(replace(u, start=u.start // 8, end=u.end // 8) for u in problem.usages))  # many at the same time
+    problem = replace(problem, usages=tuple(replace(u, start=u.start // 8, end=u.end // 8) for u in problem.usages))
     keys = [(len(costs), int(rng.integers(2))) for costs in problem.node_costs]
     numbers = {key: g for g, key in enumerate(dict.fromkeys(keys))}
     small = tied(problem, groups := [numbers[key] for key in keys])

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from autoshard.problem import Edge, EdgeUsage, Evaluation, NodeUsage, Problem, Usage, evaluate, held
 from autoshard.solvers import Answer, Status, price_search, solve
 from autoshard.solvers.binding_times import binding_rows, load
-from autoshard.solvers.lagrangian import Line
+from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.lagrangian import KnownAnswer, Line, corners, scale
 from tests.helpers_problems import every_answer, every_choice, random_problem
 
 ROOT = Path(__file__).parent.parent
+TODAY = 1000.0  # seconds on a clock that stands
 SHAPES = ("chain", "tree", "cycle", "layered")
 SEEDS = range(6)
 ROUNDING = 1e-9  # relative
@@ -384,3 +386,40 @@ def test_the_benchmark_sees_a_contradiction(ours, alone, ok):
     plans = {"with": {**one, **ours}, "without": {**one, "cost_seconds": 3.3, "gap": 0.1, **alone}}
     judged = benchmark.limited_judged({"case": "a", "nodes": 5, "limit_bytes": 80.0, "plans": plans}, {"most": 0.01})
     assert judged["ok"] == ok and len(study.lines(judged)) == 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_similar_problem_that_is_this_one_gives_the_answers_around_the_limit_soon(seed):
+    """Those of the lower hull of memory and cost, by brute force; asked at no price, at growing ones until one fits, and at chords."""
+    rng, asked = np.random.default_rng(seed), []
+    costs, amounts = rng.uniform(1, 9, (4, 4)), rng.uniform(1, 9, (4, 4))
+    free = Problem(tuple("abcd"), tuple(costs), (), tuple(NodeUsage(v, 0, 1, amounts[v]) for v in range(4)))
+
+    def exact(problem: Problem, gap: float) -> tuple:
+        asked.append(float((problem.node_costs[0] - costs[0])[0] / amounts[0, 0]))
+        return tuple(int(c.argmin()) for c in problem.node_costs), None
+
+    judged = [(evaluate(free, x), x) for x in every_choice(free)]
+    hull = corners([KnownAnswer(x, e.cost, e.peak, np.array([e.peak])) for e, x in judged])
+    for k, limit in enumerate([hull[0].memory * 0.999, *((a.memory + b.memory) / 2 for a, b in itertools.pairwise(hull)), hull[-1].memory]):
+        limited = replace(free, usage_limit=limit)
+        record = Record(limited, TODAY + price_search.HURRIED, 0.0, lambda: TODAY, nearby=exact)
+        incumbent = Incumbent(limited, record)
+        asked.clear()
+        price_search.begin_nearby(limited, incumbent)
+        assert incumbent.choice == (hull[k - 1].choice if k else None)
+        assert record.starts == ([f.choice for f in hull[k - 1 : k + 1]] if 0 < k < len(hull) else [])
+        first, steps = price_search.FIRST * scale(limited, hull[-1]) / hull[-1].memory, (6 if k == 0 else k < len(hull))
+        assert asked[: 1 + steps] == pytest.approx([0.0, *(first * price_search.STEEPER**j for j in range(steps))], abs=1e-12)
+        assert len(asked) == 1 + steps or 0 < k < len(hull)
+
+
+@pytest.mark.parametrize(
+    ("limit", "known"),
+    [(1e9, {"deadline": 2e9}), (1e9, {"choice": (0,) * 5}), (1e9, {"bound": math.inf}), (1e9, {"nearby": None}), (None, {})],
+)
+def test_no_similar_problem_is_asked_where_time_is_ample_or_it_is_of_no_use(limit, known):
+    problem = replace(shaped("chain", False, 0), usage_limit=limit)
+    record = Record(**{"problem": problem, "deadline": TODAY, "gap": 0.0, "clock": lambda: TODAY, "nearby": pytest.fail, **known})
+    price_search.begin_nearby(problem, incumbent := Incumbent(problem, record))
+    assert incumbent.choice == known.get("choice") and not record.starts
