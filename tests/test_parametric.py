@@ -9,9 +9,9 @@ import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate, held, without_limit
 from autoshard.solvers import Answer, Hull, HullPoint, Status, exchange_parts, hull, memory_hull
-from autoshard.solvers.binding_times import load
+from autoshard.solvers.binding_times import binding_rows, load
 from autoshard.solvers.lagrangian import KnownAnswer, Lagrangian, Line
-from tests.helpers_problems import every_answer, random_problem
+from tests.helpers_problems import every_answer, every_choice, random_problem
 from tests.helpers_refusals import assert_refused
 
 TIGHT = memory_hull.LEAST_GAP  # relative
@@ -104,6 +104,54 @@ def test_the_check_by_brute_force_sees_planted_faults(known, plant):
     problem, found = known
     assert wrong(problem, found, 0.0) == []
     assert wrong(problem, plant(found), 0.0) != []
+
+
+def apart(seed: int) -> Problem:
+    """Seven nodes without edges, each with a fast choice that holds more."""
+    rng = np.random.default_rng(seed)
+    usages = tuple(NodeUsage(v, 0, 1, np.array([rng.uniform(0, 1), rng.uniform(2, 4)])) for v in range(7))
+    return Problem(tuple("abcdefg"), tuple(np.array([rng.uniform(2, 4), rng.uniform(0, 1)]) for _ in range(7)), (), usages)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_parts_in_which_answers_differ_add_up_and_the_mixture_between_is_the_nearest_to_half_way(seed):
+    problem, rng = replace(random_problem(seed) if seed < 40 else apart(seed), usage_limit=0.0), np.random.default_rng(seed)
+    every, rows = [(x, one) for x in every_choice(problem) if math.isfinite((one := evaluate(problem, x)).cost)], binding_rows(problem)
+    peaks = list(range(0, len(rows.times), 2))
+    known = [KnownAnswer(x, e.cost, e.peak, load(rows, held(problem, x))) for x, e in every]
+    for _ in range(5 if len(known) > 1 and peaks else 0):
+        some = rng.choice(len(known), 2, replace=False) if seed < 40 else (0, -1)
+        a, b = sorted((known[k] for k in some), key=lambda one: one.memory)
+        x, y = np.array(a.choice), np.array(b.choice)
+        more = exchange_parts.differences(problem, rows, peaks, x, y)
+        tables = [(e.table, e.a, e.b) for e in problem.edges] + [(u.bytes, *u.ends) for u in problem.usages if u.edge is not None]
+        label = list(range(len(x)))
+        for table, v, w in tables * len(x):
+            if x[v] != y[v] and x[w] != y[w] and not table[x[v], x[w]] + table[y[v], y[w]] == table[x[v], y[w]] + table[y[v], x[w]]:
+                label[v] = label[w] = min(label[v], label[w])
+        numbers = {one: k for k, one in enumerate(sorted({label[v] for v in np.flatnonzero(x != y)}))}
+        assert more.part.tolist() == [numbers[label[v]] if x[v] != y[v] else -1 for v in range(len(x))]
+        listed = exchange_parts.parts_that_differ(problem, x, y)
+        assert listed == [np.flatnonzero(more.part == k).tolist() for k in range(len(numbers))]
+        for some in itertools.product((False, True), repeat=len(numbers)):
+            mixture = evaluate(problem, z := np.where(np.array([*some, False])[more.part], y, x).tolist())
+            if math.isfinite(mixture.cost):
+                assert mixture.cost == pytest.approx(a.cost + more.cost @ some, rel=1e-9)
+                assert load(rows, held(problem, z))[peaks] == pytest.approx(a.loads[peaks] + more.bytes @ some, rel=1e-9, abs=1e-12)
+        if a.memory < b.memory and a.cost > b.cost:
+            price = (a.cost - b.cost) / (b.memory - a.memory)
+            worth = (more.cost + price * more.bytes.max(axis=0)) / max(abs(a.cost), abs(b.cost))
+            order = sorted(range(len(worth)), key=lambda k: (round(worth[k] / exchange_parts.EVEN), k))
+            assert more.by_worth(a, b).tolist() == order
+            near, halves = None, math.inf
+            for count in range(1, len(order) + 1):
+                taken = order[:count]
+                memory, cost = (a.loads[peaks] + more.bytes[:, taken].sum(axis=1)).max(), a.cost + more.cost[taken].sum()
+                way = abs((memory - a.memory) / (b.memory - a.memory) + (a.cost - cost) / (a.cost - b.cost) - 1)
+                if a.memory < memory < b.memory and a.cost > cost > b.cost and way < halves - 1e-12:
+                    near, halves = np.where(np.isin(more.part, taken), y, x).tolist(), way
+            found = exchange_parts.between(problem, rows, peaks, a, b)
+            assert (None if found is None else found.tolist()) == near
 
 
 def test_parts_between_two_corners_are_exchanged_one_by_one(monkeypatch):
