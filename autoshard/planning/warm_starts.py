@@ -61,9 +61,10 @@ def corresponding(graph: Graph, layouts: Mapping[str, Placed]) -> dict[int, Plac
     """For each op of the graph what corresponds to it in the plan of a graph of as many layers, or of some more or fewer: the op at the
     same place. Where the graphs differ in something else, the op of the same name."""
     layer = [-1 if place is None or place.block else place.instance for place in repeated_blocks(graph).places]
-    names, middle = list(layouts), max(layer, default=-1) // 2
+    names, top = list(layouts), max(layer)
+    middle = top // 2
     more, rest = divmod(len(names) - len(layer), layer.count(middle)) if middle >= 0 else (0, len(names) - len(layer))
-    dropped = range(first := max((max(layer, default=0) + more) // 2, 1), first - more)  # of the layers: the plan has none for them
+    dropped = range(first := max((top + more) // 2, 1), first - more)  # of the layers: the plan has none for them
     order: list[int] = []
     for k, run in groupby(range(len(layer)), key=lambda i: layer[i]):
         order += [] if k in dropped else list(run) * (1 + max(more, 0) * (k == middle))
