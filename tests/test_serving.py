@@ -370,6 +370,13 @@ def bytes_by_kind(model):
     return kinds
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_a_step_knows_which_weights_are_of_experts_and_which_every_device_has(name):
+    steps, held = steps_of(mixture(name)), bytes_by_kind(mixture(name))
+    price = price_of(steps, divided(steps.decode(8, 16)), mesh(2), modules=False)
+    assert (price.experts, price.replicated) == (held["experts"] / 2, held["routers"])
+
+
 SHARED = product((("mixtral", 4), ("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4)), (False, True))
 SLOW_CASES = [pytest.param(*mixed, together, marks=pytest.mark.slow) for mixed, together in SHARED]
 
