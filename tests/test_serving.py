@@ -22,7 +22,7 @@ from autoshard.report.serving import serving_report
 from autoshard.report.terminal import as_text
 from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
 from autoshard.serving.projections import divided
-from autoshard.serving.step_prices import price_of
+from autoshard.serving.step_prices import StepPrice, price_of
 from autoshard.serving.steps import READ_AGAIN, Stored, paged_attention, steps_of
 from benchmarks.coverage import HF
 from benchmarks.studies.launches import latent as studied_latent
@@ -375,6 +375,13 @@ def test_a_step_knows_which_weights_are_of_experts_and_which_every_device_has(na
     steps, held = steps_of(mixture(name)), bytes_by_kind(mixture(name))
     price = price_of(steps, divided(steps.decode(8, 16)), mesh(2), modules=False)
     assert (price.experts, price.replicated) == (held["experts"] / 2, held["routers"])
+
+
+def test_stages_have_as_many_layers_as_possible_each_and_the_first_ones_one_more():
+    price = StepPrice((1, 2, 4, 8, 16), 100, (10, 20, 40, 80, 160), 1000, 2000, 500, 0, 0, 0, None)
+    assert price.stages(1) == [(131, 310 + 1000 + 2000 - 500, range(5))]
+    assert price.stages(2) == [(7, 70 + 1000, range(3)), (24 + 100, 240 + 2000, range(3, 5))]
+    assert [list(layers) for *_, layers in price.stages(3)] == [[0, 1], [2, 3], [4]]
 
 
 SHARED = product((("mixtral", 4), ("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4)), (False, True))
