@@ -76,6 +76,8 @@ _CASES = [
     ("native_batch_norm_backward.default", (f(4, 8, 8, 8), X, C[0], *C[2:], BATCH[1], BATCH[2], True, 1e-5, ALL)),
     ("native_batch_norm_backward.default, part", (f(4, 8, 8, 8), X, C[0], None, None, BATCH[1], BATCH[2], True, 1e-5, [True, True, False])),
     ("native_batch_norm_backward.default, no training", (f(4, 8, 8, 8), X, C[0], *C[2:], f(0), f(0), False, 1e-5, ALL)),
+    ("_fused_rms_norm.default", (T4, [8], f(8), 1e-5)),
+    ("_fused_rms_norm.default, plain", (T4, [4, 8], None, None)),
     ("native_group_norm.default", (X, C[0], C[1], 4, 8, 64, 4, 1e-5)),
     ("native_group_norm.default, plain", (X, None, None, 4, 8, 64, 2, 1e-5)),
     ("native_group_norm_backward.default", (f(4, 8, 8, 8), X, GROUP[1], GROUP[2], C[0], 4, 8, 64, 4, ALL)),

@@ -1,4 +1,4 @@
-"""Graphs with torch's kernels of attention in one form: `canonical` makes them `autoshard::attention`.
+"""Graphs with torch's kernels of attention in one form: `canonical` makes them `autoshard::attention`, and RMS norms torch's own operator.
 
 The kernels of torch (`_scaled_dot_product_flash_attention`, ...) become the operator, keys and values that are repeated for their
 groups of queries aren't, and masks that say nothing, or that attention is causal, are none.
@@ -16,7 +16,7 @@ from torch import fx
 
 from autoshard.capture.functional import VIEWS
 from autoshard.capture.known_masks import Says, said_by
-from autoshard.capture.operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD
+from autoshard.capture.operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD, OF_TORCH
 from autoshard.torch_private import FakeTensor, pytree
 
 aten = torch.ops.aten
@@ -29,6 +29,8 @@ RENAMED = {"attn_bias": "attn_mask", "grad_out_": "grad_out", "log_sumexp": "log
 def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
     """Replaces torch's kernels and undoes repeated keys and values; returns what replaces each node that is no longer there."""
     gone: dict[fx.Node, fx.Node | None] = {}
+    for node in traced.graph.nodes:
+        node.target = OF_TORCH.get(node.target, node.target)
     for forward in [node for node in traced.graph.nodes if node.target in FORWARDS]:
         for item in _items(forward).values():
             _without_detach(item)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.capture.operators import define, differentiate
+from autoshard.capture.operators import define, differentiate, exact
 
 CHUNK = 64
 NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # in modules of transformers
@@ -32,15 +32,11 @@ GRADIENTS = ", ".join(f"Tensor grad_{name}" for name in ("query", "key", "value"
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, _, heads, width = value.shape
-    return value.new_empty(value.shape), value.new_empty((batch, heads, key.shape[-1], width), dtype=_exact(query))
+    return value.new_empty(value.shape), value.new_empty((batch, heads, key.shape[-1], width), dtype=exact(query))
 
 
 def _fake_backward(grad_out: Tensor, *operands: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in operands[:5])
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 DELTA_RULE = define("delta_rule", f"({READ}) -> (Tensor out, Tensor state)", _fake)
@@ -53,7 +49,7 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """out, as wide as value, and the last state, which is computed in float32 at least. By plain operators, on any device."""
     tokens, groups = key.shape[1], value.shape[2] // key.shape[2]
-    q, k, v, g, b = (x.transpose(1, 2).to(_exact(query)) for x in (query, key, value, decay, beta))
+    q, k, v, g, b = (x.transpose(1, 2).to(exact(query)) for x in (query, key, value, decay, beta))
     if normalize:
         q, k = (x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt() for x in (q, k))
     q, k = ((x.repeat_interleave(groups, 1) if groups > 1 else x) for x in (q * q.shape[-1] ** -0.5, k))

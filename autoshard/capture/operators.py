@@ -65,6 +65,11 @@ OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None"
 ORDERED = f"{OPTIONS}, int head_tail=0"  # a model's own attention is in the natural order
 
 
+def exact(x: Tensor) -> torch.dtype:
+    """In which sums of its elements are computed."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def heads_inside(x: Tensor, width: int) -> Tensor:
     """An empty tensor of x's shape but for its last dim, whose heads are next to their features in memory, as kernels leave them."""
     b, h, t, _ = x.shape
@@ -72,8 +77,7 @@ def heads_inside(x: Tensor, width: int) -> Tensor:
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact)
+    return heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact(query))
 
 
 def _attended_with_dropout(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +97,39 @@ SEEDED = (torch.Tag.nondeterministic_seeded,)
 DROPOUT = define("dropout_attention", f"({QKV}, {WITH_DROPOUT}) -> ({KEPT})", _attended_with_dropout, SEEDED)
 DROPOUT_BACKWARD = define("dropout_attention_backward", f"(Tensor grad_out, {QKV}, {KEPT}, {WITH_DROPOUT}) -> {OF_QKV}", _of_qkv)
 differentiate(DROPOUT, DROPOUT_BACKWARD)
+
+
+# -- RMS norm, in a graph torch's own operator, which a trace on a CPU would decompose -------------------------------------------------
+
+NORMED = "Tensor input, int[] normalized_shape"
+RMS_NORM = define(
+    "rms_norm", f"({NORMED}, Tensor? weight, float? eps) -> (Tensor out, Tensor rstd)",
+    lambda x, shape, *_: (x.new_empty(x.shape), x.new_empty((*x.shape[: -len(shape)], *(1,) * len(shape)), dtype=exact(x))),
+)  # fmt: skip
+RMS_NORM_BACKWARD = define(
+    "rms_norm_backward", f"(Tensor grad_out, {NORMED}, Tensor rstd, Tensor? weight, bool[2] output_mask) -> (Tensor, Tensor)",
+    lambda grad, x, shape, rstd, weight, mask: (x.new_empty(x.shape), x.new_empty(shape)),
+)  # fmt: skip
+OF_TORCH = {
+    RMS_NORM: torch.ops.aten._fused_rms_norm.default,
+    RMS_NORM_BACKWARD: torch.ops.aten._fused_rms_norm_backward.default,
+}  # fmt: skip
+
+
+def _keep_normed(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.shape, weight, _ = inputs
+    ctx.save_for_backward(x, output[1], weight)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _of_normed(ctx: Any, grad: Tensor, _: Any) -> tuple:
+    x, rstd, weight = ctx.saved_tensors
+    mask = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+    of_x, of_weight = RMS_NORM_BACKWARD(grad, x, ctx.shape, rstd, weight, mask)
+    return of_x if mask[0] else None, None, of_weight if mask[1] else None, None
+
+
+torch.library.register_autograd(RMS_NORM, _of_normed, setup_context=_keep_normed)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------------------

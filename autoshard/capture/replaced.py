@@ -2,6 +2,7 @@
 
     F.scaled_dot_product_attention   `autoshard::attention`, or with dropout `autoshard::dropout_attention`; attention with a mask that is
                                      trained stays as torch decomposes it: matmuls and softmax
+    F.rms_norm                       `aten._fused_rms_norm`, as torch runs it on a GPU; on a CPU it is six operators
     F.ctc_loss                       `autoshard::ctc_loss`
     flex_attention                   plain operators, of which each has its rules. torch's own (2.13) has no backward on the CPU, whose
                                      tensors stand for all devices in a capture, and is compiled when it is called
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention, noop_mask
 
 from autoshard.capture.delta_rule import delta_rule_as_one_op
-from autoshard.capture.operators import ATTENTION, CTC, DROPOUT
+from autoshard.capture.operators import ATTENTION, CTC, DROPOUT, RMS_NORM
 from autoshard.torch_private import DispatchKey, EffectType, OpOverload, TransformGetItemToIndex, over_places, register_effectful_op
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ def replaced_operators(device: str = "CPU") -> Iterator[None]:
     """All of it. Kernels are replaced for CPU tensors: those of a capture are fake ones. device: "CUDA" for what is traced elsewhere."""
     checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
     one_op: dict[str, Callable] = {
-        "scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss,
+        "scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss, "rms_norm": _rms_norm,
     }  # fmt: skip
     with _kernels(one_op, f"Autograd{device}"), flex_as_attention(), delta_rule_as_one_op(), fake_grouped_mm(), mended():
         register_effectful_op(checks, None)
@@ -158,6 +159,12 @@ def _blocks(number: Tensor, indices: Tensor) -> Tensor:
     columns = torch.arange(indices.shape[-1], device=indices.device)
     named = indices.unsqueeze(-1) == columns
     return (named & (columns < number.unsqueeze(-1)).unsqueeze(-1)).any(-2)
+
+
+def _rms_norm(x, normalized_shape, weight=None, eps=None):  # type: ignore[no-untyped-def]
+    if not (x.is_floating_point() and x.numel() and (weight is None or weight.dtype == x.dtype)):
+        return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
+    return RMS_NORM(x, normalized_shape, weight, eps)[0]
 
 
 MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum

@@ -92,6 +92,19 @@ def _statistics(sharded: ShardedOp, kernel: Callable, **options: Any) -> Kernel 
     return partial(kernel, op=getattr(getattr(aten, name), overload), **options) if has_16_bits else None
 
 
+def rms_norm_backward(**a: Any) -> Any:
+    """z = x r,  g = y' w:    x' = r (g - z mean(g z)),  w' = sum over rows of y' z. torch's operator has no kernel for a CPU."""
+    x, weight, (of_x, of_weight) = a["input"], a["weight"], a["output_mask"]
+    if x.is_cuda:
+        return on_dense(aten._fused_rms_norm_backward.default, **a)
+    dims = len(a["normalized_shape"])
+    z, g = x * a["rstd"], a["grad_out"].to(a["rstd"].dtype)
+    by_weight = (g * z).sum(list(range(z.dim() - dims))).to(x.dtype) if of_weight else None
+    g = g if weight is None else g * weight
+    inner = (g * z).mean(list(range(-dims, 0)), keepdim=True)
+    return (a["rstd"] * (g - z * inner)).to(x.dtype).contiguous() if of_x else None, by_weight
+
+
 def _dims_but(rank: int, dim: int) -> list[int]:
     return [d for d in range(rank) if d != dim % rank]
 
@@ -146,4 +159,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"aten.native_{name}.default": partial(on_dense, getattr(aten, f"native_{name}").default)
     for name in ("layer_norm", "layer_norm_backward", "group_norm", "group_norm_backward")
+} | {
+    "aten._fused_rms_norm.default": partial(on_dense, aten._fused_rms_norm.default),
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
 }

@@ -8,7 +8,7 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
 
     attention                          one op, kernels by device, dtype, mask and head dim: attention.py;
                                        over a sharded sequence: attention_over_sequence.py
-    layer norm, group norm             one op everywhere, on dense tensors: norms.py
+    layer norm, group norm, RMS norm   one op everywhere, on dense tensors: norms.py
     batch norm, log_sigmoid            one op everywhere; what a device's kernel leaves out is filled in: run.py
     bags of embeddings                 the same; their backward finds the bag of each index itself where the forward left it out
     gated delta rule                   flash-linear-attention's on CUDA where it is installed, else plain ops: delta_rule.py
