@@ -367,9 +367,10 @@ def test_sharded_parameters_take_no_more_than_those_that_stay_gathered(stages, m
         assert sharded <= gathered * (1 + 1e-3)
 
 
-def test_stages_of_torch_receive_into_a_buffer_per_microbatch_whatever_is_sharded():
+@pytest.mark.parametrize("launcher", ["torchtitan", "automodel"])
+def test_stages_of_torch_receive_into_a_buffer_per_microbatch_whatever_is_sharded(launcher):
     launch = Launch(8, 8192, 32, data=1, pipeline=8, recompute="full", split="ends")
-    alone, sharded = (launch_memory(TrainingRuns.of([replace(launch, zero=zero)]), LLAMA8, Site(), "torchtitan") for zero in (0, 2))
+    alone, sharded = (launch_memory(TrainingRuns.of([replace(launch, zero=zero)]), LLAMA8, Site(), launcher) for zero in (0, 2))
     assert alone.fullest().kinds["transfers"][0] == sharded.fullest().kinds["transfers"][0] >= 32 * 2 * 8192 * 4096
 
 

@@ -24,7 +24,7 @@ from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory
 from .runs import PRECISIONS, TrainingRuns, by_value, distinct
 from .step_time import NOTHING, beside_block, end_share, optimizer_bytes, stage_parameters, step_parts, transfers_of_fsdp
 
-STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate", "automodel": "torchtitan"}  # others have their own
+STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate"}  # others have their own
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
 LIKELY = 0.5  # the chance from which on a launch fits
 SHARE = 0.8  # of measured runs that an interval holds

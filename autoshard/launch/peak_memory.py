@@ -142,7 +142,7 @@ def memory_of(runs: TrainingRuns, constants: RunConstants, split: Stages | None 
         held = in_flight(runs, place)
         activations = held * blocks * kept
         # what is sent waits for its backward; torch's stages receive into a buffer per microbatch (_prepare_forward_infra), others into two
-        buffers = shard * np.where(one, 0.0, held + np.where(_is_torchs(constants), runs.microbatches, 2.0))
+        buffers = shard * np.where(one, 0.0, held + np.where(constants.stack.torchs > 0, runs.microbatches, 2.0))
         states = state_bytes(runs, parameters, of_blocks, constants)
         # gradients of the tables come first, and the first block's when of the activations nothing but its own is left
         each = states["gradients"] / np.maximum(parameters, 1.0) / runs.tensor
@@ -259,18 +259,13 @@ def _of_one_kind(
 def logits_bytes(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:
     """Of the loss and its gradient, at their most; `chunks` of the tokens one after the other where a run has them. Where the vocabulary
     weighs more than the tokens, of the gradient of 16-bit logits beside that of the head, unless its matmul adds to a buffer."""
-    eager = constants.memory.logits + np.where((runs.tensor > 1) & _is_torchs(constants), PARALLEL_LOSS, 0.0)
+    eager = constants.memory.logits + np.where((runs.tensor > 1) & (constants.stack.torchs > 0), PARALLEL_LOSS, 0.0)
     each = np.where(_compiled_loss(runs, constants), COMPILED_LOSS, eager)
     logits = runs.tokens * runs.vocab / runs.tensor / runs.loss_chunks
     head = np.where(constants.stack.fused_accumulation > 0, 0.0, 2 * runs.table_parameters / runs.tensor)
     # FSDP has its matrix at hand all the time (`_gathered`); what gathers it when it is needed holds it here, too
     copies = 1 + (runs.zero >= 3) * ("gathered" in constants.without)
     return np.maximum(each * logits, 2 * logits + copies * head)
-
-
-def _is_torchs(constants: RunConstants) -> np.ndarray:
-    """Whether stages and losses are torch's own, not those of a library of kernels."""
-    return constants.stack.libraries == 0
 
 
 def _compiled_loss(runs: TrainingRuns, constants: RunConstants) -> np.ndarray:

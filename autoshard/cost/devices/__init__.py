@@ -47,6 +47,7 @@ class StackConstants:
     hides: Numbers  # 1: gradients are reduced during the last backward
     hides_gather: Numbers  # 1: ZeRO-1 gathers parameters during the next forward
     libraries: Numbers  # of kernels, uncompiled: 2: norms, rotary positions and activations are one each; 1: but activations; 0: none is
+    torchs: Numbers  # 1: stages and losses are torch's own
     overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
     regathers: Numbers  # 1: the inputs of sequence parallel matmuls are gathered again in the backward
     fused_loss: Numbers  # 1: softmax and loss are one kernel, which leaves the gradient in place of the logits
