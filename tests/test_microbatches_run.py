@@ -136,7 +136,14 @@ def _misused(rank: int, solution) -> list[str]:
         for inputs in module.microbatches(batch("mlp", 0)):
             module(*inputs).backward()
             with torch.no_grad():
-                [p.mul_(0.9) for p in module.parameters()]  # as an optimizer's step: the shard's own version stays
+                [p.mul_(0.9) for p in module.parameters()]  # the shard's own version stays
+
+    def steps():
+        for p in module.parameters():
+            p.grad = p.detach().clone()
+        for inputs in module.microbatches(batch("mlp", 0)):
+            module(*inputs).backward()
+            torch.optim.SGD(module.parameters(), lr=0.1, foreach=True).step()  # both versions stay
 
     def forgets():
         for k, inputs in enumerate(module.microbatches(batch("mlp", 0))):
@@ -146,7 +153,7 @@ def _misused(rank: int, solution) -> list[str]:
     def splits():
         module.microbatches(tuple(x[:-1] for x in batch("mlp", 0)))
 
-    for misuse in (changes, updates, forgets, splits):
+    for misuse in (changes, updates, steps, forgets, splits):
         try:
             misuse()
         except (RuntimeError, ValueError) as error:
@@ -164,8 +171,8 @@ def _misused(rank: int, solution) -> list[str]:
 
 def test_misuse_of_the_loop_is_said_and_a_call_outside_of_it_is_a_step():
     for said in results(2, _misused, planned("mlp", "zero2", (2,))):
-        changed, updated, forgot, split, adds, counts = said
-        assert all("was changed between two microbatches of a step" in one for one in (changed, updated))
+        changed, updated, stepped, forgot, split, adds, counts = said
+        assert all("was changed between two microbatches of a step" in one for one in (changed, updated, stepped))
         assert "the last microbatch had no backward()" in forgot
         assert "expected plain tensors of 4 times the planned first dim" in split
         assert (adds, counts) == ("True", "True")

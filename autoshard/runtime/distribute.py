@@ -6,7 +6,7 @@ A rank's shard is the one that `torch.chunk` along the mesh axes, left to right,
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoshard.layout import Layout, rank_shape
 from autoshard.lower import Groups, Rank, shard_of_rank, state_of_module
@@ -126,6 +128,22 @@ def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 def local(x: Tensor) -> Tensor:
     """This rank's shard of a DTensor; another tensor itself."""
     return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def versions(x: Tensor) -> tuple[int, int]:
+    """An operator on a DTensor counts in its own version alone, one on its shard in that of the shard."""
+    return x._version, local(x)._version
+
+
+@cache  # once for all modules
+def count_steps() -> None:
+    """From now on an optimizer's step changes the versions of the shards that it updates: torch's foreach and fused kernels change none."""
+
+    def count(optimizer: Optimizer, *_: object) -> None:
+        updated = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor) and p.grad is not None)
+        torch.autograd.graph.increment_version([local(p) for p in updated])
+
+    register_optimizer_step_post_hook(count)
 
 
 def copy_with(model: nn.Module, replaced: Callable[[str, Tensor], Tensor]) -> nn.Module:

@@ -18,7 +18,7 @@ from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import parse
 from autoshard.lower import ADD, RankGraphs, Redistribute, Slot, check, redistribution, run_route, slot_of
 from autoshard.routes import Routes
-from autoshard.runtime.distribute import Where, local
+from autoshard.runtime.distribute import Where, local, versions
 from autoshard.solution import Solution
 
 
@@ -81,11 +81,10 @@ class OpenStep:
         """The local tensor in the layout that the graphs read: of a parameter its kept copy."""
         if name not in moves.fetches:
             return local(x)
-        versions = x._version, local(x)._version  # an operator on a DTensor counts in its own version alone
         if name not in self.kept:
             with torch.no_grad():
-                self.kept[name], self.versions[name] = moves.run(moves.fetches[name], local(x).detach()), versions
-        if self.versions[name] != versions:
+                self.kept[name], self.versions[name] = moves.run(moves.fetches[name], local(x).detach()), versions(x)
+        if self.versions[name] != versions(x):
             raise RuntimeError(f"{name} was changed between two microbatches of a step; call optimizer.step() after the last one")
         return self.kept[name]
 

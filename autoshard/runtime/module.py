@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.layout import text
 from autoshard.lower import compiled, state_of_module
 from autoshard.runtime.call_inputs import BoundInputs, CallInputs
-from autoshard.runtime.distribute import local
+from autoshard.runtime.distribute import count_steps, local
 from autoshard.runtime.microbatches import Microbatches, OpenStep
 from autoshard.runtime.overlap import described
 from autoshard.runtime.shared_generator import SharedGenerator
@@ -240,6 +240,7 @@ def attach(module: nn.Module, of: type, digest: str, **held: Any) -> None:
             inner.__dict__.update({hook: partial(_refuse, f"{name}.{hook}() has no effect: {PART}") for hook in HOOKS})
             inner.__dict__["forward"] = partial(_refuse, f"{name} can't be called: {PART}")
     module.__class__ = of
+    count_steps()
     module.__dict__.update({f"_{name}": value for name, value in held.items()}, _digest=digest)
 
 

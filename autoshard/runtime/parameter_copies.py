@@ -5,22 +5,18 @@ other devices     messages from the original's shards to the copy's, then the ro
 """
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoshard.layout import Layout
 from autoshard.lower import CollectiveCall, Groups, RankGenerator, check_step, drive, run_route
 from autoshard.routes import DeviceSet, Message, Step, Transfers
 from autoshard.runtime.agreement import rank_lost
-from autoshard.runtime.distribute import Where, local
+from autoshard.runtime.distribute import Where, local, versions
 from autoshard.runtime.transfers import Held, SentBlock, StageTransfer, exchange, within
 
 Moved = Callable[[Tensor], Tensor | None]  # a rank's shard of the original -> its shard of the copy; None where it has none
@@ -35,12 +31,9 @@ class Copies:
     moves: Mapping[str, Moved]
     versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the originals when they were copied
 
-    def __post_init__(self) -> None:
-        weakref.finalize(self, register_optimizer_step_post_hook(partial(_outdate, weakref.ref(self))).remove)
-
     @property
     def are_current(self) -> bool:
-        return all(self.versions.get(name) == _versions(x) for name, x in self.originals.items())
+        return all(self.versions.get(name) == versions(x) for name, x in self.originals.items())
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -49,7 +42,7 @@ class Copies:
             for name, original in self.originals.items():
                 held = local(original).detach()
                 moved = self.moves[name](held)
-                self.versions[name] = _versions(original)
+                self.versions[name] = versions(original)
                 if moved is not None and name in self.copies:
                     aliases = moved.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
                     local(self.copies[name]).set_(moved.clone() if aliases else moved.contiguous())
@@ -60,19 +53,6 @@ class Copies:
         self.versions.clear()
         for copy in self.copies.values():
             local(copy).set_(local(copy).new_empty(0))
-
-
-def _versions(x: Tensor) -> tuple[int, int]:
-    """An operator on a DTensor counts in its own version alone, one on its shard in that of the shard."""
-    return x._version, local(x)._version
-
-
-def _outdate(of: weakref.ref[Copies], optimizer: Optimizer, *_: object) -> None:
-    """After any optimizer's step: copies of what it has updated are old. The foreach and fused kernels change no version of a DTensor."""
-    if (copies := of()) is not None:
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name in [name for name, x in copies.originals.items() if id(x) in updated]:
-            copies.versions.pop(name, None)
 
 
 @dataclass(eq=False)
