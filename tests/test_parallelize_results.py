@@ -64,6 +64,36 @@ def returning(form):
     return Model(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
+def with_heads():
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(8, 8) for name in ("trunk", "left", "right")}
+    return Model(lambda m, x: (m.left(m.trunk(x)).square().mean(), m.right(m.trunk(x)).mean(), m.trunk.bias.sum()), **parts)
+
+
+def differentiated(rank, solution, of):
+    """The parameters and gradients after a step of weight decay on the sum of some outputs: in the last microbatch of the first of them."""
+    model = parallel(with_heads(), solution)
+    optimizer, x = torch.optim.AdamW(model.parameters(), weight_decay=0.5), torch.ones(8, 8)
+    given = [(x,)] * 2 if solution is None else model.microbatches((torch.cat([x, x]),))
+    for some, inputs in zip((of, of[:1]), given, strict=True):
+        outputs = model(*inputs)
+        sum(outputs[k] for k in some).backward()
+    optimizer.step()
+    return {name: (full(p.detach()), None if p.grad is None else full(p.grad)) for name, p in model.named_parameters()}
+
+
+def test_a_parameter_that_no_differentiated_output_reaches_has_no_gradient():
+    """It would have one of zeros, and weight decay would change it."""
+    solution = autoshard.plan(with_heads(), (torch.ones(8, 8),), fast_mesh((2,)), training=True, microbatches=2, objective="serial")
+    for of in ((0,), (1, 0), (2,)):
+        alone = differentiated(0, None, of)
+        for found in results(2, differentiated, solution, of):
+            assert {n for n, (_, grad) in found.items() if grad is None} == {n for n, (_, grad) in alone.items() if grad is None}
+            for name, (value, grad) in found.items():
+                torch.testing.assert_close(value, alone[name][0])
+                assert grad is None or torch.allclose(grad, alone[name][1])
+
+
 def described(result):
     """The result with shapes in place of its tensors."""
     if isinstance(result, torch.Tensor):

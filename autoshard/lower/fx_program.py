@@ -13,7 +13,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,7 @@ class RankGraphs:
     gradients: tuple[str, ...]  # "gradient:NAME"
     slots: dict[str, Slot]  # of loads, tangents and results
     parameters: frozenset[str] = frozenset()  # among the loads
+    reach: dict[str, frozenset[str]] = field(default_factory=dict)  # of gradients: the tangents from which they are computed
     sums: tuple[str, ...] = ()  # parameters whose gradients the backward graph adds to its last inputs (runtime.microbatches)
 
     @cached_property  # asked at every step
@@ -286,7 +287,11 @@ def _split(joint: fx.GraphModule, program: RankProgram, graph: Graph) -> RankGra
     backward = backward and with_waits(backward)
     slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
     parameters = frozenset(name for name in inputs if kinds[name] == "parameter")
-    return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), tuple(tangents), tuple(gradients), slots, parameters)
+    reach: list[frozenset[str]] = []
+    for op in graph.ops:
+        reach.append(frozenset([op.name] * (op.kind == "tangent")).union(*(reach[i] for i, _ in op.inputs)))
+    of = {f"gradient:{r.name}": reach[r.value[0]] for r in graph.results if r.kind == "gradient" and r.value is not None}
+    return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), tuple(tangents), tuple(gradients), slots, parameters, of)
 
 
 def subgraph(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoshard.layout import Layout, rank_shape
-from autoshard.lower import Groups, Rank, shard_of_rank, state_of_module
+from autoshard.lower import Groups, Rank, Slot, shard_of_rank, state_of_module
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import gathered
 from autoshard.torch_private import DTensorSpec, TensorMeta, world
@@ -87,6 +87,9 @@ class Where:
         if isinstance(tensor, DTensor):
             return tensor.redistribute(placements=list(layout)).to_local()
         return self.shard(tensor, layout)
+
+    def zeros(self, slot: Slot) -> Tensor:
+        return torch.zeros(slot.shape_on(self.rank.number), dtype=getattr(torch, slot.dtype), device=self.device)
 
     def dtensor(self, local: Tensor, shape: Sequence[int], layout: Layout) -> DTensor:
         """A DTensor of this global shape, of which this rank's shard is `local`."""

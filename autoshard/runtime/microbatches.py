@@ -71,6 +71,7 @@ class OpenStep:
     kept: dict[str, Tensor] = field(default_factory=dict)
     versions: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the parameters when they were fetched
     sums: dict[str, Tensor] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)  # the gradients of outputs that were differentiated
     complete: bool = False  # the gradients are reduced
 
     @property
@@ -92,8 +93,7 @@ class OpenStep:
         """The sums of these parameters' gradients so far."""
         for name in names:
             if name not in self.sums:
-                slot, where = moves.sums[name], moves.where
-                self.sums[name] = torch.zeros(slot.shape_on(where.rank.number), dtype=getattr(torch, slot.dtype), device=where.device)
+                self.sums[name] = moves.where.zeros(moves.sums[name])
         return [self.sums[name] for name in names]
 
     @torch.no_grad()

@@ -141,6 +141,7 @@ class _Train(torch.autograd.Function):
         ctx.traced, ctx.step, ctx.is_last, ctx.random = traced, step, step.is_last, random
         ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
         pairs = zip(graphs.outputs, outputs, strict=True)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for key, output in pairs if _tangent(key) not in graphs.tangents))
         return outputs
 
@@ -155,9 +156,12 @@ class _Train(torch.autograd.Function):
         if any(x._version != version for x, version in zip(ctx.reads, ctx.versions, strict=True)):
             raise RuntimeError("a parameter or input was changed between forward and backward; call backward() before optimizer.step()")
         ctx.saved = ctx.reads = None
-        tangents = {_tangent(key): tangent for key, tangent in zip(graphs.outputs, grad_outputs, strict=True)}
-        saved += [traced.where.local(tangents[name], graphs.slots[name].layout) for name in graphs.tangents]
-        saved += traced.where.position
+        pairs = zip(graphs.outputs, grad_outputs, strict=True)
+        tangents = {_tangent(key): tangent for key, tangent in pairs if tangent is not None}
+        ctx.step.reached |= {key for key, of in graphs.reach.items() if not of.isdisjoint(tangents)}  # others are None, as torch's are
+        where, slots = traced.where, graphs.slots
+        saved += [where.local(tangents[x], slots[x].layout) if x in tangents else where.zeros(slots[x]) for x in graphs.tangents]
+        saved += where.position
         if traced.moves is None:
             gradients = dict(zip(graphs.gradients, traced.run("backward", saved, ctx.random), strict=True))
         else:
@@ -165,7 +169,7 @@ class _Train(torch.autograd.Function):
         seen: set[tuple[int, int]] = set()
         grad_inputs = []
         for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[3:], strict=True):
-            grad = gradients.get(f"gradient:{name}") if needed else None
+            grad = gradients.get(f"gradient:{name}") if needed and f"gradient:{name}" in ctx.step.reached else None
             if grad is not None:
                 layout = spec.placements if name in graphs.sums and spec is not None else graphs.slots[f"gradient:{name}"].layout
                 grad = _gradient(grad, spec, layout, seen)
