@@ -582,7 +582,8 @@ BROKEN = [  # launcher, file's name, text, sentence
             for text in ("[0]*3", "([1]*2", "[0]*999*999", "[2]*4", "[0,1]**2", "x")))),
     ("accelerate", "a.yaml", "distributed_type: FSDP\nfsdp_config: 3\nnum_processes: 8 # TPU",
      "fsdp_config is '3'; expected a section of keys"),
-    ("accelerate", "a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}\nnum_processes: 8 # TPU",
+    ("accelerate", "a.yaml", "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 8\n"
+     "deepspeed_config: {zero_stage: 7} # TPU",
      "a.yaml: zero is 7; expected one of 0, 1, 2, 3"),
     ("automodel", "a.yaml", "distributed: {strategy: magic, dp_size: 8} # TPU",
      "strategy is 'magic'; expected fsdp2, megatron_fsdp or ddp"),

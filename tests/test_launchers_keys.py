@@ -229,8 +229,9 @@ SAID = [  # launcher, text, what is said
     ("megatron", MEGATRON + "--cuda-graph-impl local", "cuda-graph-impl local: the host is counted as launching each kernel"),
     ("accelerate", "num_processes: 8\ndeepspeed_config: {deepspeed_config_file: a.json}", "!a.json: the settings are in that file"),
     ("accelerate", "num_processes: 8\nfsdp_config: {fsdp_offload_params: true}", "!fsdp_offload_params True: parameters on"),
-    ("accelerate", "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {offload_optimizer_device: cpu}",
-     "offload_optimizer_device cpu: the opt"),
+    ("accelerate", "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: fp16\n"
+     "deepspeed_config: {offload_optimizer_device: cpu}", "offload_optimizer_device cpu: the opt"),
+    ("accelerate", "distributed_type: DEEPSPEED\nnum_processes: 8", "!DeepSpeed without mixed precision is float32"),
     ("deepspeed", '{"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": "auto"}}', ""),
     ("deepspeed", '{"optimizer": {"type": "SGD"}}', "optimizer.type SGD: states are counted as Adam's"),
     ("deepspeed", '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}', "zero_hpz_partition_size 8: parameters are counted"),

@@ -185,7 +185,7 @@ def test_keys_that_are_left_out_or_have_no_use_are_changed_too(launcher, path, t
 
 
 def test_what_can_not_be_changed_in_place_says_so():
-    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n"
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nmixed_precision: bf16\nnum_processes: 8\n"
     known = known_for("accelerate")
     config = read_configuration("accelerate", text, "a.yaml", replace(known, devices=8))
     with pytest.raises(ValueError, match="degrees of parallelism go with distributed_type FSDP and fsdp_version 2"):

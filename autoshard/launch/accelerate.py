@@ -1,6 +1,6 @@
 """accelerate: the YAML of `accelerate config`. It says neither the model nor the batch: those come from the command line.
 
-Without mixed precision the model keeps its own dtype, which is taken to be bfloat16.
+Without mixed precision the model keeps its own dtype, which is taken to be bfloat16; DeepSpeed accepts nothing but float32 then.
 
 FSDP       fsdp_version 2 with reshard_after_forward, or version 1 with its sharding strategy; degrees in parallelism_config
 MULTI_GPU  replicas        DEEPSPEED  zero_stage
@@ -42,6 +42,9 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     precision = section.text("mixed_precision", default="no").lower()
     if precision not in PRECISIONS:
         raise ValueError(f"{path}: mixed_precision is {str(precision)[:40]!r}; expected no, fp16, bf16 or fp8")
+    pure = PRECISIONS[precision] == "bf16" and precision != "bf16"
+    if pure and section.text("distributed_type").upper() == "DEEPSPEED" and section.value("deepspeed_config.deepspeed_config_file") is None:
+        raise ValueError(f"{path}: DeepSpeed without mixed precision is float32, which has no prices; expected mixed_precision: bf16")
     compiled = section.text("dynamo_config.dynamo_backend", "dynamo_backend", default="NO").upper() not in ("NO", "EAGER")
     recomputed = section.flag("fsdp_config.fsdp_activation_checkpointing") and section.text("distributed_type").upper() == "FSDP"
     launch = Launch(
@@ -49,7 +52,7 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         global_batch=known.global_batch or data_parallel * microbatch * accumulated, microbatch=microbatch,
         data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context, alltoall=max(sizes_of["sp"], 1),
         recompute="full" if recomputed else "none", precision=PRECISIONS[precision],
-        compiled=compiled, compiled_loss=compiled, states16=PRECISIONS[precision] == "bf16" and precision != "bf16",
+        compiled=compiled, compiled_loss=compiled, states16=pure,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
 
