@@ -140,10 +140,12 @@ _CASES = [
     ("index_copy.default, ids", (ids(9, 8), 0, UNIQUE, ids(9, 4))),
     ("_embedding_bag.default", BAGS),
     ("_embedding_bag.default, weighted", (*BAGS, False, 0, False, f(32))),
+    ("_embedding_bag.default, padded", (*BAGS, False, 0, False, None, False, 3)),
     ("_embedding_bag.default, mean", (*BAGS, False, 1)),
     ("_embedding_bag.default, max", (*BAGS, False, 2)),
     ("_embedding_bag_forward_only.default", BAGS),
     ("_embedding_bag_dense_backward.default", (f(8, 8), BAGS[1], torch.arange(32) // 4, *BAG[2:], 16, False, 0, None)),
+    ("_embedding_bag_dense_backward.default, padded", (f(8, 8), BAGS[1], torch.arange(32) // 4, *BAG[2:], 16, False, 0, None, 11)),
     (
         "_embedding_bag_backward.default",
         (f(8, 8), BAGS[1], BAGS[2], torch.arange(32) // 4, *BAG[2:], 16, False, 0, False, None),

@@ -110,9 +110,12 @@ def index_copy(rank: Rank, a: Arguments, *, axes: Axes, global_size: int) -> Ten
 @local
 def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes, global_size: int) -> Any:
     ids, outside = localised(a["indices"], rank, axes, global_size, a["weight"].shape[0])
-    weights = a.get("per_sample_weights")
+    padding, weights = a.get("padding_idx", -1), a.get("per_sample_weights")
+    outside = outside | (a["indices"] == padding)
+    none = a["weight"].shape[0] if padding >= 0 else -1  # below 0 torch runs another kernel
     counted = (~outside).to(a["weight"].dtype) if weights is None else weights.masked_fill(outside, 0)
-    return overload(target)(**{**a, "indices": ids.masked_fill(outside, 0), "per_sample_weights": counted})
+    a = {**a, "indices": ids.masked_fill(outside, 0), "per_sample_weights": counted, "padding_idx": none}
+    return overload(target)(**a)
 
 
 @local
@@ -122,8 +125,8 @@ def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes,
     if not axes:
         return overload(target)(**a)
     ids, outside = localised(a["indices"], rank, axes, global_size, size)
-    dropped = ids.masked_fill(outside, size)  # row `size` is sliced away again
-    return overload(target)(**{**a, "indices": dropped, "num_weights": size + 1})[:size]
+    dropped = ids.masked_fill(outside | (a["indices"] == a.get("padding_idx", -1)), size)  # row `size` is sliced away again
+    return overload(target)(**{**a, "indices": dropped, "num_weights": size + 1, "padding_idx": -1})[:size]
 
 
 def _bag_of_each(a: Arguments) -> Tensor:
