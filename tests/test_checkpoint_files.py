@@ -406,6 +406,9 @@ SAVED = {"model.w": (2, 3), "optimizer.state.w.step": (), "random": (5,)}
     ({"model": {"w": torch.zeros(3, 2)}}, SAVED, "'w' is (2, 3) there and (3, 2) here"),
     ({"model": {"v": torch.zeros(2)}}, SAVED, "it lacks 'v'"),
     (MODEL | {"random": torch.zeros(4)}, SAVED, "a generator's state of (5,) bytes"),
+    (MODEL | {"optimizer": {"param_groups": [{}]}}, {"model.w": (2, 3), "optimizer.param_groups.0.lr": None}, None),
+    (MODEL | {"optimizer": {"param_groups": [{}]}}, {"model.w": (2, 3), **{f"optimizer.param_groups.{k}.lr": None for k in (0, 1)}},
+     "the optimizer has 1 parameter groups and that of the checkpoint saved has 2"),
     (MODEL | {"optimizer": {}}, {"model.w": (2, 3)}, "has no optimizer state"), (MODEL, {"model.w": (2, 3)}, None),
 ])  # fmt: skip
 def test_what_a_checkpoint_lacks_is_said(state, sizes, said):

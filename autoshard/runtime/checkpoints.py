@@ -186,6 +186,9 @@ def _misfit(path: Path, state: Mapping, sizes: Mapping[str, Any]) -> str | None:
         return f"the checkpoint {path} has a generator's state of {tuple(sizes['random'])} bytes, which no generator has; save it again"
     if "optimizer" in state and not any(key.startswith("optimizer.") for key in sizes):
         return f"the checkpoint {path} has no optimizer state; load it without the optimizer"
+    groups = {key.split(".")[2] for key in sizes if key.startswith("optimizer.param_groups.")}
+    if groups and len(groups) != (here := len(state.get("optimizer", {}).get("param_groups", groups))):
+        return f"the optimizer has {here} parameter groups and that of the checkpoint {path} has {len(groups)}; give as many"
     return None
 
 
