@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import autoshard
 from autoshard.layout import all_layouts, rank_bounds
 from autoshard.runtime.call_inputs import batch_layouts
+from autoshard.runtime.distribute import copy_with
 from models import gpt2
 from tests.helpers import fast_mesh
 from tests.helpers_models import Model, full, parallel, said
@@ -83,6 +84,19 @@ def test_a_parallel_module_shares_no_storage_with_the_model_that_it_was_made_of(
 def test_shared_storage_is_seen():
     model = Normed()
     assert storages(model) & storages(copy.copy(model))
+
+
+def keeping(m, x):
+    m.seen = [m.layer(x)]
+    return m.seen[0].square().mean()
+
+
+def test_a_model_that_keeps_results_of_its_last_forward_is_copied():
+    """With their gradients torch can't copy them: activations that are kept to be looked at, weights of the former weight_norm."""
+    model = Model(keeping, layer=nn.Linear(4, 4))
+    model(torch.ones(2, 4))
+    copied = copy_with(model, lambda _, tensor: tensor.detach().clone())
+    assert torch.equal(copied.seen[0], model.seen[0]) and copied.seen[0].is_leaf and model.seen[0].grad_fn is not None
 
 
 # -- whole inputs, shards, other shapes ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from autoshard.layout import Layout, rank_shape
 from autoshard.lower import Groups, Rank, Slot, shard_of_rank, state_of_module
 from autoshard.mesh import Mesh
 from autoshard.runtime.agreement import gathered
-from autoshard.torch_private import DTensorSpec, TensorMeta, world
+from autoshard.torch_private import DTensorSpec, TensorMeta, pytree, world
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,8 @@ def count_steps() -> None:
 
 def copy_with(model: nn.Module, replaced: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """A copy of the module whose parameters and buffers are replaced by name (tied ones stay tied); the model stays unchanged."""
-    memo: dict[int, Any] = {}
+    held = (x for part in model.modules() for x in pytree.tree_leaves(vars(part)) if isinstance(x, Tensor) and not x.is_leaf)
+    memo: dict[int, Any] = {id(x): x.detach() for x in held}  # results of a former forward, which can't be copied
     for name, tensor in state_of_module(model).items():
         if id(tensor) not in memo:
             new = replaced(name, tensor)
