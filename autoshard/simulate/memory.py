@@ -19,19 +19,19 @@ from autoshard.simulate.engine import Times
 from autoshard.simulate.tasks import COMPUTE, TaskProgram
 
 Row = tuple[float, int, float, int]  # seconds of the begin and the problem's time of it, the same of the end
-Counting = tuple[str, int]  # what counts for a storage: ("node", its number), or ("edge", its number) of a copy
+Counting = tuple[str, int, int]  # what counts for a storage: ("node", its number, the op's output), or ("edge", its number, 0) of a copy
 
 
 def memory_over_time(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.ndarray]:
     """`seconds` at which memory changes, and from there on the bytes held of each kind and in `total`. seconds: of the step."""
     held, rows = _Held(program, times, seconds), []
     usages = program.formulation.problem_as_run(program.choice).usages  # as the plan's peak is counted
-    for usage, kind in zip(usages, program.formulation.held, strict=True):
+    for usage, kind, output in zip(usages, program.formulation.held, _outputs(program), strict=True):
         if amount := usage.held(program.choice):
             if kind == "temporaries" and usage.edge is not None and program.overlap and held.is_between(usage.edge):
                 rows += [(*row, some, kind) for row, some in held.while_moved(usage) if some]
             else:
-                rows += [(*row, amount, kind) for row in held.while_read(usage, is_value=kind != "temporaries")]
+                rows += [(*row, amount, kind) for row in held.while_read(usage, output, is_value=kind != "temporaries")]
     return _profile(rows, by_order=not program.overlap)
 
 
@@ -53,13 +53,13 @@ class _Held:
         self.counted = {u.ends[0] for u, kind in usages if u.edge is None and kind != "temporaries"}
         self.heirs: dict[Counting, Counting] = {}
         for node in self.counted & set(self.source):
-            self.heirs[self._before(node)] = ("node", node)
+            self.heirs[self._before(node)] = ("node", node, 0)
         copied = {u.edge for u, kind in usages if kind == "resharded_copies"}
         self.into: dict[int, list[int]] = {}
         self.out_of: dict[Counting, list[int]] = {}
         for k, link in enumerate(self.links):
             if self._is_moved(k):
-                self.out_of.setdefault(self._last(link.a), []).append(k)
+                self.out_of.setdefault(self._last(link.a, link.value[1]), []).append(k)
                 if link.b in self.targets and k not in copied:
                     self.into.setdefault(link.b, []).append(k)
 
@@ -70,14 +70,15 @@ class _Held:
     def _before(self, node: int) -> Counting:
         """What counts for the storage of a view, or of a hub, before it does."""
         k = self.source[node]
-        return ("edge", k) if self._is_moved(k) else self._counting(self.links[k].a)
+        return ("edge", k, 0) if self._is_moved(k) else self._counting(self.links[k].a, self.links[k].value[1])
 
-    def _counting(self, node: int) -> Counting:
-        return self._before(node) if node in self.source and node not in self.counted else ("node", node)
+    def _counting(self, node: int, output: int) -> Counting:
+        is_counted_before = node in self.source and node not in self.counted
+        return self._before(node) if is_counted_before else ("node", node, output if node < self.n else 0)
 
-    def _last(self, node: int) -> Counting:
-        """What counts for the storage of a node in the end."""
-        counting = self._counting(node)
+    def _last(self, node: int, output: int) -> Counting:
+        """What counts for the storage of a node's value in the end."""
+        counting = self._counting(node, output)
         while counting in self.heirs:
             counting = self.heirs[counting]
         return counting
@@ -102,12 +103,12 @@ class _Held:
                 rows.append(((self.times.begin[at], start, self.times.end[then], end), float(arrives) * (j < last)))
         return rows
 
-    def while_read(self, usage: Usage, *, is_value: bool) -> list[Row]:
+    def while_read(self, usage: Usage, output: int, *, is_value: bool) -> list[Row]:
         """is_value: it may begin and end with a move."""
         edge, node, n = usage.edge, usage.ends[0], self.n
         fetched = edge is not None and 0 < usage.start < n and self.program.graph.ops[usage.start].kind == KEPT  # while a copy is fetched
         into = [edge] if edge is not None else self.into.get(node, []) if is_value else []
-        out_of = self.out_of.get(("node", node) if edge is None else ("edge", edge), []) if is_value else []
+        out_of = self.out_of.get(("node", node, output) if edge is None else ("edge", edge, 0), []) if is_value else []
         rows = []
         for first, last, start, end in _held_in(usage, n, 1 if fetched else len(self.spans)):
             (of_op, of_link), later = self.spans[first], self.spans[last][1]
@@ -124,6 +125,19 @@ class _Held:
             until += [self.times.end[a] for a, b in (later[k] for k in out_of) if a < b]
             rows.append((min(since, max(until)), start, max(until), end))
         return rows
+
+
+def _outputs(program: TaskProgram) -> list[int]:
+    """Of each usage the output of its op that it is of: an op with several has one usage for each that is held, in their order."""
+    formulation, left = program.formulation, {}
+    for i, op in enumerate(program.graph.ops):
+        held = (op.fused and op.fused.held) or [True] * len(op.outputs)
+        left[i] = [k for k, tensor in enumerate(op.outputs) if tensor is not None and held[k]]
+    outputs = []
+    for usage, kind in zip(formulation.problem.usages, formulation.held, strict=True):
+        is_output = kind == "activations" and usage.edge is None and usage.start == usage.ends[0] < len(left)
+        outputs.append(left[usage.ends[0]].pop(0) if is_output else 0)
+    return outputs
 
 
 def _held_in(usage: Usage, n: int, m: int) -> list[tuple[int, int, int, int]]:
