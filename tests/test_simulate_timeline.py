@@ -417,6 +417,19 @@ def test_small_gradient_reductions_go_as_one(plans, scheme):
             assert joined.tasks[stop - 1].seconds and ends[graph.ops[link.b].name] >= joined.times.end[stop - 1]
 
 
+@pytest.mark.parametrize("scheme", ["data_parallel", "fsdp"])
+def test_a_bucket_waits_only_where_its_gradients_fit(plans, scheme):
+    """Beside a limit that the plan just meets, they were held until the bucket was full: a quarter of the peak on top."""
+    graph, solution = plans("gpt2", "4", scheme)
+    limits = [{}, *({"memory_limit": n * solution.peak_bytes} for n in (1, 2, 0.5))]
+    plans_at = [dataclasses.replace(solution, assumptions={**solution.assumptions, **limit}) for limit in limits]
+    free, tight, far, over = (timeline_of_solution(graph, plan, join=True) for plan in plans_at)
+    assert free.peak_bytes > 1.2 * solution.peak_bytes
+    assert tight.peak_bytes < 1.05 * solution.peak_bytes  # what is being reduced beside kernels
+    assert any(" and " in task.name for task in tight.tasks)
+    assert free.seconds == far.seconds == over.seconds  # of a plan that exceeds its limit nothing is held back
+
+
 def test_without_overlap_nothing_is_joined(plans):
     graph, solution = plans("gpt2", "2x2", "data_parallel")
     assert timeline_of_solution(graph, solution, overlap=False, join=True).seconds == pytest.approx(solution.cost)

@@ -117,7 +117,8 @@ class LinkPositions:
         self.later: set[int] = set()  # and what begins when the compute stream is about to run an op
         times, total = usage_profile(formulation.problem, choice)
         total = np.append(total, 0.0)  # at -1: before the first time
-        self.limit = total.max() + spare_bytes(total.max(), formulation.problem.usage_limit)
+        self.peak = float(total.max())
+        self.limit = self.peak + spare_bytes(self.peak, formulation.problem.usage_limit)
         self.live = total[np.searchsorted(times, np.arange(n), side="right") - 1]  # bytes during each op, with what begins early
         of, amounts = facts.copies, held(formulation.problem, choice)
         self.sizes = np.bincount(of[of >= 0], amounts[of >= 0], len(self.links)).tolist()

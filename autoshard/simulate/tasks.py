@@ -22,8 +22,11 @@ The sum of all seconds is the cost of the plan, where no op computes while it se
 the same at the same times, so one is simulated.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from autoshard.cost import PricedCollective, TimedStage, host_seconds
 from autoshard.formulate import Formulation, op_collectives, op_stages
@@ -59,6 +62,8 @@ class TaskProgram:
     of_op: tuple[tuple[int, int], ...]  # per op the range of its tasks, in the last microbatch
     of_link: tuple[tuple[int, int], ...]  # per link the range of its tasks; empty where nothing moves
     overlap: bool
+    live: np.ndarray  # bytes during each op, with what is fetched early
+    limit: float  # of these; inf where the plan has none, or exceeds it
     earlier: tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...] = ()  # of_op, of_link of the microbatches before
 
     @property
@@ -104,7 +109,9 @@ class _Builder:
             if op.is_placeholder:
                 self._update(i)
         spans = tuple(self.of_op), tuple(self.of_link)
-        return TaskProgram(tuple(self.tasks), self.formulation, self.choice, *spans, self.overlap, tuple(earlier))
+        limit = self.formulation.problem.usage_limit
+        room = self.places.live, math.inf if limit is None or limit < self.places.peak else limit
+        return TaskProgram(tuple(self.tasks), self.formulation, self.choice, *spans, self.overlap, *room, tuple(earlier))
 
     def _fetch(self) -> None:
         """The kept copies, all of which the first op waits for."""

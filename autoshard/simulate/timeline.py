@@ -11,7 +11,7 @@ Small reductions of gradients are joined to one collective, as in the lowered pr
 bucket delays no other task:
 
     a bucket    consecutive gradients whose routes are the same reductions over the same axes, and whose buffers together have at most
-                `cost.bucket_limit` bytes (the rule of runtime/bucketing.py)
+                `cost.bucket_limit` bytes, and fit beside what is held until the last of them is there (the rule of runtime/bucketing.py)
     it begins   when the last member's gradient is computed, and takes the seconds of a collective of all their bytes
 """
 
@@ -200,20 +200,23 @@ def _size(program: TaskProgram, i: int) -> float:
 
 def _buckets(program: TaskProgram) -> list[list[tuple[int, int]]]:
     """The tasks, as ranges, of the routes in each bucket of two or more."""
-    tasks = program.tasks
+    tasks, live = program.tasks, program.live.copy()
     buckets: list[list[tuple[int, int]]] = []
-    open_buckets: dict[tuple, tuple[list[tuple[int, int]], list[float]]] = {}
-    for first, stop in sorted({span for span in program.of_link if span[0] < span[1]}):
+    open_buckets: dict[tuple, tuple[list[tuple[int, int]], list[float], int]] = {}
+    producers = {span: link.value[0] for span, link in zip(program.of_link, program.formulation.tensor_edges) if span[0] < span[1]}
+    for (first, stop), op in sorted(producers.items()):
         route = tasks[first:stop]
         if any(task.phase != "update" or task.kind not in JOINED for task in route):
             continue
         key, sizes = tuple((task.stream, task.kind) for task in route), [_size(program, i) for i in range(first, stop)]
-        members, together = open_buckets.get(key, ([], [0.0] * len(sizes)))
-        grown = [a + b for a, b in zip(together, sizes)]
-        if members and all(size <= bucket_limit(_axis(program, task)) for size, task in zip(grown, route)):
+        members, together, last = open_buckets.get(key, ([], [0.0] * len(sizes), op))
+        grown, waiting = [a + b for a, b in zip(together, sizes)], live[last + 2 : op + 2]  # of each alone its move is beside the next op
+        fits = waiting.max(initial=0.0) + together[0] <= program.limit
+        if members and fits and all(size <= bucket_limit(_axis(program, task)) for size, task in zip(grown, route)):
+            waiting += together[0]
             members.append((first, stop))
-            open_buckets[key] = (members, grown)
+            open_buckets[key] = (members, grown, op)
         else:
-            open_buckets[key] = ([(first, stop)], sizes)
+            open_buckets[key] = ([(first, stop)], sizes, op)
             buckets.append(open_buckets[key][0])
     return [members for members in buckets if len(members) > 1]
