@@ -232,6 +232,10 @@ def test_a_routes_steps_add_up_to_the_tables_entry(sizes, shape):
             assert found.seconds == table[i, j] == added  # to the last bit
 
 
+def test_a_layout_that_leaves_a_rank_empty_has_the_bytes_of_its_largest_shard():
+    assert Routes(mesh_of((4,))).route((3, 8), 4, (S(0),), (S(0),)).peak_bytes == 4 * 8  # three rows on four ranks
+
+
 @pytest.mark.parametrize("sizes, shape", [((2, 3), (12, 6)), ((2, 2, 2), (8, 4))])
 def test_steps_carry_the_bytes_that_are_sent_and_the_route_its_peak(sizes, shape):
     mesh = mesh_of(sizes)

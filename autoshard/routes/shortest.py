@@ -24,7 +24,7 @@ from functools import cache, cached_property, partial
 import numpy as np
 
 from autoshard.cost import bytes_sent, cost_of
-from autoshard.layout import Layout, leaves_empty
+from autoshard.layout import Layout, leaves_empty, local_numel
 from autoshard.mesh import Mesh
 from autoshard.routes.steps import STEPS, Moves, all_moves, decode, encode
 
@@ -135,7 +135,7 @@ class Routes:
         path = _walk_back(space, costs, t)
         held = [space.local_bytes[space.moves.before[m]] + space.local_bytes[space.moves.after[m]] for m in path]
         steps = tuple(self._step(space, m, len(shape), op) for m in path)
-        return Route(steps, float(costs[-1][t]), int(max(held, default=space.local_bytes[s])))
+        return Route(steps, float(costs[-1][t]), int(max(held, default=local_numel(shape, source, self.mesh) * itemsize)))
 
     def _step(self, space: _Space, m: int, ndim: int, reduce_op: str) -> Step:
         collective, k = STEPS[space.moves.step[m]], int(space.moves.axis[m])
