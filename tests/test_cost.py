@@ -195,6 +195,14 @@ def test_attention_backward_flops_equal_torchs_counter():
         assert op_flops(f"aten._scaled_dot_product_{kernel}.default", described((q, k, v)), described(y[:1])) == forward
 
 
+def test_bilinear_takes_the_flops_of_a_matmul():
+    """As torch computes it: for each of n outputs (b, m) @ (m, p), and the product with (b, p); its gradients do as much."""
+    b, m, n, p = 80, 64, 32, 96
+    x, w, y, out = (((b, m), "float32"), ((n, m, p), "float32"), ((b, p), "float32"), ((b, n), "float32"))
+    for inputs, output in ((x, w, y), out), ((out, w, y), x), ((x, out, y), w), ((x, w, out), y):
+        assert op_flops("aten._trilinear.default", inputs, (output,)) == 2 * b * m * n * p
+
+
 def test_other_ops_take_one_flop_per_element_of_their_largest_tensor():
     assert op_flops("aten.sum.dim_IntList", (((8, 9), "float32"),), (((8,), "float32"),)) == 72
     assert op_flops("aten.full.default", (), (((8, 9), "float32"),)) == 72

@@ -200,6 +200,12 @@ def _attention(q: Shape, k: Shape, v: Shape, score_matmuls: int, value_matmuls: 
     return 2 * scores * (score_matmuls * q[-1] + value_matmuls * v[-1])
 
 
+def _trilinear(i: list[Shape], o: list) -> int:
+    """nn.Bilinear, and its gradients: each is one of (b, m), (n, m, p), (b, p), (b, n), computed of the others, most of it by a matmul."""
+    *_, rows, weight = sorted((*i, *o), key=len)
+    return 2 * math.prod(weight) * rows[0]
+
+
 def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
     return 2 * x[0] * math.prod(weight) * min(math.prod(x[2:]), math.prod(y[2:]))
 
@@ -245,6 +251,7 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     **{name: _flops_of(matrices) for name, matrices in OF_ONE_GROUP.items()},
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_mm),
     "grouped_mm_fallback_backward": lambda i, o: 2 * _grouped_matmul(i[0], i[1], i[2]),
+    "_trilinear": _trilinear,
     "convolution": lambda i, o: _convolution(i[0], i[1], o[0]),
     # grad y, x, weight -> grad x, grad weight, grad bias: each of the first two costs as much as the forward
     "convolution_backward": lambda i, o: _convolution(i[1], i[2], i[0]) * sum(out is not None for out in o[:2]),
