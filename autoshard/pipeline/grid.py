@@ -200,9 +200,10 @@ class _StagePlans:
 def _in_stages(alone: Simulation, layers: Layers, order: Schedule, axis: Axis | None, unit_seconds: float) -> Simulation:
     """The simulation of one microbatch on one stage, divided into stages that run it many times. axis: between stages."""
     part_of, partial = divided(layers, order.parts), partial_gradients(layers)
-    parts = stage_costs_of(alone.timeline.program, part_of, order.parts, partial=partial)
+    asked = alone.timeline.program, part_of, order.parts, alone.parallel.microbatches
+    parts = stage_costs_of(*asked, partial=partial)
     parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
-    silent = stage_costs_of(alone.timeline.program, part_of, order.parts, partial=partial, communication=False)
+    silent = stage_costs_of(*asked, partial=partial, communication=False)
     chains = min(alone.parallel.data, groups_on_link(axis, alone.parallel.tensor))  # tensor parallel ranks are synchronous
     return replace(alone, parts=parts, silent=silent, run=run_stages(parts, order, axis, chains))
 

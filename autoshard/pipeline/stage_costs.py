@@ -4,7 +4,7 @@ The plan is of one microbatch on the devices of one stage. `part_of` says to whi
 simulated alone, have these costs:
 
     forward, backward    seconds of a microbatch, communication overlapped within the part
-    weight               of backward, the kernels that lead to one parameter's gradient and to nothing else
+    weight               of backward, the kernels that lead to one parameter's gradient and to nothing else, and adding it to a sum
     finish               gradient reductions and optimizer, after the end of the last backward, which hides some of them
     activation_bytes     saved by forward for backward, including values received from the part before
     fixed_bytes          parameters, gradients, optimizer state, inputs;  working_bytes: the peak on top of both
@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from autoshard.cost import axis_transfer_seconds, transfer_latency
+from autoshard.cost import accumulation_bytes, axis_transfer_seconds, cost_of, transfer_latency
 from autoshard.graph import Graph, Value
 from autoshard.layout import local_numel
 from autoshard.mesh import Axis
@@ -73,12 +73,12 @@ def run_stages(parts: Sequence[StageCost], schedule: Schedule, link: Axis | Sequ
 
 
 def stage_costs_of(
-    program: TaskProgram, part_of: Sequence[int], count: int, *, partial: Collection[int] = (), communication: bool = True
+    program: TaskProgram, part_of: Sequence[int], count: int, K: int, *, partial: Collection[int] = (), communication: bool = True
 ) -> tuple[StageCost, ...]:
     """The costs of the parts of a plan.
 
-    part_of: per op of the graph the number of its part, -1 for ops that every part computes itself. partial: ops that add the gradients of
-    a parameter that several parts hold. communication: False leaves all communication out.
+    part_of: per op of the graph the number of its part, -1 for ops that every part computes itself. K: microbatches of a step. partial:
+    ops that add the gradients of a parameter that several parts hold. communication: False leaves all communication out.
     """
     graph = program.graph
     of = _placed(graph, part_of)
@@ -88,7 +88,7 @@ def stage_costs_of(
     for t, task in enumerate(program.tasks):
         if communication or task.kind in ("compute", "optimizer"):
             mine[of[task.op]].append(t)
-    bytes_of = _bytes(program, of, count)
+    bytes_of, adding = _bytes(program, of, count), accumulation_seconds(program, of, count, K)
     costs = []
     for v in range(count):
         forward = _seconds(program, [t for t in mine[v] if program.tasks[t].phase == "forward"])
@@ -96,10 +96,11 @@ def stage_costs_of(
         backward = _seconds(program, back)
         with_update = _seconds(program, [t for t in mine[v] if program.tasks[t].phase in ("backward", "update")])
         weight = math.fsum(program.tasks[t].seconds for t in back if program.tasks[t].op in weights and program.tasks[t].kind == "compute")
+        finish, weight, backward = with_update - backward, min(weight, backward) + adding[v], backward + adding[v]
         activations, fixed, working = bytes_of[v]
         costs.append(
             StageCost(
-                forward, backward, min(weight, backward), with_update - backward, activations + came[v], fixed, working,
+                forward, backward, weight, finish, activations + came[v], fixed, working,
                 sent[v], sent_back[v], tied[v],
             )  # fmt: skip
         )
@@ -111,6 +112,18 @@ def kernel_seconds(program: TaskProgram) -> tuple[float, float]:
     kernels = [(t, task.phase) for t, task in enumerate(program.tasks) if task.kind == "compute"]
     forward, backward = ([t for t, of in kernels if of == phase] for phase in ("forward", "backward"))
     return _seconds(program, forward), _seconds(program, backward)
+
+
+def accumulation_seconds(program: TaskProgram, of: Sequence[int], count: int, K: int) -> list[float]:
+    """Per part the seconds in which the gradients of one of K microbatches are added up: before a reduction, or after one that scatters."""
+    formulation, ops, seconds = program.formulation, program.graph.ops, [0.0] * count
+    mesh, choice = formulation.mesh, program.choice
+    for link in formulation.tensor_edges if K > 1 else ():
+        if link.b < len(ops) and ops[link.b].kind == "parameter":
+            layouts = link.source_layouts[choice[link.a]], link.target_layouts[choice[link.b]]
+            moved = accumulation_bytes(min(local_numel(link.tensor.shape, one, mesh) for one in layouts), *[link.tensor.itemsize] * 2)
+            seconds[of[link.value[0]]] += float(cost_of(mesh).memory("accumulate", moved, mesh.device))
+    return seconds
 
 
 def _placed(graph: Graph, part_of: Sequence[int]) -> list[int]:

@@ -32,7 +32,7 @@ from autoshard.graph import Graph
 from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import StageOption
-from autoshard.pipeline.stage_costs import kernel_seconds, stage_costs_of
+from autoshard.pipeline.stage_costs import accumulation_seconds, kernel_seconds, stage_costs_of
 from autoshard.pipeline.stage_programs import second_half
 from autoshard.planning import layouts_of
 from autoshard.problem import Edge, Problem, usage_profile
@@ -175,8 +175,9 @@ class StageProblem:
         times, total = usage_profile(problem, choice)
         program = program_of(formulated, choice)
         everything = [0] * len(formulated.graph.ops)
-        (part,) = stage_costs_of(program, everything, 1)
+        (part,) = stage_costs_of(program, everything, 1, self.job.microbatches)
         forward, backward = kernel_seconds(program)
+        (adding,) = accumulation_seconds(program, everything, 1, self.job.microbatches)
         arrivals = {False: 0.0, True: 0.0}
         for i in _received(formulated.graph):
             arrivals[formulated.graph.ops[i].kind == "tangent"] += _arrivals(formulated, i)[choice[i]]
@@ -190,7 +191,7 @@ class StageProblem:
             saved_bytes=saved,
             transient_bytes=float(np.max(total - static - np.where(times < self.second, saved, kept), initial=0.0)),
             kept_bytes=kept if self.job.halved else None,
-            communication=max(part.forward + part.backward - forward - backward, 0.0) + sum(arrivals.values()),
+            communication=max(part.forward + part.backward - forward - backward - adding, 0.0) + sum(arrivals.values()),
             reduction=math.fsum(task.seconds for task in updates if task.kind != "optimizer"),
             update=math.fsum(task.seconds for task in updates if task.kind == "optimizer"),
             hides=backward,
