@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.api import plan
+from autoshard.api import plan, simulate
 from autoshard.cli.model import load_model
 from autoshard.explain.differences import cost_differences, edge_term, held_at_once, op_term, touching
 from autoshard.explain.reopened import captured, nearest, reopened
@@ -275,6 +275,20 @@ def test_the_sums_of_a_plan_of_the_shortest_time_line_are_said_to_be_sums(capsys
     out = run(capsys, "explain", path, "layers.0.up.bias", "--trust", "--alternatives", "0", "--quiet")[1]
     said = f"the plan takes {seconds(one.cost)} and no plan less than {seconds(one.bound)}; with overlap"
     assert (said in " ".join(out.split())) == bool(lines)
+
+
+def test_alternatives_to_a_plan_of_the_shortest_time_line_are_simulated(capsys, tmp_path):
+    """Their sums were all that was said, which are less than the plan's where the time line is longer."""
+    path, one = str(tmp_path / "small.json"), planned(False, SMALL, objective="overlapped")
+    one.save(path)
+    (asked,) = explain(*model(False, SMALL), one, "layers.0.up.weight", why_not="S(1),R", most=1).alternatives[:1]
+    found = explain(*model(False, SMALL), one, "layers.0.up.weight", why_not="S(1),R", most=0)
+    cold = planned(False, SMALL, pins={"layers.0.up.weight": "S(1),R"})
+    assert found.step_seconds == pytest.approx(one.step_seconds) and found.why_not.cost == pytest.approx(cold.cost)
+    assert found.why_not.step_seconds == pytest.approx(simulate(*model(False, SMALL), cold).seconds)
+    assert asked.step_seconds >= one.overlapped["bound_seconds"]
+    out = run(capsys, "explain", path, "layers.0.up.weight", "--trust", "--alternatives", "1", "--why-not", "S(1),R", "--quiet")[1]
+    assert out.count("its time line") == 2 and max(map(len, out.splitlines())) <= 100
 
 
 def test_with_robust_both_are_answered(capsys, tmp_path):

@@ -26,6 +26,7 @@ class Alternative:
     proven: bool = True
     extra: float = math.inf  # cost - that of the plan
     peak_bytes: float = math.inf
+    step_seconds: float | None = None  # of its time line, which the plan of another search may shorten; of an overlapped plan
     local_extra: float = math.inf  # with all other layouts as planned
     local_reason: str = ""  # why that is impossible; "" where it is possible
     dearer: tuple[CostDifference, ...] = ()  # the ops and edges that cost more then, the largest increase first; at most 10
@@ -61,6 +62,7 @@ class Explanation:
     bytes: Mapping[str, float]  # at the time when they are largest, by kind
     cost: float  # of the plan at today's prices
     planned_cost: float  # as the plan says
+    step_seconds: float | None  # of the plan's time line, where that was its objective
     status: str  # of the plan, as it says
     peak_bytes: float
     memory_limit: float | None

@@ -23,6 +23,7 @@ from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
 from autoshard.layout import text
 from autoshard.planning import Instance, ModelGraphs, Progress, Question, Stopwatch, bytes_text, infeasible
 from autoshard.problem import Problem, evaluate
+from autoshard.simulate import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
 
@@ -93,6 +94,7 @@ def _explanation(plan: Reopened, about: Subject, solution: Solution, **answers: 
         bytes=held_at_once(formulated, with_hubs, choice),
         cost=plan.judged.cost,
         planned_cost=solution.cost,
+        step_seconds=_step_seconds(plan, plan.choice),
         status=solution.status,
         peak_bytes=plan.judged.peak,
         memory_limit=plan.options.memory_limit,
@@ -149,6 +151,7 @@ def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *,
         proven=answer.status is Status.OPTIMAL,
         extra=judged.cost - plan.judged.cost,
         peak_bytes=plan.formulated.peak(choice),
+        step_seconds=_step_seconds(plan, choice),
         dearer=dearer[:LISTED],
         dearer_seconds=math.fsum(one.extra_seconds for one in dearer),
         cheaper=cheaper[:LISTED],
@@ -156,6 +159,10 @@ def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *,
         **beside,
         **_elsewhere(plan, about, choice),
     )
+
+
+def _step_seconds(plan: Reopened, choice: Choice) -> float | None:
+    return None if plan.options.objective == "serial" else timeline_of(plan.formulated, choice, join=True).seconds
 
 
 def _differences(plan: Reopened, choice: Choice) -> tuple[tuple[CostDifference, ...], tuple[CostDifference, ...]]:

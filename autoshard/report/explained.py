@@ -55,20 +55,23 @@ def _costs(record: Mapping[str, Any]) -> ReportTable | None:
 
 
 def _alternatives(record: Mapping[str, Any]) -> ReportTable:
-    rows = []
+    rows, planned = [], record["step_seconds"]
+    simulated = ["its time line"] if planned is not None else []
     for one in record["alternatives"]:
         if one["reason"]:
-            rows.append((one["label"], "impossible", "impossible", "", one["reason"]))
+            rows.append((one["label"], "impossible", "impossible", *["" for _ in simulated], "", one["reason"]))
             continue
+        step = [] if planned is None else [_more(one["step_seconds"] - planned)]
         local = "impossible" if one["local_reason"] else _more(one["local_extra_seconds"])
         extra = _share(one, record) + ("" if one["proven"] else ", or less")
         changes = len(one["changed"]) + len(one["changed_ops"])
         said = f"{changes} tensor{'s' if changes > 1 else ''}" if changes else "nothing"
-        rows.append((one["label"], extra, local, size(one["peak_bytes"]), said))
+        rows.append((one["label"], extra, local, *step, size(one["peak_bytes"]), said))
     for label, floor in record["left_out"].items():
-        rows.append((label, "impossible" if floor is None else f"{_more(floor - record['cost_seconds'])} or more", "", "", ""))
+        least = "impossible" if floor is None else f"{_more(floor - record['cost_seconds'])} or more"
+        rows.append((label, least, "", *["" for _ in simulated], "", ""))
     title = "This block alone by another scheme" if record["kind"] == "block" else "Other layouts"
-    return ReportTable(title, ("", *numbers("the rest anew", "the rest as it is", "peak"), "changes elsewhere"), rows)
+    return ReportTable(title, ("", *numbers("the rest anew", "the rest as it is", *simulated, "peak"), "changes elsewhere"), rows)
 
 
 def _share(one: Mapping[str, Any], record: Mapping[str, Any]) -> str:
@@ -105,11 +108,13 @@ def _why_not(record: Mapping[str, Any]) -> RenderableType:
     rows += [
         ("the rest anew", f"{_share(one, record)}: {seconds(one['cost_seconds'])}{proof}; {size(one['peak_bytes'])} at the peak"),
         ("the rest as it is", f"impossible: {one['local_reason']}" if one["local_reason"] else _more(one["local_extra_seconds"])),
+        ("its time line", "" if one["step_seconds"] is None else _more(one["step_seconds"] - record["step_seconds"])),
         ("changes elsewhere", _named([*changed, *one["changed_ops"]]) or "nothing"),
         ("in all", f"{seconds(one['dearer_seconds'])} more expensive, {seconds(-one['cheaper_seconds'])} cheaper"),
     ]
     reasons = [_compared(row) for row in [*one["dearer"][:MOST_REASONS], *one["cheaper"][:MOST_REASONS]]]
-    return shown(ReportTable(title, ("", ""), rows, "pairs"), ReportTable("", ("", *COMPARED), reasons) if reasons else None)
+    said = ReportTable(title, ("", ""), [row for row in rows if row[1]], "pairs")
+    return shown(said, ReportTable("", ("", *COMPARED), reasons) if reasons else None)
 
 
 def _named(names: Sequence[str]) -> str:
