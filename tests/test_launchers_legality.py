@@ -23,6 +23,7 @@ def megatron(a, world):
     microbatches, rest = divmod(a["global-batch-size"], a["micro-batch-size"] * dp)
     yield rest == 0  # num_microbatches_calculator.py, ConstantNumMicroBatches
     yield a["num-attention-heads"] % tp == 0  # transformer_config.py:1446
+    yield a["hidden-size"] % a["num-attention-heads"] == 0  # arguments.py:1332
     groups = a["num-query-groups"]
     yield groups % tp == 0 or tp % groups == 0  # transformer_config.py:1461
     yield a["ffn-hidden-size"] % tp == 0  # tensor_parallel/layers.py, divide
@@ -176,6 +177,7 @@ def nanotron(s, world):
     yield p["dp"] * tp * p["pp"] * cp == world  # context.py:26
     yield c["num_attention_heads"] % tp == 0 and c["num_key_value_heads"] >= tp  # config.py:536, :542
     yield c["num_key_value_heads"] % tp == 0 and c["intermediate_size"] % tp == 0  # TensorParallelColumnLinear: even shards
+    yield c["hidden_size"] % c["num_attention_heads"] == 0  # models/qwen.py: a head's dim is their quotient, and all are the width
     yield p["pp"] <= c["num_hidden_layers"]  # a stage without a block has no parameters of its own (base.py:225 divides by cost)
     yield p["tp_mode"] == "ALL_REDUCE" or tp == 1 or seq % (tp * cp) == 0  # distributed_differentiable_primitives.py
 
