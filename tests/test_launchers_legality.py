@@ -78,7 +78,8 @@ NAMES = ("pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank
 def random_megatron(r):
     pp, layers = r.choice([1, 2, 3, 4, 8]), r.choice([8, 12, 14, 16, 61])
     a = {
-        "num-layers": layers, "hidden-size": 256, "ffn-hidden-size": r.choice([512, 768]), "num-attention-heads": r.choice([8, 12]),
+        "num-layers": layers, "hidden-size": r.choice([256, 384, 384]), "ffn-hidden-size": r.choice([512, 768]),
+        "num-attention-heads": r.choice([8, 12]),
         "num-query-groups": r.choice([1, 2, 4, 8]), "group-query-attention": True, "vocab-size": 1024,
         "seq-length": r.choice([60, 64, 4096]),
         "micro-batch-size": r.choice([1, 2]), "global-batch-size": r.choice([16, 32, 48]), "bf16": True, "swiglu": True,
