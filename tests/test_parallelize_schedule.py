@@ -483,6 +483,18 @@ def test_buckets_keep_the_limit_of_live_bytes_with_what_they_add(pace):
     assert max(live(wide.backward)) > limit  # what they would take without one
 
 
+@pytest.mark.parametrize("batch, width", [(64, 64), (256, 64), (16, 128)])
+@pytest.mark.parametrize("part", [0.0, 0.02, 0.1])
+def test_no_node_of_a_new_order_is_above_the_limit(pace, batch, width, part):
+    """What begins early counts at every node from there to its given place, not at kernels only."""
+    graph, solution = fsdp_plan(lambda: mlp.mlp(batch=batch, width=width, hidden=2 * width, layers=3))
+    graphs = passes_of(graph, solution, pace)
+    passes = [graphs.forward, graphs.backward]
+    limit = room([one.graph for one in passes], 0.0)
+    scheduled(passes, pace, part * limit)
+    assert max(max(live(one)) for one in passes) <= 1.001 * (1 + part) * limit
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_gathers_on_the_cpu_write_to_given_tensors_others_are_left(pace, device):
     with FakeTensorMode():

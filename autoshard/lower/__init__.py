@@ -3,7 +3,7 @@
 from .collectives import CollectiveCall, Groups, Rank, RankGenerator, check_step, drive
 from .dry_run import CannotRun, dry_run
 from .faults import plant_fault
-from .flow import ADD, STARTS, VIEWS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
+from .flow import ADD, STARTS, VIEWS, WAIT, Flow, LiveBytes, Pace, largest_buffer, live_bytes, owners, size
 from .fx_program import Boxed, RankGraphs, are_alike, boxed, compiled
 from .fx_program import first_of_backward, rewritten, subgraph, trace, without_idle, write_in_place
 from .generator import drawing, draws, first_state, from_state, is_random, mixed, state_of_generator

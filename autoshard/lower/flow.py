@@ -12,9 +12,10 @@ Anchors are numbered; -1 stands for the placeholders. For a lazy node
     depth = the number of starts on the longest path from there to it, itself included
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 from operator import getitem
 
 import torch
@@ -196,23 +197,47 @@ def _is_on_host(node: fx.Node) -> bool:
     return node.target is OFFLOAD or (node.op == "placeholder" and bool(node.users) and all(user.target is RELOAD for user in node.users))
 
 
-def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
-    """Live bytes while each node runs, without views and what waits in the host's memory. The graph's outputs are alive to its end.
+class LiveBytes:
+    """Live bytes as nodes run one after another, without views and what waits in the host's memory. The graph's outputs stay alive.
 
     Only those placeholders count that an earlier pass has computed: node.meta["kept"] is (name of the memory, bytes), which is free
-    after their last reader.
+    after their last reader. What a collective reads is held until it has been waited for.
     """
-    owner = owners(nodes)
-    last = {node: i for i, node in enumerate(nodes)}
-    for i, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            last[owner[source]] = i
-    for source in output.all_input_nodes:
-        last[owner[source]] = len(nodes) - 1
-    change = [0] * (len(nodes) + 1)
-    for i, node in enumerate(nodes):
-        if owner[node] is node and (node.op == "call_function" or _is_kept(node)) and not _is_on_host(node):
-            held = node.meta["kept"][1] if _is_kept(node) else size(node)
-            change[i] += held
-            change[last[node] + 1] -= held
-    return list(accumulate(change[:-1]))
+
+    def __init__(self, nodes: Sequence[fx.Node], output: fx.Node) -> None:
+        self.owner, self.now = owners(nodes), 0
+        self.readers = Counter(chain.from_iterable(map(self.used, nodes)))
+        self.readers.update(map(self.owner.__getitem__, output.all_input_nodes))
+
+    def used(self, node: fx.Node) -> list[fx.Node]:
+        """Whose memory it needs, its own first."""
+        begun = node.args[0].all_input_nodes if node.target is WAIT else []  # type: ignore[union-attr]
+        return [self.owner[one] for one in (node, *node.all_input_nodes, *begun)]
+
+    def held(self, node: fx.Node) -> int:
+        """Bytes that this node adds."""
+        if self.owner[node] is not node or _is_on_host(node):
+            return 0
+        return node.meta["kept"][1] if _is_kept(node) else size(node) if node.op == "call_function" else 0
+
+    def run(self, node: fx.Node) -> int:
+        """Live bytes while it runs; `now` are those after it."""
+        self.now += self.held(node)
+        during = self.now
+        for owner in self.used(node):
+            self.readers[owner] -= 1
+            self.now -= 0 if self.readers[owner] else self.held(owner)
+        return during
+
+    def ahead(self, nodes: Sequence[fx.Node]) -> int:
+        """Live bytes at most if these nodes were to run next."""
+        now = self.now
+        most = max(map(self.run, nodes), default=now)
+        self.now = now
+        self.readers.update(chain.from_iterable(map(self.used, nodes)))
+        return most
+
+
+def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
+    """Live bytes while each node runs."""
+    return list(map(LiveBytes(nodes, output).run, nodes))
