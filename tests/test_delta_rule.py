@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,7 @@ from autoshard.capture import delta_rule as by_operators
 from autoshard.capture.delta_rule import attend_by_delta_rule, delta_rule_as_one_op
 from autoshard.cost import op_seconds
 from autoshard.devices import DEVICES
+from autoshard.lower.kernels import delta_rule as kernels
 from autoshard.lower.kernels.table import function_of
 from tests.helpers import fast_mesh
 
@@ -167,3 +169,14 @@ def test_more_work_takes_no_less_and_half_the_heads_at_least_half(gpu, direction
         assert predicted(gpu, direction, *more) >= predicted(gpu, direction, *sizes)
     assert predicted(gpu, direction, 2, 4096, 8, 16, 128) >= 0.499 * predicted(gpu, direction, *sizes)
     assert gpu == "cpu" or predicted(gpu, direction, *sizes, by_rows=True) > predicted(gpu, direction, *sizes)
+
+
+def test_without_the_library_the_slow_way_is_said_once(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    kernels._of_library.cache_clear()
+    with pytest.warns(UserWarning, match="pip install flash-linear-attention"):
+        assert kernels._of_library() == {}
+    with warnings.catch_warnings(record=True) as seen:
+        kernels._of_library()
+    assert not seen
+    kernels._of_library.cache_clear()

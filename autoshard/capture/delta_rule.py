@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.capture.operators import define, differentiate, exact
+from autoshard.graph import DELTA_CHUNK as CHUNK
 
-CHUNK = 64
 NAMES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # in modules of transformers
 EPSILON = 1e-6  # of a length of q or k
 READ = "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, Tensor? initial, bool normalize"

@@ -30,7 +30,7 @@ import numpy as np
 from autoshard.cost.measured_kernels import attention_seconds, decode_seconds, delta_rule_seconds, matmul_seconds
 from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.devices import Device
-from autoshard.graph import ITEMSIZE, WRITES, Fused
+from autoshard.graph import DELTA_CHUNK, ITEMSIZE, WRITES, Fused
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
@@ -38,7 +38,7 @@ EFFICIENCY = 0.7
 ATTENTION = ("attention", "attention_backward")
 # Seconds of attention's backward relative to its forward: 2.5 times the FLOPs, at 250 in place of 320 TFLOP/s (FlashAttention-2 on H100).
 ATTENTION_BACK = 2.5 * 320 / 250
-DELTA_RULE, CHUNK = ("delta_rule", "delta_rule_backward"), 64
+DELTA_RULE = ("delta_rule", "delta_rule_backward")
 KIMI = 1.55  # seconds with a decay for each row of the state, relative to one for all: on an H20 (MoonshotAI/FlashKDA, BENCHMARK_H20.md)
 
 
@@ -212,7 +212,7 @@ def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
 
 def _delta_rule(k: Shape, v: Shape) -> int:
     """Of k [b, t, g, K] and v [b, t, h, V]: two matrices of scores, the system of a chunk, its values, and the state three times."""
-    return v[0] * v[1] * v[2] * (CHUNK * (5 * k[-1] + 3 * v[-1]) + 6 * k[-1] * v[-1])
+    return v[0] * v[1] * v[2] * (DELTA_CHUNK * (5 * k[-1] + 3 * v[-1]) + 6 * k[-1] * v[-1])
 
 
 def _matrices(a: Shape, b: Shape) -> Matrices:

@@ -44,6 +44,7 @@ and fields are numbers or arrays: of one op of a plan, or of thousands of launch
 import numpy as np
 
 from autoshard.devices import WIDE, Amount, AttentionKernel, ExpertsKernel, MatmulKernel
+from autoshard.graph import DELTA_CHUNK
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # rows and columns
 SPLITS = (1, 2, 4, 8)
@@ -54,6 +55,7 @@ QUERIES = 128  # of a tile of attention
 SPLIT_KEYS = 3e-6  # seconds of a multiprocessor with the keys of one head of one sequence, at least (tests/data/kernels/decode.csv)
 PART_KEYS, SECOND_KERNEL = 128, 16  # keys of a part, at least; what a second kernel takes, in parts (FlashAttention 2, decode.csv)
 DELTA_FORWARD, DELTA_BACKWARD = (26e-6, 0.0, 1.0, 1.1e-6), (35e-6, 13e-9, 3.6, 1.9e-6)  # start, tokens, work, chunk of a gated delta rule
+DELTA_COLUMNS = 64  # of a state that a multiprocessor has
 EXPERT_ROWS = 64  # of a tile of experts: the last of an expert is half filled
 
 
@@ -129,6 +131,6 @@ def delta_rule_seconds(
     """flops: of the forward; tokens: of a sequence, whose chunks come one after the other; columns: of the states of all heads and
     sequences, which run side by side."""
     start, of_token, work, chunk = DELTA_BACKWARD if backward else DELTA_FORWARD
-    waves = np.maximum(columns / (64 * multiprocessors), 1.0)
+    waves = np.maximum(columns / (DELTA_COLUMNS * multiprocessors), 1.0)
     computing = work * np.maximum(flops / (1e12 * multiprocessors), flops / (peak / 3))
-    return start + of_token * sequences * tokens + computing + chunk * tokens / 64 * waves
+    return start + of_token * sequences * tokens + computing + chunk * tokens / DELTA_CHUNK * waves

@@ -10,8 +10,8 @@ from .order import ATTENTION, Runs, SequenceOrder, in_order, stored_runs
 from .random import FACTORIES, ORDER, PER_ELEMENT, RANDOM, SHAPED, drawn_by, is_drawn_in_full, is_random
 from .recompute import SUFFIX, checkpointed, forward_blocks, recompute, recompute_ops, recomputed_names
 from .records import (
-    FIRST_MATRIX, ITEMSIZE, WRITES, Const, Fused, Graph, Op, Ref, Result, Tensor, Value, grouped, hash_of, is_dense, leaves, reached,
-    replace_refs,
+    DELTA_CHUNK, FIRST_MATRIX, ITEMSIZE, WRITES, Const, Fused, Graph, Op, Ref, Result, Tensor, Value, grouped, hash_of, is_dense, leaves,
+    reached, replace_refs,
 )
 from .rewriting import Rewriting
 from .selective import OFFLOADED, RELOADED, SELECTED, Alternatives, Chosen, Offload, alternatives, constants, selective

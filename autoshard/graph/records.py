@@ -22,6 +22,7 @@ ITEMSIZE = {
     "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+DELTA_CHUNK = 64  # tokens that kernels of the gated delta rule take at once, one chunk after the other
 FIRST_MATRIX = {"aten.mm.default": 0, "aten.addmm.default": 1}
 TRANSPOSES = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default", "aten.mT.default")
 PLACEHOLDERS = ("parameter", "buffer", "input", "tangent")

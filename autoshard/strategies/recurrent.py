@@ -9,7 +9,7 @@ The gated delta rule (`capture.delta_rule`) may be sharded on its heads as well,
 
 import math
 
-from autoshard.graph import Op, Tensor
+from autoshard.graph import DELTA_CHUNK, Op, Tensor
 from autoshard.layout import Layout, P, Placement, R, S, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.dims import output_placements
@@ -58,10 +58,10 @@ def delta_rule_backward(op: Op, inputs: Inputs) -> list[Row]:
 def delta_rule_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
     """What flash-linear-attention's kernels hold: for a token of a head a row of its chunk's system, one of W, two of U, and its part of
     the chunk's state; the backward also their gradients, and those of queries and keys of each head of values."""
-    first, chunk = int(op.target == DELTA_BACKWARD), 64
+    first = int(op.target == DELTA_BACKWARD)
     *rows, V = local_shape(inputs[first + 2].shape, layouts[first + 2], mesh)
     K = inputs[first + 1].shape[-1]
-    return math.prod(rows) * inputs[first].itemsize * (1 + 2 * first) * (chunk + K + 2 * V + K * V // chunk)
+    return math.prod(rows) * inputs[first].itemsize * (1 + 2 * first) * (DELTA_CHUNK + K + 2 * V + K * V // DELTA_CHUNK)
 
 
 def _batch(tensor: Tensor) -> Placement:

@@ -3,6 +3,7 @@
 The backward runs the forward again, for autograd to differentiate.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -20,6 +21,7 @@ def _of_library() -> dict[int, Callable[..., tuple[Tensor, Tensor]]]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.kda import chunk_kda
     except ImportError:
+        warnings.warn("linear attention runs by plain operators, slowly: pip install flash-linear-attention", stacklevel=2)
         return {}
     return {3: chunk_gated_delta_rule, 4: chunk_kda}
 
