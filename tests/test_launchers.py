@@ -326,6 +326,54 @@ def test_sizes_of_a_config_count_published_parameters(config):
     assert found.parameters / 1e9 == pytest.approx(OF_CONFIGS[config], rel=0.01)
 
 
+LAYERS = {"num_hidden_layers": 12, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
+WINDOWED = {  # of a config's keys: tokens that windowed attention sees, and layers that have it
+    "model_type=mistral sliding_window=8": (8, 12), "model_type=gemma2 sliding_window=8": (8, 6),
+    "model_type=cohere2 sliding_window=8": (8, 9),
+    "model_type=gemma3_text sliding_window=8": (8, 10), "model_type=gemma3_text sliding_window=8 sliding_window_pattern=3": (8, 8),
+    "model_type=llama4_text attention_chunk_size=9": (5, 9), "model_type=qwen2 sliding_window=8 max_window_layers=9": (8, 3),
+    "sliding_window=8 layer_types=['sliding_attention','full_attention']": (8, 1),
+    "model_type=mistral sliding_window=8 use_sliding_window=False": (0, 0), "model_type=mistral": (0, 0),
+    "model_type=gpt_oss sliding_window=8 layer_types=['sliding_attention']": None, "model_type=unknown sliding_window=8": None,
+    "model_type=mistral sliding_window=8 index_topk=9": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", WINDOWED)
+def test_windows_of_attention_are_read_where_it_is_known_which_layers_have_them(config):
+    pairs = (pair.split("=") for pair in config.split())
+    sizes = sizes_of_config({**LAYERS, **{name: value if name == "model_type" else literal_eval(value) for name, value in pairs}})
+    assert (sizes.window, sizes.windowed) == (WINDOWED[config] or (0, 0))
+    assert bool(sizes.not_counted(100)) == (WINDOWED[config] is None)
+
+
+@pytest.mark.parametrize("seq, window", [(1024, 128), (1024, 512), (4096, 1), (4096, 4000), (512, 512), (512, 4096)])
+def test_the_scores_that_a_window_leaves_are_those_of_tiles_that_it_reaches(seq, window):
+    """Against a count of the tiles of 16 x 16 queries and keys that hold a score, for tiles of an eighth of all sizes."""
+    side, most = 16, max(1, window // 8)
+    query, key = np.ogrid[: seq // 8, : seq // 8]
+    tiles = [
+        ((key <= query) & (query - key < w)).reshape(seq // 8 // side, side, -1, side).any((1, 3)).sum() for w in (most, seq)
+    ]  # fmt: skip
+    sizes = ModelSizes(4, 64, 96, 4, 4, 128, window=window, windowed=3)
+    assert sizes.computed_scores(seq) == pytest.approx(1 - 3 / 4 * (1 - tiles[0] / tiles[1]), abs=0.05)
+    assert replace(sizes, windowed=0).computed_scores(seq) == 1
+
+
+def test_kernels_with_windows_take_less_and_masks_as_long(monkeypatch):
+    def attention(launcher: str, **more) -> float:
+        run = TrainingRuns.of([Launch(devices=8, seq=32768, global_batch=8, shard=8, zero=3)])
+        return float(launch_seconds(run, replace(LLAMA8, **more), Site(), launcher)["attention"][0])
+
+    for launcher in ("megatron", "torchtitan", "automodel"):
+        assert attention(launcher, window=1024, windowed=32) < 0.08 * attention(launcher)
+        assert attention(launcher, window=1024, windowed=16) == pytest.approx(
+            (attention(launcher) + attention(launcher, window=1024, windowed=32)) / 2
+        )
+        assert attention(launcher, window=40000, windowed=32) == attention(launcher)
+    assert attention("accelerate", window=1024, windowed=32) == attention("accelerate")
+
+
 def test_what_no_figure_counts_of_a_model_is_said():
     llama = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 128}
     towers = sizes_of_config({"vision_config": {"depth": 3}, "text_config": llama | {"sliding_window": 128}})

@@ -39,6 +39,7 @@ Parts = dict[str, np.ndarray]  # seconds by kind
 OF_BLOCK = (
     "microbatch", "seq", "context", "alltoall", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision",
     "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "qk_norm", "per_node", "network",
+    "computed_scores",
 )  # fmt: skip
 RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
 GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, uncompiled, by StackConstants.libraries
@@ -280,6 +281,8 @@ class _OneKind:
         key = (id(on), task.target, task.inputs, task.outputs, task.fused and task.fused.get(self.how))
         if key not in self.known:
             seconds = kernel_seconds(task, self.sizes, on, self.how)
+            if task.kind == "attention":
+                seconds = seconds * np.where(self.constants.stack.windows > 0, self.runs.computed_scores, 1.0)
             if task.kind == "attention" and not (self.constants.stack.flash > 0).all():
                 seconds = np.where(self.constants.stack.flash > 0, seconds, self._written_attention("backward" in task.target))
             if task.kind == "matmul":

@@ -87,7 +87,8 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     fixed |= {"positions": sizes.learned_positions, "per_node": site.per_node, "network": site.network}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1.0)
     of_model = {name: float(value) for name, value in fixed.items() if name not in numbers}
-    return launches.with_columns(**numbers, **of_model, sharing=sharing)
+    columns = {"computed_scores": by_value(sizes.computed_scores, launches.seq), **numbers, **of_model, "sharing": sharing}
+    return launches.with_columns(**columns)
 
 
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:

@@ -319,6 +319,11 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
             "dense_layers": expert_pattern(" ".join(a.get("moe-layer-freq", [])) or "1", layers).count("0"),
         }  # fmt: skip
     more["mtp"] = a.number("mtp-num-layers", 0, 0)
+    before = re.match(r"[\s(\[]*(\d+)", " ".join(a.get("window-size", [])))  # a token
+    if before and a.text("softmax-type", "vanilla") == "vanilla":
+        every = " ".join(a.get("window-attn-skip-freq", [])) or "0"
+        windowed = layers - (layers // int(every) if int(every) else 0) if every.isdecimal() else expert_pattern(every, layers).count("1")
+        more |= {"window": int(before[1]) + 1, "windowed": windowed}
     latent = tuple(a.number(name, default) for name, default in LATENT.items()) if "multi-latent-attention" in a else ()
     head_dim = latent[-1] if latent else a.number("kv-channels", 0)
     return ModelSizes(

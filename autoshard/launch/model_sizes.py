@@ -57,6 +57,11 @@ QK_NORM = (  # model types that normalize queries and keys; others say so
 )  # fmt: skip
 TOWERS = ("vision_config", "audio_config", "speech_config", "vision_tower")  # of models that read more than text
 WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")  # how many tokens attention of some layers sees
+FULL = {  # model types with windows: every so many layers see all tokens; 0: none does. Others say so (layer_types)
+    "gemma2": 2, "cohere2": 4, "llama4": 4, "llama4_text": 4, "olmo3": 4, "gemma3": 6, "gemma3_text": 6,
+    **dict.fromkeys(("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"), 0),
+}  # fmt: skip
+TILE = 128  # of queries and keys, which kernels compute in full where they compute some of it
 OTHER_ATTENTION = ("afmoe", "axk2", "deepseek_v4", "gemma4_unified", "gemma4_unified_text", "hy_v4", "minimax", "minimax_m3_vl_text")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -83,6 +88,8 @@ class ModelSizes:
     dense_layers: int = 0
     mtp: int = 0  # modules that predict further tokens, each a block and the head again
     latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
+    window: int = 0  # how many tokens attention sees,
+    windowed: int = 0  # ... of so many layers
     uncounted: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False)  # a sentence, and of which sequences it is true
     multiple: int = field(default=0, compare=False, repr=False)  # of which, times tensor parallel ranks, the vocabulary is one
     unpadded: int = field(default=0, compare=False, repr=False)  # the vocabulary before that
@@ -155,6 +162,15 @@ class ModelSizes:
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
         return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
 
+    def computed_scores(self, seq: Any) -> Any:
+        """What kernels that skip what a window hides compute of a causal attention's scores, as a mean over the layers.
+
+        Of S keys a query reads S / 2 in the mean, of a window of W < S: W - W^2 / 2 S; and half a tile more at each end.
+        """
+        window = np.minimum(self.window, seq) if self.windowed else seq
+        share = np.minimum((window - window**2 / (2 * seq) + TILE) / (seq / 2 + TILE / 2), 1.0)
+        return 1 - self.windowed / (self.layers + self.mtp) * (1 - share)
+
     def not_counted(self, seq: int) -> list[str]:
         """What no figure of such sequences counts of the model."""
         return [sentence for sentence, above in self.uncounted if seq > above]
@@ -224,7 +240,11 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
     windows = [(name, config[name]) for name in WINDOWS if isinstance(config.get(name), int) and config.get(f"use_{name}") is not False]
-    seen = [(f"{name} {most}: attention is counted over all tokens", most) for name, most in windows if most > 0]
+    windowed = _windowed(config, kind, layers) if len(windows) == 1 and windows[0][0] != "index_topk" else None
+    seen = [(f"{name} {most}: attention is counted over all tokens", most) for name, most in windows if most > 0 and windowed is None]
+    if windowed:
+        (name, window), *_ = windows
+        more |= {"window": window if name == "sliding_window" else -(-window // 2), "windowed": windowed}  # half a chunk is before a token
     other = [(f"model_type {kind}: attention is counted as queries, keys, values and output of all tokens", 0)] * (kind in OTHER_ATTENTION)
     one_key = config.get("multi_query") and not config.get("new_decoder_architecture")
     return ModelSizes(
@@ -233,6 +253,19 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
         **more, latent=latent, qk_norm=kind in QK_NORM or bool(config.get("use_qk_norm") or config.get("qk_layernorm")),
         uncounted=(*towers, *other, *seen),
     )  # fmt: skip
+
+
+def _windowed(config: Mapping[str, Any], kind: str, layers: int) -> int | None:
+    """How many layers have a window; None where that isn't known, or where attention has sinks: GPT OSS's published runs are slower than
+    with all tokens counted."""
+    if kind == "gpt_oss":
+        return None
+    if isinstance(kinds := config.get("layer_types"), list):
+        return sum(str(one).startswith(("sliding", "chunked")) for one in kinds[:layers])
+    if isinstance(first := config.get("max_window_layers"), int):  # Qwen's
+        return max(layers - first, 0)
+    every = config.get("sliding_window_pattern", FULL.get(kind))
+    return layers - (layers // every if every else 0) if isinstance(every, int) else None
 
 
 def sizes_of_module(module: Any) -> ModelSizes:

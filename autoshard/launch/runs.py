@@ -107,6 +107,7 @@ OPTIONAL = "alltoall split passes schedule offload gather8 grads16 states16 loss
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["qk_norm"] = 0  # 1: queries and keys are normalized
+DEFAULTS["computed_scores"] = 1.0  # of a causal attention's, where kernels skip what a window hides
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
 COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
 

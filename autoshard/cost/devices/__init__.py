@@ -42,6 +42,7 @@ class StackConstants:
 
     flash: Numbers  # rate of fused attention relative to FlashAttention-2; 0: scores are written to memory
     sdpa: Numbers  # 1: attention is what torch 2.9 or newer chooses, cuDNN's kernel on Hopper and B200
+    windows: Numbers  # 1: attention computes no score that a window hides; 0: all, under a mask
     gradient_bytes: Numbers  # per parameter, as they are reduced
     balanced: Numbers  # 1: stages are balanced by cost, 0: even
     hides: Numbers  # 1: gradients are reduced during the last backward
