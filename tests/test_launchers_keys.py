@@ -225,7 +225,7 @@ SAID = [  # launcher, text, what is said
     ("megatron", MEGATRON + "--moe-latent-size 1024", "!moe-latent-size 1024: experts of a narrower input have no prices"),
     ("megatron", MEGATRON + "--deepspeed", "!deepspeed on: Megatron-DeepSpeed shards states, experts and sequences by options of its own"),
     ("megatron", MEGATRON + "--window-size 127,0", ""),
-    ("megatron", MEGATRON + "--window-size 127,0 --softmax-type learnable", "softmax-type learnable: attention is counted without its sinks"),
+    ("megatron", MEGATRON + "--window-size 127,0 --softmax-type learnable", "softmax-type learnable: attention is counted without its"),
     ("megatron", MEGATRON + "--cuda-graph-impl none", ""),
     ("megatron", MEGATRON + "--cuda-graph-impl local", "cuda-graph-impl local: the host is counted as launching each kernel"),
     ("accelerate", "num_processes: 8\ndeepspeed_config: {deepspeed_config_file: a.json}", "!a.json: the settings are in that file"),
