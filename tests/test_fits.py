@@ -320,7 +320,7 @@ def of_one_device(sizes: ModelSizes, seq: int, microbatch: int, recompute: str, 
     return launch_memory(TrainingRuns.of([one]), sizes, Site("h200", memory=141e9), "torchtitan")
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=str)
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row[0].layers} layers of {row[0].width}, {row[1:5]}")
 def test_the_allocator_reserves_what_it_did_on_one_device(row):
     *launch, allocated, reserved = row
     memory = of_one_device(*launch)
