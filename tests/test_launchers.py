@@ -35,7 +35,7 @@ from autoshard.launch.launch_prices import by_kind, launch_seconds, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.legality import PRECISIONS as EXPRESSED
-from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
+from autoshard.launch.model_sizes import TILE, sizes_of_config, sizes_of_module
 from autoshard.launch.nanotron import no_key_for
 from autoshard.launch.ranking import ranking
 from autoshard.launch.runs import FIELDS, PRECISIONS, RECOMPUTE, SCHEDULES, TrainingRuns, distinct
@@ -356,8 +356,11 @@ def test_the_scores_that_a_window_leaves_are_those_of_tiles_that_it_reaches(seq,
         ((key <= query) & (query - key < w)).reshape(seq // 8 // side, side, -1, side).any((1, 3)).sum() for w in (most, seq)
     ]  # fmt: skip
     sizes = ModelSizes(4, 64, 96, 4, 4, 128, window=window, windowed=3)
-    assert sizes.computed_scores(seq) == pytest.approx(1 - 3 / 4 * (1 - tiles[0] / tiles[1]), abs=0.05)
-    assert replace(sizes, windowed=0).computed_scores(seq) == 1
+    assert sizes.scores(seq, TILE) == pytest.approx(1 - 3 / 4 * (1 - tiles[0] / tiles[1]), abs=0.05)
+    assert replace(sizes, windowed=0).scores(seq, TILE) == 1
+    of_query = np.minimum(np.arange(seq) + 1, window).sum() / np.arange(1, seq + 1).sum()
+    assert sizes.scores(seq) == pytest.approx(1 - 3 / 4 * (1 - of_query), abs=1e-3)
+    assert sizes.flops_per_token(seq) < replace(sizes, windowed=0).flops_per_token(seq) or window >= seq
 
 
 def test_kernels_with_windows_take_less_and_masks_as_long(monkeypatch):

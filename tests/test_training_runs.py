@@ -138,7 +138,7 @@ def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):
 
 def test_every_device_and_stack_has_its_constants_with_a_source_and_few_of_them():
     names = [[field.name for field in fields(record)] for record in (DeviceConstants, StackConstants, MemoryConstants)]
-    of_devices, of_stacks, of_memory = names[0][7:], names[1][12:], names[2]  # what stands in front is never fitted
+    of_devices, of_stacks, of_memory = names[0][7:], names[1][13:], names[2]  # what stands in front is never fitted
     assert len(of_devices) <= 15 and len(of_stacks) <= 6 and len(of_memory) <= 7
     for name in known_devices():
         constants = json.loads((DEVICE_FILES / f"{name}.json").read_text())["constants"]

@@ -19,7 +19,7 @@ from autoshard.devices import DEVICES
 
 from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
-from .model_sizes import ModelSizes
+from .model_sizes import TILE, ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import PRECISIONS, TrainingRuns, by_value, distinct
 from .step_time import NOTHING, beside_block, end_share, optimizer_bytes, stage_parameters, step_parts, transfers_of_fsdp
@@ -87,7 +87,7 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     fixed |= {"positions": sizes.learned_positions, "per_node": site.per_node, "network": site.network}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1.0)
     of_model = {name: float(value) for name, value in fixed.items() if name not in numbers}
-    columns = {"computed_scores": by_value(sizes.computed_scores, launches.seq), **numbers, **of_model, "sharing": sharing}
+    columns = {"computed_scores": by_value(lambda seq: sizes.scores(seq, TILE), launches.seq), **numbers, **of_model, "sharing": sharing}
     return launches.with_columns(**columns)
 
 

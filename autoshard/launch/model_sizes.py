@@ -157,18 +157,19 @@ class ModelSizes:
         """Of a training step: 6 per parameter that a token is multiplied with, and 12 L heads d seq for attention.
 
         seq: tokens, a number or an array. Attention is not halved for the causal mask: the convention of PaLM's appendix B, of
-        torchtitan and of nanotron.
+        torchtitan and of nanotron. What a window hides is not counted, whatever kernels compute.
         """
+        attention = 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq * self.scores(seq)
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
-        return 6 * (multiplied + self.mtp * self.vocab * self.width) + 12 * (self.layers + self.mtp) * self.heads * self.head_dim * seq
+        return 6 * (multiplied + self.mtp * self.vocab * self.width) + attention
 
-    def computed_scores(self, seq: Any) -> Any:
-        """What kernels that skip what a window hides compute of a causal attention's scores, as a mean over the layers.
+    def scores(self, seq: Any, tile: int = 0) -> Any:
+        """What windows leave of a causal attention's scores, as a mean over the layers. tile: keys that kernels compute at once.
 
         Of S keys a query reads S / 2 in the mean, of a window of W < S: W - W^2 / 2 S; and half a tile more at each end.
         """
         window = np.minimum(self.window, seq) if self.windowed else seq
-        share = np.minimum((window - window**2 / (2 * seq) + TILE) / (seq / 2 + TILE / 2), 1.0)
+        share = np.minimum((window - window**2 / (2 * seq) + tile) / (seq / 2 + tile / 2), 1.0)
         return 1 - self.windowed / (self.layers + self.mtp) * (1 - share)
 
     def not_counted(self, seq: int) -> list[str]:
