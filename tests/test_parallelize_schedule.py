@@ -495,6 +495,20 @@ def test_no_node_of_a_new_order_is_above_the_limit(pace, batch, width, part):
     assert max(max(live(one)) for one in passes) <= 1.001 * (1 + part) * limit
 
 
+def test_what_is_late_is_placed_where_it_frees_what_does_not_fit(pace):
+    """A small copy of a large sum, that a later collective reads, stands where it was: else the sum waits for this one."""
+    a, b = pace.groups.names
+
+    def step(x):
+        row = reduced(x.relu(), a)[:1].clone()
+        return reduced(torch.cat([row, x.repeat(3, 1).sum(0, keepdim=True)]), b)
+
+    module, given = traced(step, BIG), torch.randn(BIG)
+    expected, limit = step(given), room([module.graph], 0.0)
+    scheduled([module], pace, 0.0)
+    assert max(live(module)) == limit and torch.equal(module(given), expected)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_gathers_on_the_cpu_write_to_given_tensors_others_are_left(pace, device):
     with FakeTensorMode():

@@ -121,6 +121,7 @@ class _Schedule:
         self.live = live_bytes(self.nodes, self.output)  # at each node of the given order, with what begins early
         self.place = {node: k for k, node in enumerate(self.nodes)}
         self.first = [0, *(self.place[anchor] + 1 for anchor in self.flow.anchors)]  # the nodes that lead to an anchor begin there
+        self.first.append(len(self.nodes) + 1)  # to the output, as if it were one
         by_need = sorted(self.flow.starts, key=self.flow.need.__getitem__)
         self.fetches = [s for s in by_need if self.flow.ready[s] < 0]
         self.kernels = [0.0, *accumulate(map(self.pace.compute, self.flow.anchors))]
@@ -136,6 +137,7 @@ class _Schedule:
         self.waiting: list[fx.Node] = []  # starts whose input only lacks a collective that has not ended
         self.running: dict[fx.Node, None] = {}  # collectives after the first anchor that began and were not waited for, oldest first
         self.at = 0  # the anchor that is placed next
+        self.late = 0  # the nodes of the given order before this one are placed
         self.peak = 0  # bytes
 
     def run(self) -> Self:
@@ -242,8 +244,13 @@ class _Schedule:
         return self.gaps[axis].stands_back(self.at, left, self.pace.collective(start), self.until.get(start, math.inf))
 
     def _free(self, node: fx.Node) -> None:
-        """Waits for the oldest reductions while a node, and what has to be placed before it, does not fit beside them."""
-        while self.running and self.memory.ahead(self._missing(node)) > self.limit:
+        """While a node, and what has to be placed before it, doesn't fit: waits for the oldest reductions, then places what is late."""
+        while self.memory.ahead(self._missing(node)) > self.limit:
+            if not self.running:
+                late, self.late = self.late, self.first[self.at + 1] - 1
+                for missing in self.nodes[late : self.late]:
+                    self._need(missing)
+                return
             start = next(iter(self.running))
             del self.running[start]
             for user in start.users:
