@@ -18,7 +18,7 @@ from autoshard.capture import capture
 from autoshard.graph import Graph
 from autoshard.lower import compiled, lower
 from autoshard.lower.collectives import Groups
-from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
+from autoshard.lower.flow import STARTS, WAIT, Flow, LiveBytes, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
 from autoshard.lower.generator import drawing
 from autoshard.lower.kernels import offload
@@ -395,13 +395,16 @@ def live(module: fx.GraphModule) -> list[int]:
 
 def test_the_backward_pass_begins_with_the_bytes_that_the_forward_pass_leaves(pace):
     graphs = fsdp_passes(pace)
-    forward, backward = live(graphs.forward), live(graphs.backward)
+    *nodes, output = graphs.forward.graph.nodes
+    memory, backward = LiveBytes(nodes, output), live(graphs.backward)
+    for node in nodes:
+        memory.run(node)
     first = next(node for node in graphs.backward.graph.nodes if node.op != "placeholder")
     given = next(node for node in graphs.forward.graph.nodes if node.op == "output").args[0]
     lost = {owners(list(graphs.forward.graph.nodes))[node] for node in given[: len(graphs.outputs)]}
     lost -= {owners(list(graphs.forward.graph.nodes))[node] for node in given[len(graphs.outputs) :]}
     made = 0 if owners(list(graphs.backward.graph.nodes))[first] is not first else size(first)
-    assert backward[0] - made == forward[-1] - sum(size(node) for node in lost) > 0
+    assert backward[0] - made == memory.now - sum(size(node) for node in lost) > 0
     for node in graphs.backward.graph.nodes:
         node.meta.pop("kept", None)
     assert live(graphs.backward)[0] == made  # without what was noted on them, nothing is known of what they hold
