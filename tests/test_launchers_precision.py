@@ -159,8 +159,9 @@ def test_recipes_of_nemo_are_read():
     assert (a.devices, a.seq, a.global_batch, a.data, a.zero, a.recompute, a.precision) == (128, 8192, 2048, 128, 1, "none", "bf16")
     full = text.replace("granularity: null", "granularity: full").replace("num_layers: 0", "num_layers: 1")
     assert read_configuration("megatron", full, "a.yaml", Overrides(sizes=sizes)).launch.recompute == "full"
-    with pytest.raises(ValueError, match="leaves the size of the vocabulary to the tokenizer meta-llama/Llama-3-8b-hf"):
-        read_configuration("megatron", text, "a.yaml")
+    assert read_configuration("megatron", text, "a.yaml").sizes == sizes  # by its tokenizer
+    with pytest.raises(ValueError, match="leaves the size of the vocabulary to the tokenizer our/own-8b-hf"):
+        read_configuration("megatron", text.replace("meta-llama/Llama-3-8b-hf", "our/own-8b-hf"), "a.yaml")
     with_vocab = text.replace("  mcore_gpt: true", "  vocab_size: 128256")
     assert read_configuration("megatron", with_vocab, "a.yaml").sizes == sizes
     qwen = read_configuration("megatron", (RECIPES / "qwen3_235b_b200_nvfp4.yaml").read_text(), "a.yaml", Overrides(devices=64))

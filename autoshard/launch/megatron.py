@@ -12,10 +12,15 @@ from typing import Any
 
 from .blocks_of_stages import counts_of, split_of
 from .model_sizes import PADDED, ModelSizes
+from .primus import experiment
 from .runs import MODEL, MODULES, Launch, LaunchConfig, Overrides
 from .texts import arguments_of, flat, integer, parsed
 
-VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
+VOCABULARIES = {  # of tokenizers, by patterns of their type and model: as models published with them have it
+    "GPT2BPETokenizer": 50257, "Llama2Tokenizer|MixtralTokenizer|.*(llama-2-|mixtral-8x).*": 32000, "Llama3Tokenizer|.*llama-3.*": 128256,
+    "Llama4Tokenizer|.*llama-4-.*": 202048, "DeepSeekV2Tokenizer|.*deepseek-v2.*": 102400, "DeepSeekV3Tokenizer|.*deepseek-v3.*": 129280,
+    "KimiK2Tokenizer|.*kimi-k2-.*": 163840, ".*qwen(2.5|3)-.*": 151936, ".*gpt-oss-.*": 201088,
+}  # fmt: skip
 MOST_LAYERS = 10_000
 LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-head-dim": 128, "v-head-dim": 128}  # and their defaults
 DATA = (".json", ".yaml", ".yml")
@@ -120,7 +125,8 @@ def _of_data(data: Mapping[str, Any], path: str) -> Arguments:
         arguments.update(_of_sections(mixed) | ({"grad-reduce-in-bf16": []} if mixed.get("grad_reduce_in_fp32") is False else {}))
     arguments.update(_of_precision(named))
     for field, argument in (("share-embeddings-and-output-weights", "untie-embeddings-and-output-weights"),
-                            ("add-bias-linear", "disable-bias-linear"), ("bias", "disable-bias-linear")):  # fmt: skip
+                            ("add-bias-linear", "disable-bias-linear"), ("bias", "disable-bias-linear"),
+                            ("gradient-accumulation-fusion", UNFUSED)):  # fmt: skip
         if said.get(field) is False:
             arguments[argument] = []
     if isinstance(said.get(LAYOUT), list):
@@ -161,7 +167,7 @@ def _of_sections(data: Mapping[str, Any]) -> Arguments:
 
 
 def arguments_in(text: str, path: str) -> Arguments:
-    return _of_data(parsed(text, path), path) if path.endswith(DATA) else Arguments(arguments_of(text))
+    return _of_data(experiment(text, path), path) if path.endswith(DATA) else Arguments(arguments_of(text))
 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
@@ -306,9 +312,11 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     layers, width, heads = (a.number(name, 0) for name in ("num-layers", "hidden-size", "num-attention-heads"))
     gated = any(name in a for name in GATED)
     ffn = a.number("ffn-hidden-size", int(4 * width * 2 / 3 / 64) * 64 if "swiglu" in a else 4 * width)
-    vocab = a.number("padded-vocab-size", a.number("vocab-size", VOCABULARIES.get(a.text("tokenizer-type", "GPT2BPETokenizer"), 0)))
+    names = [a.text("tokenizer-type", "GPT2BPETokenizer"), a.text("tokenizer-model")]
+    known = (size for kind, size in VOCABULARIES.items() if any(re.fullmatch(kind, name, re.IGNORECASE) for name in names))
+    vocab = a.number("padded-vocab-size", a.number("vocab-size", next(known, 0)))
     if not vocab:
-        tokenizer = f"the tokenizer {a.text('tokenizer-type')}"
+        tokenizer = f"the tokenizer {names[0]}"
         raise ValueError(f"{path} leaves the size of the vocabulary to {tokenizer}; add --vocab-size to it, or the model: add {MODEL}")
     experts = a.number("num-experts", a.number("num-moe-experts", 0))
     more: dict[str, Any] = {}
