@@ -15,9 +15,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
+from transformers import AutoConfig
 
 from autoshard.api import check_launch
 from autoshard.cli.table import LAUNCHERS as ENDINGS
+from autoshard.cost import ATTENTION_TILE
 from autoshard.launch import (
     Launch,
     LaunchConfig,
@@ -35,7 +37,7 @@ from autoshard.launch.launch_prices import by_kind, launch_seconds, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import LAUNCHERS, broken_rules, legal
 from autoshard.launch.legality import PRECISIONS as EXPRESSED
-from autoshard.launch.model_sizes import TILE, sizes_of_config, sizes_of_module
+from autoshard.launch.model_sizes import sizes_of_config, sizes_of_module
 from autoshard.launch.nanotron import no_key_for
 from autoshard.launch.ranking import ranking
 from autoshard.launch.runs import FIELDS, PRECISIONS, RECOMPUTE, SCHEDULES, TrainingRuns, distinct
@@ -331,7 +333,8 @@ WINDOWED = {  # of a config's keys: tokens that windowed attention sees, and lay
     "model_type=mistral sliding_window=8": (8, 12), "model_type=gemma2 sliding_window=8": (8, 6),
     "model_type=cohere2 sliding_window=8": (8, 9),
     "model_type=gemma3_text sliding_window=8": (8, 10), "model_type=gemma3_text sliding_window=8 sliding_window_pattern=3": (8, 8),
-    "model_type=llama4_text attention_chunk_size=9": (5, 9), "model_type=qwen2 sliding_window=8 max_window_layers=9": (8, 3),
+    "model_type=llama4_text attention_chunk_size=9": (5, 9), "model_type=qwen2 use_sliding_window=True sliding_window=8 max_window_layers=9": (8, 3),
+    "model_type=qwen2 sliding_window=8 max_window_layers=9": (0, 0),
     "sliding_window=8 layer_types=['sliding_attention','full_attention']": (8, 1),
     "model_type=mistral sliding_window=8 use_sliding_window=False": (0, 0), "model_type=mistral": (0, 0),
     "model_type=gpt_oss sliding_window=8 layer_types=['sliding_attention']": None, "model_type=unknown sliding_window=8": None,
@@ -347,6 +350,14 @@ def test_windows_of_attention_are_read_where_it_is_known_which_layers_have_them(
     assert bool(sizes.not_counted(100)) == (WINDOWED[config] is None)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "cohere2", "olmo3", "ministral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("option", [{}, {"use_sliding_window": True, "max_window_layers": 7}], ids=["default", "asked for"])
+def test_the_layers_with_windows_are_those_of_transformers(kind, option):
+    settings = {"num_hidden_layers": 12, "sliding_window": 8, **(option if kind.startswith("qwen") else {})}
+    expected = AutoConfig.for_model(kind, **settings).layer_types.count("sliding_attention")
+    assert sizes_of_config({**LAYERS, "model_type": kind, **settings}).windowed == expected
+
+
 @pytest.mark.parametrize("seq, window", [(1024, 128), (1024, 512), (4096, 1), (4096, 4000), (512, 512), (512, 4096)])
 def test_the_scores_that_a_window_leaves_are_those_of_tiles_that_it_reaches(seq, window):
     """Against a count of the tiles of 16 x 16 queries and keys that hold a score, for tiles of an eighth of all sizes."""
@@ -356,14 +367,14 @@ def test_the_scores_that_a_window_leaves_are_those_of_tiles_that_it_reaches(seq,
         ((key <= query) & (query - key < w)).reshape(seq // 8 // side, side, -1, side).any((1, 3)).sum() for w in (most, seq)
     ]  # fmt: skip
     sizes = ModelSizes(4, 64, 96, 4, 4, 128, window=window, windowed=3)
-    assert sizes.scores(seq, TILE) == pytest.approx(1 - 3 / 4 * (1 - tiles[0] / tiles[1]), abs=0.05)
-    assert replace(sizes, windowed=0).scores(seq, TILE) == 1
+    assert sizes.scores(seq, ATTENTION_TILE) == pytest.approx(1 - 3 / 4 * (1 - tiles[0] / tiles[1]), abs=0.05)
+    assert replace(sizes, windowed=0).scores(seq, ATTENTION_TILE) == 1
     of_query = np.minimum(np.arange(seq) + 1, window).sum() / np.arange(1, seq + 1).sum()
     assert sizes.scores(seq) == pytest.approx(1 - 3 / 4 * (1 - of_query), abs=1e-3)
     assert sizes.flops_per_token(seq) < replace(sizes, windowed=0).flops_per_token(seq) or window >= seq
 
 
-def test_kernels_with_windows_take_less_and_masks_as_long(monkeypatch):
+def test_kernels_with_windows_take_less_and_masks_as_long():
     def attention(launcher: str, **more) -> float:
         run = TrainingRuns.of([Launch(devices=8, seq=32768, global_batch=8, shard=8, zero=3)])
         return float(launch_seconds(run, replace(LLAMA8, **more), Site(), launcher)["attention"][0])

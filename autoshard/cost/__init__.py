@@ -18,7 +18,7 @@ from .links import (
     Gaps, axes_by_link, axis_transfer_seconds, bucket_limit, gather_seconds, groups_on_link, host_bandwidth, host_seconds,
     least_joined_seconds, offload_seconds, ring_seconds, shared_links, slowest_seconds_per_byte, transfer_latency, transfer_seconds,
 )
-from .measured_kernels import attention_seconds, decode_seconds, experts_seconds, matmul_seconds
+from .measured_kernels import ATTENTION_TILE, attention_seconds, decode_seconds, experts_seconds, matmul_seconds
 from .memory import (
     OPTIMIZERS, accumulation_bytes, bytes_per_parameter, master_bytes, optimizer_state_bytes, optimizer_step_bytes, spare_bytes,
 )

@@ -51,7 +51,7 @@ SPLITS = (1, 2, 4, 8)
 ROWS, COLUMNS, PARTS = np.array([(*tile, parts) for tile in TILES for parts in SPLITS], float).T
 AREA = ROWS * COLUMNS
 HALVINGS = np.log2(128 * 256 / AREA)
-QUERIES = 128  # of a tile of attention
+ATTENTION_TILE = 128  # queries of a tile of attention, and keys
 SPLIT_KEYS = 3e-6  # seconds of a multiprocessor with the keys of one head of one sequence, at least (tests/data/kernels/decode.csv)
 PART_KEYS, SECOND_KERNEL = 128, 16  # keys of a part, at least; what a second kernel takes, in parts (FlashAttention 2, decode.csv)
 DELTA_FORWARD, DELTA_BACKWARD = (26e-6, 0.0, 1.0, 1.1e-6), (35e-6, 13e-9, 3.6, 1.9e-6)  # start, tokens, work, chunk of a gated delta rule
@@ -94,7 +94,7 @@ def _unaligned(stored: Amount, n: Amount, of: MatmulKernel) -> Amount:
 
 def attention_seconds(scores: Amount, keys: Amount, dims: Amount, moved: Amount, of: AttentionKernel) -> Amount:
     """scores: that are computed, of all heads; keys: of each query; dims: of a head's query and of its value, added; moved: bytes."""
-    computing = (scores + of.tail * QUERIES * keys * of.multiprocessors) * _each_score(dims, of) * (1 + of.short / keys)
+    computing = (scores + of.tail * ATTENTION_TILE * keys * of.multiprocessors) * _each_score(dims, of) * (1 + of.short / keys)
     return of.launch + computing + moved / of.bandwidth
 
 

@@ -282,9 +282,10 @@ class _OneKind:
         if key not in self.known:
             seconds = kernel_seconds(task, self.sizes, on, self.how)
             if task.kind == "attention":
-                seconds = seconds * np.where(self.constants.stack.windows > 0, self.runs.computed_scores, 1.0)
-            if task.kind == "attention" and not (self.constants.stack.flash > 0).all():
-                seconds = np.where(self.constants.stack.flash > 0, seconds, self._written_attention("backward" in task.target))
+                stack = self.constants.stack
+                seconds = seconds * np.where(stack.windows > 0, self.runs.computed_scores, 1.0)
+                if not (stack.flash > 0).all():
+                    seconds = np.where(stack.flash > 0, seconds, self._written_attention("backward" in task.target))
             if task.kind == "matmul":
                 right = on.kernels.matmul.cast * tensor_bytes(task.inputs[-1], self.sizes) / 2 / on.kernels.matmul.bandwidth
                 seconds = seconds * np.where(self.runs.precision == "mxfp8", 1 / MICROSCALED, 1.0)

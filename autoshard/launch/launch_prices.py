@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.cost import device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
+from autoshard.cost import ATTENTION_TILE, device_constants, experts_seconds, host_seconds, matmul_seconds, spread_of
 from autoshard.devices import DEVICES
 
 from .block_time import Block, Parts, RunConstants, block, of_each_kind
 from .blocks_of_stages import Stages, stages
-from .model_sizes import TILE, ModelSizes
+from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import PRECISIONS, TrainingRuns, by_value, distinct
 from .step_time import NOTHING, beside_block, end_share, optimizer_bytes, stage_parameters, step_parts, transfers_of_fsdp
@@ -87,8 +87,8 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     fixed |= {"positions": sizes.learned_positions, "per_node": site.per_node, "network": site.network}
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1.0)
     of_model = {name: float(value) for name, value in fixed.items() if name not in numbers}
-    columns = {"computed_scores": by_value(lambda seq: sizes.scores(seq, TILE), launches.seq), **numbers, **of_model, "sharing": sharing}
-    return launches.with_columns(**columns)
+    scores = by_value(lambda seq: sizes.scores(seq, ATTENTION_TILE), launches.seq)
+    return launches.with_columns(**{"computed_scores": scores, **numbers}, **of_model, sharing=sharing)
 
 
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:

@@ -61,7 +61,6 @@ FULL = {  # model types with windows: every so many layers see all tokens; 0: no
     "gemma2": 2, "cohere2": 4, "llama4": 4, "llama4_text": 4, "olmo3": 4, "gemma3": 6, "gemma3_text": 6,
     **dict.fromkeys(("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"), 0),
 }  # fmt: skip
-TILE = 128  # of queries and keys, which kernels compute in full where they compute some of it
 OTHER_ATTENTION = ("afmoe", "axk2", "deepseek_v4", "gemma4_unified", "gemma4_unified_text", "hy_v4", "minimax", "minimax_m3_vl_text")
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -240,7 +239,8 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     if config.get("kv_lora_rank"):
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
-    windows = [(name, config[name]) for name in WINDOWS if isinstance(config.get(name), int) and config.get(f"use_{name}") is not False]
+    used = not kind.startswith("qwen")  # where a config doesn't say
+    windows = [(name, config[name]) for name in WINDOWS if isinstance(config.get(name), int) and config.get(f"use_{name}", used)]
     windowed = _windowed(config, kind, layers) if len(windows) == 1 and windows[0][0] != "index_topk" else None
     seen = [(f"{name} {most}: attention is counted over all tokens", most) for name, most in windows if most > 0 and windowed is None]
     if windowed:
