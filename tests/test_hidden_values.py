@@ -14,7 +14,7 @@ from autoshard.capture import capture, capture_deep
 from autoshard.capture.huggingface import load_huggingface
 from autoshard.cost import op_flops
 from autoshard.formulate import formulate
-from autoshard.graph import KEEPING, READING, private_values, with_hidden_values
+from autoshard.graph import KEEPING, READING, SELECTED, alternatives, private_values, with_hidden_values
 from autoshard.layout import R, S
 from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import expert_parallel, experts
@@ -247,6 +247,27 @@ def test_they_are_kept_where_memory_allows_and_both_ways_are_planned_where_it_bi
     with pytest.raises(Infeasible) as refused:
         planned(memory_limit=1e5)
     assert "hidden" not in str(refused.value) and notes[5:] == ["kept", "again"]
+
+
+@pytest.mark.parametrize(("share", "notes"), [(1.2, ["kept"]), (0.95, ["kept"]), (0.3, ["kept", "again"])])
+def test_with_recomputation_per_tensor_they_are_saved_values_as_others(share, notes, monkeypatch):
+    """Neither moved nor lost on their way to the host's memory and back; computed again by the backward only where no other plan fits."""
+    (module, inputs), options = mixtral(batch=32, seq=32, layers=2), {"training": True, "baselines": False, "objective": "serial"}
+    free, tried = api.plan(module, inputs, mesh_of(2), **options), tried_notes(monkeypatch)
+    limited = {"memory_limit": share * free.peak_bytes, "recompute": "auto"}
+    try:
+        plan = api.plan(module, inputs, mesh_of(2), **limited, **options)
+        assert plan.hidden_values == 2 and free.cost * (1 - 1e-9) <= plan.cost < 1.02 * free.cost and api.verify(module, inputs, plan)["ok"]
+        assert bool(plan.chosen) == (share < 1)
+    except Infeasible:
+        assert share < 0.9
+    assert tried == notes
+
+
+def test_what_brings_a_private_value_back_is_private():
+    graph = alternatives(keeping()).graph
+    (value, *_), (selected,) = sorted(private_values(graph)), [i for i, k in private_values(graph) if graph.ops[i].kind == SELECTED]
+    assert graph.ops[selected].inputs[0] == value and graph.ops[value[0]].target == KEEPING[TARGETS[0]]
 
 
 def test_where_they_do_not_fit_they_are_computed_again():

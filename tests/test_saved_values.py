@@ -414,12 +414,13 @@ class Asking(_Search):
 
 @pytest.mark.parametrize(
     ("left", "gaps"),
-    [(51.0, [(None, 0.0), (0.0, 0.03), (0.5, 0.0)]), (49.0, [(None, 0.0), (0.0, 0.06), (0.5, 0.03), (0.5, 0.0)])],
+    [(51.0, [(None, 0.03), (0.0, 0.03), (0.5, 0.0)]), (49.0, [(None, 0.03), (0.0, 0.06), (0.5, 0.03), (0.5, 0.0)])],
 )
 def test_where_time_is_short_the_exposed_share_is_found_roughly_first(left, gaps):
     """The first answer took 10 s: with 50 left for as many as there may be, five in all, nothing is asked roughly."""
     clock = SimpleNamespace(seconds=0.0, now=lambda: clock.seconds)
-    search = Asking(SimpleNamespace(clock=clock, mesh=PAIR, seconds_left=lambda: left, is_over=False, options=Options()), None)
+    options = Options(memory_limit=1.0)
+    search = Asking(SimpleNamespace(clock=clock, mesh=PAIR, seconds_left=lambda: left, is_over=False, options=options), None)
     search.gaps = []
     assert search.best() is None and search.gaps == gaps
 

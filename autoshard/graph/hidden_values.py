@@ -11,6 +11,7 @@ times that of devices doesn't divide that of the pairs, or whose backward isn't 
 from dataclasses import replace
 
 from autoshard.graph.records import Graph, Op, Ref, Tensor, Value, grouped
+from autoshard.graph.selective import OFFLOADED, RELOADED, SELECTED
 
 KEEPING = {f"autoshard.{name}.default": f"autoshard.{name}_with_hidden.default" for name in ("experts", "biased_experts")}
 READING = {old.replace(".default", "_backward.default"): new.replace(".default", "_backward.default") for old, new in KEEPING.items()}
@@ -29,8 +30,14 @@ def with_hidden_values(graph: Graph, parts: int) -> Graph:
 
 
 def private_values(graph: Graph) -> frozenset[Value]:
-    """The values whose rows only the program of a rank knows."""
-    return frozenset((i, 1) for i, op in enumerate(graph.ops) if op.target in KEEPING.values())
+    """The values whose rows only the program of a rank knows, and what brings them back."""
+    private: set[Value] = set()
+    for i, op in enumerate(graph.ops):
+        if op.target in KEEPING.values():
+            private.add((i, 1))
+        elif op.kind in (SELECTED, OFFLOADED, RELOADED) and op.inputs[0] in private:
+            private.add((i, 0))
+    return frozenset(private)
 
 
 def _pairs(graph: Graph, parts: int) -> list[tuple[int, int]]:

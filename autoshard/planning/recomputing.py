@@ -12,7 +12,8 @@ a number, "all"   so many blocks
 
 hidden values of experts: kept between forward and backward they save the first matmul of the backward and need memory. So plans keep them;
 where no such plan fits, or where its peak shows that the memory limit binds, plans that compute them again are looked for too, and the
-faster plan is the answer. With recomputation they are not kept.
+faster plan is the answer. With "auto" they are saved values as all others; plans that compute them again are looked for where no such plan
+fits, or where it runs experts twice. With blocks recomputed they are not kept.
 
 chunked_loss, a cross entropy in chunks of tokens:
 "auto"            where no plan fits with all logits of a loss at once, and they are many: more than a chunk's tokens for each device,
@@ -26,10 +27,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from autoshard.graph import ROWS, Graph, checkpointed, chunked_loss, forward_blocks, losses_of, with_hidden_values
+from autoshard.graph import KEEPING, ROWS, Graph, checkpointed, chunked_loss, forward_blocks, losses_of, with_hidden_values
 from autoshard.planning.compiling import as_compiled
 from autoshard.planning.question import Question
-from autoshard.planning.variants import Tried, Variant, is_short
+from autoshard.planning.variants import Answered, Tried, Variant, is_short
 from autoshard.strategies import Keeping
 
 GAP = 0.01  # relative: how well "auto" plans at least, the numbers of blocks that "blocks" compares and the one that it chooses
@@ -121,16 +122,21 @@ def _recomputing(question: Question, k: int, num_blocks: int, **noted: Any) -> Q
 
 
 def hidden_values(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
-    """Kept, and where memory is short computed again; only as the graph has them where it has none to keep, or something is recomputed."""
-    parts = question.mesh.num_devices
-    if question.options.recompute == 0 and with_hidden_values(question.graph, parts) is not question.graph:
+    """Kept, and where memory is short computed again; only as the graph has them where it has none to keep, or blocks are recomputed."""
+    parts, is_auto = question.mesh.num_devices, question.options.recompute == "auto"
+    if (is_auto or question.options.recompute == 0) and with_hidden_values(question.graph, parts) is not question.graph:
         yield Variant(
             "hidden values of experts kept",
             lambda part: part.with_fallback().map(partial(with_hidden_values, parts=parts), hidden_values=parts),
         )
-        if not is_short(question, tried[-1]):
+        one = tried[-1].answered
+        if not is_short(question, tried[-1]) or (is_auto and one is not None and not _runs_experts_again(one)):
             return
     yield Variant("hidden values of experts computed again", competes=True)
+
+
+def _runs_experts_again(one: Answered) -> bool:
+    return any(op.backward and op.target in KEEPING.values() for op in one.instance.formulated.graph.ops)
 
 
 def chunks(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:

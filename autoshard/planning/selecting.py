@@ -4,7 +4,7 @@ _AllWays         the problem of all ways to get the saved values, in which a sha
 _selected        the graph of an answer to it, with the answer's layouts, judged as any other; what is offloaded comes back in turn
 _in_few_layers   the same of few layers, from which the search for the shortest time line begins at every price
 _Search.best     the best of these, with a bound on all of them:
-                 1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
+                 1. nothing is offloaded, roughly at first; if that is as fast as the best plan without a memory limit, it is the answer
                  2. else e = 0, roughly, and well where the forward's kernels hide all transfers
                  3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum; in a hurry,
                     which is where the first takes so much of the time left, roughly before well
@@ -133,9 +133,10 @@ class _Search:
         """The fastest way that was found, and its certificate; None where nothing fits in memory."""
         clock = self.question.clock
         began = clock.now()
-        self.ask(None)
+        may_offload = self.question.options.memory_limit is not None and host_bandwidth(self.question.mesh.device) is not None
+        self.ask(None, ROUGH if may_offload else 0.0)
         hurried = (MOST_SHARES + 1) * (clock.now() - began) > self.question.seconds_left()
-        if host_bandwidth(self.question.mesh.device) is not None and not self.question.is_over and not self.met_without_limit():
+        if may_offload and not self.question.is_over and not self.met_without_limit():
             goes_on = self.ask(0.0, LINE_GAP[hurried])
             for gap in (ROUGH, 0.0) if hurried else (0.0,):
                 self.asked = []
@@ -192,14 +193,16 @@ class _Search:
         """Whether the answer is as fast as any plan without a memory limit, where nothing is gained by offloading."""
         if not self.known:
             return False
-        if self.question.options.memory_limit is None:
-            return True
         saved, instance = self.first
         free = replace(instance, problem=without_limit(instance.problem))
         answer = solve_instance(self.question, free, [], preferred=False).in_passing()
         self.bounds[-math.inf] = answer.bound
         if answer.choice is not None:
             self.starts.append((saved, answer.choice))
+            if evaluate(saved.problem, answer.choice).fits:
+                self.known.append((answer.cost, saved, answer.choice))
+        if not self.is_met() and min(seconds for seconds, _, _ in self.known) <= self.bound * (1 + ROUGH):
+            self.ask(None)
         return self.is_met()
 
     def is_met(self) -> bool:
@@ -229,15 +232,15 @@ def _lines(saved: SavedValues, answer: Answer) -> dict[tuple[int, ...], tuple[fl
 
 
 def _selected(question: Question, saved: SavedValues, choice: Sequence[int]) -> _Selected:
-    """The graph of an answer, with the answer's layouts; without copies of views whose storage is kept, and with values copied back in
-    turn, where that fits and costs no more."""
+    """The graph of an answer, with the answer's layouts; with all values kept, or without copies of views whose storage is kept and with
+    values copied back in turn, where that fits and costs no more."""
     offloads, hidden = transfer_seconds_of(saved, choice), hidden_seconds(saved)
     chosen = chosen_of(saved, choice, max(0.0, 1 - hidden / offloads) if offloads else 0.0)
     plain = _as_graph(question, saved, choice, chosen) if chosen.offloaded else None
     own = evaluate(saved.problem, choice).cost - 2 * saved.exposed * offloads  # seconds of the answer without transfers
     in_turn = chosen if plain is None else replace(chosen, offloaded=_in_turn(question, plain))
     spare = {name for name in chosen.recomputed if _is_view_of_kept(question.graph, chosen, name)}
-    for better in (replace(in_turn, recomputed=chosen.recomputed - spare), in_turn):
+    for better in (Chosen(), replace(in_turn, recomputed=chosen.recomputed - spare), in_turn):
         if better != chosen:
             one = _as_graph(question, saved, choice, better)
             if one.judged.fits and one.judged.cost <= (own + 2 * max(0.0, offloads - hidden)) * (1 + LEAST_GAIN):
