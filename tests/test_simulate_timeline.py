@@ -238,6 +238,19 @@ def test_gradients_are_held_until_they_are_reduced(graphs):
     assert activations <= sum(unfinished) + 4  # the loss; other outputs of an op whose last one waits are free
 
 
+def test_a_view_of_what_is_moved_counts_once_it_is_there():
+    """From the end of the gather on, not beside the copy that is gathered."""
+
+    class Turned(torch.nn.Module):
+        def forward(self, x, y):
+            return x.relu().transpose(0, 1), y.relu().neg()
+
+    model = Turned(), (torch.empty(64, 64), torch.empty(4, 4))
+    solution = autoshard.plan(*model, Mesh.from_bandwidths((4,), **SLOW), pins={"relu": "S(0)", "transpose": "R"}, baselines=False)
+    beside = api.simulate(*model, solution).peak_bytes - solution.peak_bytes  # x turned has 16384 bytes
+    assert 0 <= beside <= 4 * 4 * 4  # of y, while x is gathered
+
+
 def test_prefetching_needs_memory(plans):
     graph, solution = plans("gpt2", "2x2", "fsdp")
     peaks = [timeline_of_solution(graph, solution, prefetch=n).memory["resharded_copies"].max() for n in (1, 1000)]

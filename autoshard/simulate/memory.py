@@ -154,18 +154,24 @@ def _ends(program: TaskProgram, times: Times, seconds: float) -> list[float]:
     """The end of each op in each microbatch; of a view, and of a cast that ran before its turn, when its inputs are there and the compute
     stream gets to it. Then of the reductions of the sums of gradients, and one more entry for the end of the step."""
     ends: list[float] = []
-    reached, seen = 0.0, 0
-    for of_op, _ in (*program.earlier, (program.of_op, program.of_link)):
+    reached, seen, edges, ops = 0.0, 0, program.formulation.tensor_edges, program.graph.ops
+    into: dict[int, list[int]] = {}  # views and hubs: the links of their inputs
+    for k, link in enumerate(edges):
+        if link.b >= len(ops) or ops[link.b].is_view:
+            into.setdefault(link.b, []).append(k)
+    for of_op, of_link in (*program.earlier, (program.of_op, program.of_link)):
         before = len(ends)
-        for i, (first, stop) in enumerate(of_op):
-            if program.graph.ops[i].is_placeholder:
+        for i, (op, (first, stop)) in enumerate(zip(ops, of_op)):
+            if op.is_placeholder:
                 first = stop = seen
-            while seen < first and program.graph.ops[i].kind != ACCUMULATED:  # a sum may come long after the op before it
+            while seen < first and op.kind != ACCUMULATED:  # a sum may come long after the op before it
                 if program.tasks[seen].stream == COMPUTE or not program.overlap:
                     reached = max(reached, times.end[seen])
                 seen += 1
             runs_now = first < stop and not (stop <= seen and program.tasks[first].stream == COMPUTE)
-            ends.append(times.end[stop - 1] if runs_now else max([reached, *(ends[before + j] for j, _ in program.graph.ops[i].inputs)]))
+            moves = [of_link[k] for j in into.get(i, ()) for k in (j, *(into.get(edges[j].a, ()) if edges[j].a >= len(ops) else ()))]
+            there = [ends[before + j] for j, _ in op.inputs] + [times.end[b - 1] for a, b in moves if a < b]
+            ends.append(times.end[stop - 1] if runs_now else max([reached, *there]))
     for k, link in enumerate(program.formulation.tensor_edges):  # in the order of formulate.usages
         if link.a < len(program.graph.ops) and program.graph.ops[link.a].kind == ACCUMULATED:
             first, stop = program.of_link[k]
