@@ -59,6 +59,19 @@ def test_more_time_is_no_advice_where_the_search_ended_before_its_time(took, sai
         planned()
 
 
+def test_more_time_is_advice_where_a_search_of_few_seconds_took_them_all(monkeypatch):
+    now = [0.0]
+
+    def all_of_them(*_):
+        now[0] = 8.0
+        return replace(UNKNOWN, seconds={"total": 5.0})  # capture and pricing took three
+
+    monkeypatch.setattr(solving, "solve_instance", all_of_them)
+    asked = {"memory_limit": 1e9, "time_limit": 8.0, "objective": "serial", "baselines": False}
+    with pytest.raises(NoAnswer, match="^no answer within 8 s: .* raise the memory limit or the time limit$"):
+        plan_on_a_clock(*llama.tiny(layers=1), Mesh.from_bandwidths((2,)), watch=Stopwatch(None, lambda: now[0]), **asked)
+
+
 def test_what_is_proven_is_infeasible():
     with pytest.raises(Infeasible) as caught:
         plan(*llama.tiny(layers=1), Mesh.from_bandwidths((2,)), **{**ASKED, "memory_limit": 1e3, "objective": "serial"})

@@ -79,7 +79,7 @@ def _why_nothing_fits(question: Question, problem: Problem, answer: Answer, conf
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
-        if took < ENDED * patience(question, question.seconds_left() + took):  # more time is no advice
+        if not question.is_over and took < ENDED * patience(question, question.seconds_left() + took):  # more time is no advice
             return f"the search found no plan within {limit} per device, there may be one; raise the memory limit"
         said = f"no answer within {seconds:g} s: no plan within {limit} per device was found, there may be one"
         return f"{said}; raise the memory limit or {longer.removeprefix('raise ')}"
