@@ -81,6 +81,17 @@ def test_a_parallel_module_shares_no_storage_with_the_model_that_it_was_made_of(
         assert count >= 9 and shared == 0 and same
 
 
+def loaded_from_another_mesh(rank: int, *solutions) -> list[dict[str, torch.Tensor]]:
+    one, other = (parallel(build(seed), solution) for seed, solution in enumerate(solutions))
+    other.load_state_dict(one.state_dict())
+    return [{name: full(x) for name, x in module.state_dict().items()} for module in (one, other)]
+
+
+def test_values_of_a_module_on_another_mesh_are_loaded():
+    for one, other in results(2, loaded_from_another_mesh, planned((2,)), planned((1, 2))):
+        assert one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
 def test_shared_storage_is_seen():
     model = Normed()
     assert storages(model) & storages(copy.copy(model))

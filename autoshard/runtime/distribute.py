@@ -111,7 +111,9 @@ class Where:
         return self.dtensor(shard.to(self.device).clone(memory_format=torch.contiguous_format), tensor.shape, layout)
 
     def placed(self, value: Tensor, held: Tensor) -> Tensor:
-        """A global tensor in the layout of a parameter or buffer; DTensors stay as they are."""
+        """A global tensor, or a DTensor of another mesh, in the layout of a parameter or buffer; other DTensors stay as they are."""
+        if isinstance(value, DTensor) and isinstance(held, DTensor) and value.device_mesh != held.device_mesh:
+            value = value.full_tensor()  # torch copies none from mesh to mesh
         if isinstance(value, DTensor) or not isinstance(held, DTensor) or value.shape != held.shape:
             return value
         return self.dtensor(self.shard(value, tuple(held.placements)), value.shape, tuple(held.placements))
