@@ -1,10 +1,11 @@
 """What a parallel module is called with and what it holds: storage of its own, whole inputs and shards told apart, names of inputs."""
 
 import copy
+import inspect
 import random
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
+from autoshard.capture import filled, input_names, listed
 from autoshard.layout import all_layouts, rank_bounds
-from autoshard.runtime.call_inputs import batch_layouts
+from autoshard.runtime.call_inputs import CallInputs, batch_layouts
 from autoshard.runtime.distribute import copy_with
 from models import gpt2
 from tests.helpers import fast_mesh
@@ -331,6 +333,15 @@ def loaded(rank: int, solution) -> tuple[dict, float, str, str]:
     wrong = said(module.shard_inputs, (torch.tensor(1), tokens()[1]), local=True)
     unlike = said(module.shard_inputs, (tokens()[0][:4], tokens()[1][:2]), local=True)
     return module.input_layouts, module(*batch).item(), wrong, unlike
+
+
+def test_none_is_left_out_only_where_it_is_the_default():
+    def scaled(self, x, mask, scale=2.0, targets=None, **more): ...
+
+    names, signature = partial(input_names, nn.Module()), inspect.signature(scaled)
+    given = CallInputs(None, listed, filled, names, signature, {"x": (Shard(0),)}, {"x": (8, 4)})
+    call = {"x": torch.ones(8, 4), "mask": None, "scale": None, "targets": None, "cache": None}
+    assert list(given.of_any_shape((), call).inputs) == ["x", "mask", "scale"]
 
 
 def test_shards_of_all_inputs_of_a_batch_are_loaded_alike_whatever_the_plan_does_with_them():

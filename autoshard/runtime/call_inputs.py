@@ -144,7 +144,8 @@ class CallInputs:
         named |= bound.arguments.get(rest, {})
         first = {name: k for k, name in reversed(list(enumerate(name.split(".")[0] for name in self.planned)))}
         order = sorted(named, key=lambda name: first.get(name, len(first)))
-        return {name: named[name] for name in order if named[name] is not None}
+        default = {p.name: p.default for p in signature.parameters.values()}  # where it is no None, a None is another value
+        return {name: named[name] for name in order if named[name] is not None or default.get(name) is not None}
 
     @property
     def is_by_name(self) -> bool:
