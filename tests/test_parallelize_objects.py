@@ -90,6 +90,9 @@ def test_what_an_object_holds_beside_tensors_is_part_of_the_kind_of_a_call():
     other.scale = 2.0
     assert state_of((one,)) != state_of((other,))
     assert state_of((torch.ones(2), 3, "x")) == ()
+    long = [torch.zeros(2000).numpy() for _ in range(3)]
+    long[1][1000] = 1.0  # which its repr leaves out
+    assert state_of((long[0],)) == state_of((long[2],)) != state_of((long[1],))
 
 
 def test_inputs_are_filled_with_what_lists_hold():

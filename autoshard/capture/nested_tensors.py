@@ -194,6 +194,8 @@ def state_of(inputs: Any) -> tuple:
             continue
         if isinstance(item, _PLAIN):
             state.append((type(item), repr(item)))
+        elif hasattr(item, "tobytes"):  # an array of numpy, whose repr leaves most numbers out
+            state.append((str(getattr(item, "dtype", "")), getattr(item, "shape", ()), item.tobytes()))
         elif not isinstance(item, _CLOSED):
             seen.add(id(item))
             state.append(type(item))
