@@ -231,6 +231,14 @@ def test_eval_mode_is_training_without_dropout_or_another_program(kind, is_same)
     assert is_without_dropout(evaluation, training) == is_same and is_without_dropout(training, training)
 
 
+def test_eval_mode_drops_nothing_of_the_default_half_either():
+    """Its mask is drawn whole, with a probability that is torch's default, which a graph leaves out."""
+    model, inputs = with_linear(lambda m, x: m.drop(m.linear(x)).square().mean(), drop=nn.Dropout(0.5)), (torch.randn(ROWS, COLUMNS),)
+    solution = autoshard.plan(model, inputs, mesh_of(1), training=True, baselines=False, objective="serial")
+    (found,) = results(1, lambda rank: parallel(model, solution).eval()(*inputs).item())
+    assert found == pytest.approx(model.eval()(*inputs).item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("recompute", ["all", "auto"])
 def test_what_is_drawn_is_kept_where_the_rest_is_recomputed(recompute):
     model = Model(lambda m, x: m.layers(x).square().mean(), layers=nn.Sequential(*(block() for _ in range(3))))

@@ -100,7 +100,8 @@ def trace(
     joint = _joint(program, groups, where, device)
     for node in joint.graph.nodes if not drops else ():
         if str(node.target) in MASKS:  # the mask, before it is divided by p
-            node.target, node.args, node.kwargs = aten.full_like.default, node.args[-2:], {}
+            given = node.args if len(node.args) > 1 else (*node.args, 0.5)  # a graph leaves the default out
+            node.target, node.args, node.kwargs = aten.full_like.default, given[-2:], {}
         elif node.target is aten.native_dropout.default:
             node.args, node.kwargs = (node.args[0], node.args[1], False), {}
     return _split(joint, program, graph)
