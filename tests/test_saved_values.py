@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import Mesh
@@ -43,7 +44,7 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates
 from benchmarks.studies.peaks import measured_peak, measured_peak_on_device
 from models import bert, gpt2, llama, mlp
-from tests.helpers_models import asked
+from tests.helpers_models import Model, asked
 from tests.helpers_refusals import assert_refused
 from tests.test_memory import as_solution
 
@@ -235,6 +236,15 @@ def test_the_policy_is_what_selective_checkpointing_takes():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(torch.nn.functional.gelu(x @ x.T).sum(), x)[0])
 
 
+def test_what_the_backward_pass_reads_through_views_alone_is_saved():
+    """The products of three-dimensional inputs, which a linear reshapes: they were computed again."""
+    layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.SiLU(), nn.Linear(8, 4, bias=False))
+    graph = capture(Model(lambda m, x: m.layers(x).square().mean(), layers=layers), (torch.randn(2, 3, 4),), training=True)
+    saved = noted_choice(Chosen(frozenset({"silu"})), graph)["saved"]
+    product = {"aten.mm.default": ["kept"]}
+    assert saved == {"layers.0": product, "layers.1": {"aten.silu.default": ["recomputed"]}, "layers.2": product}
+
+
 def test_the_policy_of_a_block_is_that_of_its_modules_and_saves_what_they_treat_differently():
     policy = {
         "layers.3": {"mm": "MUST_SAVE", "add": "PREFER_RECOMPUTE"}, "layers.3.up": {"mm": "PREFER_RECOMPUTE", "gelu": "MUST_CPU_OFFLOAD"},
@@ -266,7 +276,7 @@ def test_a_plan_says_of_every_op_that_computes_what_is_read_later_how_it_is_save
         readers = [graph.ops[j] for j, other in enumerate(graph.ops) if i in {a for a, _ in other.inputs}]
         way = "recomputed" if op.name in chosen.recomputed else "offloaded" if f"{op.name}.0" in offloaded else "kept"
         is_view_or_no_op = op.alias is not None or op.is_placeholder or op.backward
-        if not is_view_or_no_op and (way != "kept" or any(reader.backward for reader in readers)):
+        if not is_view_or_no_op and (way != "kept" or any(r.backward or r.name in chosen.recomputed for r in readers)):
             ways.setdefault((op.module, op.target), set()).add(way)
     saved = noted_choice(chosen, graph)["saved"]
     assert {(module, target): set(way) for module, targets in saved.items() for target, way in targets.items()} == ways

@@ -14,7 +14,7 @@ from .records import (
     reached, replace_refs,
 )
 from .rewriting import Rewriting
-from .selective import OFFLOADED, RELOADED, SELECTED, Alternatives, Chosen, Offload, alternatives, constants, selective
+from .selective import OFFLOADED, RELOADED, SELECTED, Alternatives, Chosen, Offload, alternatives, constants, readers_of, selective
 from .sized import LARGE, Range, Ranges, SizedGraph, Sizes, corners, grid, middle, resized, size_at, sizes_of, written
 from .tile import check, tile
 from .upsampling import UPSAMPLED

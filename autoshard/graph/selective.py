@@ -109,7 +109,7 @@ class _Restoring:
     def is_boundary(self, value: Value) -> bool:
         """Whether the forward of another region reads it, or a view of it."""
         region = self.regions[value[0]]
-        return any(not is_view and self.regions[j] != region for j, is_view in _readers(self.graph, value))
+        return any(not is_view and self.regions[j] != region for j, is_view in readers_of(self.graph, value))
 
     def _restore(self, t: int, values: Iterable[Value]) -> None:
         waiting = [*values]
@@ -262,12 +262,12 @@ class _Selecting(Rewriting):
             value = (self.source.index[op], int(k))
             if offload.before not in self.source.index:
                 raise ValueError(f"the plan copies {name!r} back before {offload.before!r}, an op that this model lacks; plan this model")
-            last = max((j for j, _ in _readers(self.source, value)), default=value[0])
+            last = max((j for j, _ in readers_of(self.source, value)), default=value[0])
             self.leave.setdefault(last, []).append(value)
             self.back.setdefault(self.source.index[offload.before], []).append(value)
         read = {value: t for t, steps in self.restoring.before.items() for kind, value in steps if kind == "select"}
         for values in self.back.values():
-            values.sort(key=lambda value: (read[value], min((j for j, _ in _readers(self.source, value, backward=True)), default=0)))
+            values.sort(key=lambda value: (read[value], min((j for j, _ in readers_of(self.source, value, backward=True)), default=0)))
 
     def _chosen_steps(self, chosen: Chosen) -> set[tuple[str, Value]]:
         """The steps of the choice: its copies, and the casts that these read."""
@@ -291,7 +291,7 @@ class _Selecting(Rewriting):
         self.late[value] = self.add(reloaded)
 
 
-def _readers(graph: Graph, value: Value, backward: bool = False) -> Iterator[tuple[int, bool]]:
+def readers_of(graph: Graph, value: Value, backward: bool = False) -> Iterator[tuple[int, bool]]:
     """The forward, or backward, ops that read the value or a view of it, and whether each is such a view."""
     waiting = [value]
     while waiting:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
+from autoshard.graph import Chosen, Graph, Offload, SequenceOrder, Value, readers_of
 from autoshard.layout import parse
 from autoshard.mesh import Mesh, check_shape
 from autoshard.precision import Precision
@@ -247,10 +247,16 @@ def _ways(chosen: Chosen, graph: Graph) -> dict[str, dict[str, list[str]]]:
         values = [(i, k) for k in range(len(op.outputs))]
         on_host = any(f"{op.name}.{k}" in chosen.offloaded for _, k in values)
         way = "offloaded" if on_host else "recomputed" if op.name in chosen.recomputed else "kept"
-        is_read = way != "kept" or any(graph.ops[j].backward for value in values for j, _ in graph.users.get(value, ()))
-        if is_read and op.alias is None and not (op.is_placeholder or op.backward):
+        is_restored = way != "kept" or any(_is_restored(graph, chosen, value) for value in values)
+        if is_restored and op.alias is None and not (op.is_placeholder or op.backward):
             ways.setdefault(op.module, {}).setdefault(op.target, set()).add(way)
     return {module: {target: sorted(of) for target, of in targets.items()} for module, targets in ways.items()}
+
+
+def _is_restored(graph: Graph, chosen: Chosen, value: Value) -> bool:
+    """Whether the backward pass reads a forward value or a view of it, or what runs again in it does."""
+    again = any(graph.ops[j].name in chosen.recomputed for j, _ in readers_of(graph, value))
+    return again or any(readers_of(graph, value, backward=True))
 
 
 def check_bound(cost: float, bound: float) -> None:
