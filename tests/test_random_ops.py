@@ -21,7 +21,7 @@ from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.strategies.candidates import candidates
 from tests.helpers import fast_mesh
 from tests.helpers_lower import mesh_of, random_layouts
-from tests.helpers_models import Model, losses_of, parallel, right_plan
+from tests.helpers_models import Model, gradients_of, losses_of, parallel, right_plan
 from tests.helpers_ranks import results
 
 D = torch.distributions
@@ -237,6 +237,26 @@ def test_eval_mode_drops_nothing_of_the_default_half_either():
     solution = autoshard.plan(model, inputs, mesh_of(1), training=True, baselines=False, objective="serial")
     (found,) = results(1, lambda rank: parallel(model, solution).eval()(*inputs).item())
     assert found == pytest.approx(model.eval()(*inputs).item(), rel=1e-6)
+
+
+def test_gradients_in_eval_mode_are_those_without_dropout():
+    """Its forward pass was right, and each dropout, that of attention too, divided the gradients by the share that is kept."""
+
+    def forward(m, x):
+        q = m.linear(x)[None, None]
+        return m.drop(F.scaled_dot_product_attention(q, q, q, dropout_p=0.2 if m.training else 0.0)[0, 0]).square().mean()
+
+    model, inputs = with_linear(forward, drop=nn.Dropout(0.3)), (torch.randn(ROWS, COLUMNS),)
+    solution = autoshard.plan(model, inputs, mesh_of(1), training=True, baselines=False, objective="serial")
+    (found,) = results(1, eval_gradients, model, solution, inputs)
+    expected = eval_gradients(0, model, None, inputs)
+    assert found.keys() == expected.keys() and all(torch.allclose(x, expected[name]) for name, x in found.items())
+
+
+def eval_gradients(rank, model, solution, inputs):
+    module = parallel(model, solution).eval()
+    module(*inputs).backward()
+    return gradients_of(module)
 
 
 @pytest.mark.parametrize("recompute", ["all", "auto"])

@@ -13,7 +13,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
-from autoshard.capture import fake_grouped_mm
+from autoshard.capture import DROPOUT_BACKWARD, fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import VIEWS, owners, size
@@ -97,7 +97,7 @@ def trace(
 
     ValueError where a local shape isn't the planned one.
     """
-    joint = _joint(program, groups, where, device)
+    joint = _joint(program if drops else _dropping_nothing(program), groups, where, device)
     for node in joint.graph.nodes if not drops else ():
         if str(node.target) in MASKS:  # the mask, before it is divided by p
             given = node.args if len(node.args) > 1 else (*node.args, 0.5)  # a graph leaves the default out
@@ -105,6 +105,16 @@ def trace(
         elif node.target is aten.native_dropout.default:
             node.args, node.kwargs = (node.args[0], node.args[1], False), {}
     return _split(joint, program, graph)
+
+
+def _dropping_nothing(program: RankProgram) -> RankProgram:
+    """The program whose backward pass divides no gradient by the share that dropout keeps."""
+    records = list(program.records)
+    for k, record in enumerate(records):
+        if isinstance(record, RunOp) and (instead := UNDROPPED.get(record.target)):
+            by_rank = tuple(arguments | instead for arguments in record.by_rank)
+            records[k] = replace(record, arguments=record.arguments | instead, by_rank=by_rank)
+    return replace(program, records=tuple(records))
 
 
 def rewritten(
@@ -212,6 +222,9 @@ def are_alike(one: fx.Graph, other: fx.Graph) -> bool:
     return did[0] == did[1]
 
 
+UNDROPPED: dict[str, dict[str, Any]] = {  # arguments of the backward pass of what drops nothing
+    "aten.native_dropout_backward.default": {"scale": 1.0}, str(DROPOUT_BACKWARD): {"dropout_p": 0.0},
+}  # fmt: skip
 MASKS = ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_p.default")
 
 
