@@ -11,7 +11,7 @@ import autoshard
 from autoshard.capture import capture
 from autoshard.capture.nested_tensors import filled, listed, state_of, tensors_of
 from tests.helpers import fast_mesh
-from tests.helpers_models import Model, full, gradients_of, parallel, right_plan
+from tests.helpers_models import Model, full, gradients_of, parallel, right_plan, said
 from tests.helpers_ranks import results
 
 
@@ -200,3 +200,25 @@ def test_parts_keep_the_modes_that_they_were_planned_in():
     found = results(2, differentiated, model, inputs, solution, True)
     expected = results(1, lambda rank: gradients(copy.deepcopy(model), inputs, True))[0]
     assert all(torch.allclose(made[name], x, rtol=1e-4, atol=1e-5) for made in found for name, x in expected.items())
+
+
+def evaluated_in_parts(rank, model, x, solution):
+    """What the module gives in eval mode, with its norm and dropouts alone in eval mode, and with one dropout left in training mode."""
+    module = parallel(model, solution)
+    whole = full(module.eval()(x)).detach()
+    module.train()
+    for k in (1, 2, 3):
+        module[k].eval()
+    parts = full(module(x)).detach()
+    module.eval()[3].train()
+    return whole, parts, said(module, x)
+
+
+def test_dropout_is_left_out_where_a_call_leaves_all_of_it_out():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Dropout(0.5), nn.Linear(8, 2))
+    model[1].eval()
+    x = torch.randn(8, 4)
+    solution = autoshard.plan(model, (x,), fast_mesh((1,)), training=True, baselines=False, objective="serial")
+    ((whole, parts, refused),) = results(1, evaluated_in_parts, model, x, solution)
+    assert torch.allclose(whole, model.eval()(x)) and torch.equal(whole, parts)
+    assert "its eval mode is not its training mode without dropout" in refused  # it dropped nothing

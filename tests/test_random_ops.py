@@ -228,7 +228,7 @@ KINDS = {"dropout": True, "drop path": True, "attention": True, "noise": False, 
 @pytest.mark.parametrize(("kind", "is_same"), KINDS.items())
 def test_eval_mode_is_training_without_dropout_or_another_program(kind, is_same):
     evaluation, training = (capture(evaluated(kind).train(mode), (torch.randn(ROWS, COLUMNS),), training=True) for mode in (False, True))
-    assert is_without_dropout(evaluation, training) == is_same and is_without_dropout(training, training)
+    assert is_without_dropout(evaluation, training) == is_same and is_without_dropout(evaluation, evaluation)
 
 
 def test_eval_mode_drops_nothing_of_the_default_half_either():

@@ -217,6 +217,7 @@ class _Builder:
 
     def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
         self.model, self.solution, self.inputs, self.where = model, solution, inputs, inputs.where
+        self.modes = tuple(part.training for part in model.modules())  # parts of a plan's model may be in eval mode: frozen norms
         self.sized: dict[Any, tuple[SizedGraph, Captured, list[tuple]]] = {}  # by kind of call, of a plan for ranges of sizes
         self.patiently = partial(patiently, self.where.device_mesh, timeout, self.where.second.values())
 
@@ -243,15 +244,16 @@ class _Builder:
     def _shared(self, inputs: Any, modes: Sequence[bool], resized: str) -> _Captured:
         """The program of the call. The first rank captures it for all ranks, because a capture takes seconds and ranks may share a machine.
 
-        A plan is of a model in training mode or in eval mode. Where the two differ by dropout only, eval mode runs the training
-        mode's program without dropout. ValueError where it doesn't fit the plan.
+        A plan is of a model in training mode or in eval mode, or of parts in either. Where a call's modes leave out all dropout, and differ
+        in nothing else, it runs the planned program without dropout. ValueError where it doesn't fit the plan.
         """
         program, reasons, graph = self._captured(inputs, modes)
-        if reasons and not modes[0]:
-            other, rest, with_dropout = self._captured(inputs, [True] * len(modes))
+        for planned in dict.fromkeys([(True,) * len(modes), self.modes]) if reasons and not all(modes) else ():
+            other, rest, with_dropout = self._captured(inputs, planned)
             if not rest and is_without_dropout(graph, with_dropout):
                 program, reasons = replace(other, drops=False), ()
-            elif not rest:
+                break
+            if not rest:
                 reasons = (*reasons, UNLIKE)
         _check_shareable(program.returned)
         if reasons:
