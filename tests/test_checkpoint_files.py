@@ -5,7 +5,9 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from autoshard.runtime.checkpoints import _misfit
 from models import mlp
 from tests.helpers import fast_mesh
 from tests.helpers_models import full, parallel
+from tests.helpers_models import said as refused_with
 from tests.helpers_ranks import results, run_ranks
 from tests.test_parallelize import perceptron
 
@@ -78,6 +81,22 @@ def test_what_was_saved_is_loaded_with_or_without_a_manifest(saved):
         noted = json.loads((saved / MANIFEST).read_text())
         assert noted["tensors"]["model.w"] == {"shape": [64, 8], "dtype": "float32"} and noted["plan"] == "0123"
         assert noted["files"].keys() == {INDEX, "__0_0.distcp"}
+
+
+def saved_without_room(rank: int, folder: str) -> tuple[str, bool]:
+    """Why a checkpoint whose file may not grow is not written, and whether the former one is still there."""
+    module = nn.Linear(64, 64)
+    autoshard.save_checkpoint(folder, module)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    why = refused_with(autoshard.save_checkpoint, folder, module)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return why, autoshard.load_checkpoint(folder, module) == {}
+
+
+def test_a_checkpoint_for_which_there_is_no_room_says_so(tmp_path):
+    ((why, is_there),) = results(1, saved_without_room, str(tmp_path / "saved"))
+    assert why == f"the checkpoint {tmp_path / 'saved'} can't be written: a file was cut, as on a full disk (on rank 0)" and is_there
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _publish(path: Path, partial: Path, written: Callable[[], object]) -> None:
 
     agreed(
         write, f"saving the checkpoint {path}", errors=(OSError, dcp.api.CheckpointException),
-        in_words=lambda error: f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}",
+        in_words=lambda error: f"the checkpoint {path} can't be written: {_reason(error)}",
     )  # fmt: skip
     _on_first(lambda: publish_folder(partial, path), f"the checkpoint {path} can't be written", "finishing a checkpoint")
 
@@ -155,8 +155,16 @@ def _load(path: Path, state: dict[str, Any], held: Contents) -> None:
         with rank_lost(f"loading the checkpoint {path}"):
             dcp.load(state, storage_reader=Reader(path, held.index), planner=PlainPlanner())
     except dcp.api.CheckpointException as failed:
-        rank, (error, _) = min(failed.failures.items())
-        raise ValueError(f"the checkpoint {path} can't be loaded: {' '.join(str(error).split())[:300]} (on rank {rank})") from None
+        raise ValueError(f"the checkpoint {path} can't be loaded: {_reason(failed)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """An error in a line; of one of torch's about ranks that of the first of them."""
+    if not isinstance(error, dcp.api.CheckpointException):
+        return str(error).splitlines()[0]
+    rank, (first, _) = min(error.failures.items())
+    is_cut = "unexpected pos" in str(first)  # what torch's writer of zip files says instead of the error that it met
+    return f"{'a file was cut, as on a full disk' if is_cut else ' '.join(str(first).split())[:300]} (on rank {rank})"
 
 
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> dict[str, Any]:
