@@ -236,6 +236,13 @@ def test_the_policy_is_what_selective_checkpointing_takes():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(torch.nn.functional.gelu(x @ x.T).sum(), x)[0])
 
 
+@pytest.mark.parametrize("dropout", ["", "dropout_"])
+def test_attention_is_named_as_torch_calls_it(dropout):
+    saved = {"layers.0": {f"autoshard.{dropout}attention.default": ["kept"]}}
+    policy = policy_of(SimpleNamespace(saved=saved, parameters={}))
+    assert policy["layers.0"]["aten._scaled_dot_product_flash_attention.default"] == "MUST_SAVE" and len(policy["layers.0"]) == 3
+
+
 def test_what_the_backward_pass_reads_through_views_alone_is_saved():
     """The products of three-dimensional inputs, which a linear reshapes: they were computed again."""
     layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.SiLU(), nn.Linear(8, 4, bias=False))

@@ -22,11 +22,9 @@ from autoshard.solution import Solution
 
 SAVE, RECOMPUTE, OFFLOAD = "MUST_SAVE", "PREFER_RECOMPUTE", "MUST_CPU_OFFLOAD"
 WORDS = {"kept": SAVE, "recomputed": RECOMPUTE, "offloaded": OFFLOAD}
-OPERATORS = {  # what torch calls where a captured graph has one operator
-    "autoshard.attention.default": tuple(
-        f"aten._scaled_dot_product_{kernel}.default" for kernel in ("flash_attention", "efficient_attention", "cudnn_attention")
-    ),
-}
+KERNELS = tuple(f"aten._scaled_dot_product_{kernel}.default" for kernel in ("flash_attention", "efficient_attention", "cudnn_attention"))
+# what torch calls where a captured graph has one operator
+OPERATORS = {"autoshard.attention.default": KERNELS, "autoshard.dropout_attention.default": KERNELS}
 
 
 def policy_of(solution: Solution, _: str | None = None) -> Export:
