@@ -215,17 +215,21 @@ def parts(rank: int, solution) -> dict[str, str]:
     module.register_forward_hook(lambda *_: fired.append("whole"))
     module(*tokens())
     hooks = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("hook") and "dict" not in name]
+    state = ",".join(module.state_dict())
+    module.added = nn.Linear(2, 2)
     return {
+        "added": said(module, *tokens()),
         "call": said(module.up, torch.ones(2, 16)),
         **{name: said(getattr(module.norm, name), print) for name in hooks},
         "fired": ",".join(fired),
-        "state": ",".join(module.state_dict()),
+        "state": state,
     }
 
 
 def test_calls_and_hooks_of_inner_modules_are_refused_and_those_of_the_whole_work():
     (found,) = results(1, parts, planned((1,)))
     assert found.pop("fired") == "whole" and found.pop("state") == ",".join(Normed().state_dict())
+    assert found.pop("added").startswith("the module has 7 parts and was made with 6: add or remove parts of the model")
     assert found.pop("call").startswith("up can't be called: it is a part of a parallel module")
     assert len(found) >= 5
     for name, sentence in found.items():

@@ -247,6 +247,9 @@ class _Builder:
         A plan is of a model in training mode or in eval mode, or of parts in either. Where a call's modes leave out all dropout, and differ
         in nothing else, it runs the planned program without dropout. ValueError where it doesn't fit the plan.
         """
+        if len(modes) != len(self.modes):
+            parts = f"the module has {len(modes)} parts and was made with {len(self.modes)}"
+            raise ValueError(f"{parts}: add or remove parts of the model, and plan it, before it is parallelized")
         program, reasons, graph = self._captured(inputs, modes)
         for planned in dict.fromkeys([(True,) * len(modes), self.modes]) if reasons and not all(modes) else ():
             other, rest, with_dropout = self._captured(inputs, planned)
