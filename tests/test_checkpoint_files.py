@@ -96,7 +96,7 @@ def saved_without_room(rank: int, folder: str) -> tuple[str, bool]:
 
 def test_a_checkpoint_for_which_there_is_no_room_says_so(tmp_path):
     ((why, is_there),) = results(1, saved_without_room, str(tmp_path / "saved"))
-    assert why == f"the checkpoint {tmp_path / 'saved'} can't be written: a file was cut, as on a full disk (on rank 0)" and is_there
+    assert why == f"the checkpoint {tmp_path / 'saved'} can't be written: a file is incomplete, as on a full disk (on rank 0)" and is_there
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------------------

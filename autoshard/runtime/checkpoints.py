@@ -163,8 +163,8 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, dcp.api.CheckpointException):
         return str(error).splitlines()[0]
     rank, (first, _) = min(error.failures.items())
-    is_cut = "unexpected pos" in str(first)  # what torch's writer of zip files says instead of the error that it met
-    return f"{'a file was cut, as on a full disk' if is_cut else ' '.join(str(first).split())[:300]} (on rank {rank})"
+    is_short = "unexpected pos" in str(first)  # what torch's writer of zip files says instead of the error that it met
+    return f"{'a file is incomplete, as on a full disk' if is_short else ' '.join(str(first).split())[:300]} (on rank {rank})"
 
 
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> dict[str, Any]:
