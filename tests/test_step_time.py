@@ -10,6 +10,7 @@ from autoshard.launch.block_time import Block
 from autoshard.launch.launch_prices import Site, launch_seconds, prices_of
 from autoshard.launch.launch_space import launches, structures
 from autoshard.launch.legality import legal
+from autoshard.launch.model_sizes import ModelSizes
 from autoshard.launch.runs import LOOPED, V_SHAPED, Launch, TrainingRuns
 from autoshard.launch.step_time import bubbles
 from autoshard.launch.torchtitan import FLAVORS
@@ -86,6 +87,20 @@ def test_a_faster_link_is_never_slower_where_the_host_is_what_kernels_wait_for(l
     assert legal(run, sizes, launcher).all()
     seconds = [prices_of(run, sizes, Site(inside=inside), launcher).seconds.item() for inside in (3e11, 6e11, 3e12)]
     assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("launcher, how", [
+    ("megatron", {"expert": 8}), ("megatron", {"expert": 8, "zero": 1}), ("torchtitan", {"zero": 3}),
+])  # fmt: skip
+def test_a_backward_hides_the_reduction_of_experts_gradients_for_as_long_as_it_takes(launcher, how):
+    """Over the network go those of an eighth of the experts, at least once, beside half of the rest of the step; of FSDP in nodes, beside
+    its transfers too."""
+    sizes = ModelSizes(32, 4096, 14336, 32, 8, 32000, experts=8, active=2, expert_ffn=14336)
+    runs = [TrainingRuns.of([Launch(n, 1024, n, data=n, shard=8 if how.get("zero") == 3 else n, **how)]) for n in (8, 64)]
+    node, nodes = (launch_seconds(run, sizes, Site(), launcher) for run in runs)
+    others = sum(seconds[0] for kind, seconds in nodes.items() if kind != "data parallel") + node["data parallel"][0]
+    sent = 4 * sizes.expert_parameters / 8 / 50e9
+    assert nodes["data parallel"][0] - node["data parallel"][0] > max(sent - others / 2, sent / 8)
 
 
 def test_megatrons_virtual_stages_send_beside_their_work():

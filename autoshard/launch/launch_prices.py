@@ -22,7 +22,7 @@ from .blocks_of_stages import Stages, stages
 from .model_sizes import ModelSizes
 from .peak_memory import USABLE, Kinds, Memory, chance_to_fit, in_flight, memory_of, state_bytes
 from .runs import PRECISIONS, TrainingRuns, by_value, distinct
-from .step_time import NOTHING, beside_block, end_share, optimizer_bytes, stage_parameters, step_parts, transfers_of_fsdp
+from .step_time import beside_block, gradient_seconds, left_of_backward, optimizer_bytes, stage_parameters, step_parts, transfers_of_fsdp
 
 STACKS = {"megatron": "megatron_core", "deepspeed": "accelerate"}  # others have their own
 HOST_MEMORY = 40e9  # bytes/s of a host's memory for each of its devices: 300 GB/s and more of 8
@@ -129,7 +129,7 @@ def launch_seconds(launches: TrainingRuns, sizes: ModelSizes, site: Site, launch
     """Seconds of a step of launches by kind."""
     runs, constants, split = _described(launches, sizes, site, launcher, fitted)
     one, ends = of_each_kind(block, runs, constants)
-    of_experts, _, more = experts(runs, sizes, constants, split, one) if sizes.experts else ({}, {}, (NOTHING, NOTHING))
+    of_experts, _, more = experts(runs, sizes, constants, split, one) if sizes.experts else ({}, {}, ())
     parts = step_parts(runs, constants, split, one, ends, *more)
     if runs.offload.any():  # gradients go to the host, whose processors update; parameters come back
         owned = stage_parameters(runs, split) / np.where(runs.zero >= 1, runs.sharing, 1.0)
@@ -205,7 +205,7 @@ def _described(
 
 def experts(
     runs: TrainingRuns, sizes: ModelSizes, constants: RunConstants, split: Stages, one: Block | None = None
-) -> tuple[Parts, Kinds, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+) -> tuple[Parts, Kinds, tuple[np.ndarray, ...]]:  # fmt: skip
     """What a mixture needs beyond its dense model: bytes per device by kind; or with a block's seconds those per step by kind, and those
     of one block and microbatch for `step_parts`."""
     stack, device = constants.stack, constants.device
@@ -225,7 +225,7 @@ def experts(
         at_hand = np.minimum(blocks * largest, 2)  # by FSDP: a block and the next
         kinds["gathered"] = np.where((runs.zero >= 3) & (sharded > 1), 2.0 * at_hand * local, 0.0)
         kinds["activations"] = in_flight(runs, 0) * blocks * largest * sent_bytes
-        return {}, kinds, (NOTHING, NOTHING)
+        return {}, kinds, ()
     ring = constants.ring(runs, runs.expert, runs.expert_tensor)
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
@@ -233,28 +233,30 @@ def experts(
     exchanged = 4 * ring.all_to_all(2 * tokens * sizes.width, copies, inside, adapter, runs.deepep)
     (few,) = of_each_kind(partial(_experts_seconds, sizes=sizes), runs, constants, [runs.expert, runs.expert_tensor])
     owned = blocks * local / sharded
-    reduce = constants.ring(runs, alike, ranks)
-    exposed = np.where(stack.hides > 0, end_share(runs, stage_parameters(runs, split)), 1.0)
-    reduced = np.where(runs.zero < 2, reduce.all_reduce(stack.gradient_bytes * blocks * local) * exposed, 0.0) * (alike > 1)
+    end, gathers = 1 / np.maximum(blocks, 1.0), np.where(runs.gather8 > 0, 1.0, 2.0)  # nothing hides those of one block
+    exposed, reduced = gradient_seconds(blocks * local, end, runs, constants, sharded, alike / sharded, ranks, gathers)
     # behind what the transfers of other parameters leave, and tokens' behind what both leave, in the microbatches that have them
-    dense = transfers_of_fsdp(runs, constants, constants.ring(runs, runs.sharing, runs.tensor), runs.block_parameters / runs.tensor)
-    gather, back = transfers_of_fsdp(runs, constants, constants.ring(runs, sharded, ranks), local)
+    among, of_dense = constants.ring(runs, sharded, ranks), constants.ring(runs, runs.sharing, runs.tensor)
+    dense = transfers_of_fsdp(runs, constants, of_dense, runs.block_parameters / runs.tensor)
+    gather, back = transfers_of_fsdp(runs, constants, among, local)
     both = np.add(dense, (gather, back))
     there, again = ({**way, "matmul": way["matmul"] + k * few / 3} for k, way in ((1, one.forward), (2, one.backward)))
-    hidden: Callable[..., np.ndarray] = partial(beside_block, Block(there, again, one.launches), runs, constants)
-    behind = hidden(*both)
-    sent = behind - few - beside_block(one, runs, constants, *dense)
-    exchanged = np.where(runs.async_expert > 0, hidden(*both, exchanged / 2) - behind, exchanged)
+    of_both = Block(there, again, one.launches)
+    hidden: Callable[..., np.ndarray] = partial(beside_block, of_both, runs, constants)
+    ways = hidden(*both)
+    behind, last = sum(ways), left_of_backward(of_both, ways[1], both[1], np.maximum(among.nodes, of_dense.nodes))
+    sent = behind - few - sum(beside_block(one, runs, constants, *dense))
+    exchanged = np.where(runs.async_expert > 0, sum(hidden(*both, exchanged / 2)) - behind, exchanged)
     first = (runs.pipeline == 1) * (not sizes.dense_layers)  # whether the first block has experts: nothing hides its transfers
     edges = first * (back + gather * (runs.zero < 3))
     times = blocks * runs.microbatches
     parts = {
         "expert parallel": times * exchanged, "matmul": times * few, "optimizer": optimizer_bytes(runs) * owned / constants.memory_rate,
-        "data parallel": times * sent + runs.microbatches * edges + reduced,
+        "data parallel": times * sent + runs.microbatches * edges + exposed,
     }  # fmt: skip
     beside = sent + np.where(runs.async_expert > 0, exchanged, 0.0)
     share = sizes.expert_layers / runs.layers
-    return parts, {}, (share * (exchanged + few + sent - beside), share * beside)
+    return parts, {}, (share * (exchanged + few + sent - beside), share * beside, reduced, last)
 
 
 def _experts_seconds(runs: TrainingRuns, constants: RunConstants, sizes: ModelSizes) -> tuple[np.ndarray]:

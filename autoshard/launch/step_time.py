@@ -29,14 +29,15 @@ OPTIMIZER_BYTES16 = 14.0  # ... where all have 16 bits, and there is no copy
 
 def step_parts(
     runs: TrainingRuns, constants: RunConstants, split: Stages, one: Block, ends: Block, more: np.ndarray = NOTHING,
-    sent: np.ndarray = NOTHING,
+    sent: np.ndarray = NOTHING, reduced: np.ndarray = NOTHING, last: np.ndarray | None = None,
 ) -> Parts:  # fmt: skip
     """The seconds by kind: matmul, attention, elementwise; what collectives of tensor, context and data parallelism add to them; host (its
     launches, where kernels wait for them), bubble (of a pipeline, with stages that differ), transfers, optimizer and other. split:
     `stages(runs, ...)`, which depends on no constant but `balanced`. one, ends: as `block` has them. more: seconds of a block besides, of
-    which only what waits for them is counted here. sent: such seconds beside kernels; the host's launches may take longer than both."""
+    which only what waits for them is counted here. sent: such seconds beside kernels; the host's launches may take longer than both.
+    reduced: further seconds, of a step, that the last backward may hide. last: of FSDP, the seconds of a block that may."""
     (forward, backward), has = one.seconds, constants.has
-    hidden, edges = _with_fsdp(one, runs, constants)
+    hidden, edges, last = _with_fsdp(one, runs, constants, last)
     summed = accumulation_seconds(runs.table_parameters / runs.tensor, runs, constants)
     head = {kind: (ends.forward[kind] + ends.backward[kind]) * has("head") * runs.predictions for kind in ends.forward}
     head["elementwise"] = head["elementwise"] + summed * has("head")
@@ -54,7 +55,8 @@ def step_parts(
     interleaved = (runs.virtual > 1) & (constants.stack.fused_accumulation > 0) & (constants.stack.flash > 0)
     waited = np.where(interleaved, beside(slowest, transfer) - slowest, transfer)
     # beside the host's launches where they take longer: what hides a reduction is the time of the backward, not its kernels
-    late, optimizer = update_seconds(runs, constants, split, slowest * backward / (forward + backward))
+    last = np.where(runs.zero >= 2, blocks * last, slowest * backward / (forward + backward))
+    late, optimizer = update_seconds(runs, constants, split, last, reduced)
     parts = {kind: m * (blocks * (one.forward[kind] + one.backward[kind]) + head[kind] / p) for kind in one.forward}
     return {
         **parts,
@@ -99,8 +101,8 @@ def accumulation_seconds(parameters: np.ndarray, runs: TrainingRuns, constants: 
 def beside_block(
     one: Block, runs: TrainingRuns, constants: RunConstants, gather: np.ndarray, back: np.ndarray, always: np.ndarray = NOTHING
 ) -> np.ndarray:  # fmt: skip
-    """Seconds of a block whose forward runs beside the transfers `gather` of FSDP, whose backward beside `back`, and both beside `always`:
-    all hide behind it at once, for what one of them has hidden behind hides no other."""
+    """Seconds of both ways of a block whose forward runs beside the transfers `gather` of FSDP, whose backward beside `back`, and both
+    beside `always`: all hide behind it at once, for what one of them has hidden behind hides no other."""
     summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, constants)
 
     def hidden(way: Parts, sent: np.ndarray, more: np.ndarray = NOTHING) -> np.ndarray:
@@ -109,7 +111,7 @@ def beside_block(
         return beside(seconds, sent, 1 - waits)
 
     def seconds(there: np.ndarray, again: np.ndarray) -> np.ndarray:
-        return hidden(one.forward, there) + hidden(one.backward, again, summed)
+        return np.array(np.broadcast_arrays(hidden(one.forward, there), hidden(one.backward, again, summed)))
 
     # with a pipeline, parameters that stay gathered are gathered once per pass, and gradients are reduced after its last microbatch
     once, every = np.where((runs.pipeline > 1) & (runs.zero < 3), runs.passes / runs.microbatches, 1.0), seconds(always, always)
@@ -125,13 +127,21 @@ def transfers_of_fsdp(runs: TrainingRuns, constants: RunConstants, ring: Ring, p
     return gather, gather * (runs.zero >= 3) + scatter
 
 
-def _with_fsdp(one: Block, runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of a block beside the transfers of its parameters and gradients; and those that nothing hides."""
+def _with_fsdp(
+    one: Block, runs: TrainingRuns, constants: RunConstants, last: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+    """Seconds of a block beside the transfers of its parameters and gradients; those that nothing hides; and `last` of `step_parts`."""
     ring, table = constants.ring(runs, runs.sharing, runs.tensor), runs.table_parameters / runs.tensor
     gather, back = transfers_of_fsdp(runs, constants, ring, runs.block_parameters / runs.tensor)
     of_tables = ring.gather(2 * table) + ring.gather(constants.stack.gradient_bytes * table)
     edges = back + gather * (runs.zero < 3) + (runs.zero >= 2) * constants.has("fsdp") * of_tables
-    return beside_block(one, runs, constants, gather, back), edges
+    ways = beside_block(one, runs, constants, gather, back)
+    return sum(ways), edges, left_of_backward(one, ways[1], back, ring.nodes) if last is None else last
+
+
+def left_of_backward(one: Block, seconds: np.ndarray, back: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """Seconds of a block's backward, which takes `seconds` beside FSDP's transfers `back`, that are left for others between nodes."""
+    return np.where(nodes > 1, np.maximum(one.seconds[1] - back, 0.0), seconds)
 
 
 def host_seconds(runs: TrainingRuns, constants: RunConstants, one: Block) -> np.ndarray:
@@ -164,21 +174,34 @@ def end_share(runs: TrainingRuns, parameters: np.ndarray) -> np.ndarray:
     return np.minimum((runs.table_parameters + runs.block_parameters) / runs.tensor / parameters, 1.0)
 
 
-def update_seconds(runs: TrainingRuns, constants: RunConstants, split: Stages, last_backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The exposed reduction of gradients and the gather of ZeRO-1; and the optimizer on the parameters that a device owns."""
-    stack, has = constants.stack, constants.has
+def gradient_seconds(
+    parameters: np.ndarray, end: np.ndarray, runs: TrainingRuns, constants: RunConstants, sharing: np.ndarray, replicas: np.ndarray,
+    stride: np.ndarray, gathers: np.ndarray | float = 2.0,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Seconds of the reduction of gradients and of the gather of ZeRO-1: those that nothing hides, and those that a backward may hide.
+    end: the share of the parameters that nothing hides. stride: of the ranks that share them. gathers: bytes per parameter."""
+    stack, has = constants.stack, constants.has("gradients")
+    shards, copies = constants.ring(runs, sharing, stride), constants.ring(runs, replicas, stride * sharing)
+    bytes = stack.gradient_bytes * parameters  # from ZeRO-2 on they are scattered block by block
+    reduced = (runs.zero == 1) * shards.gather(bytes) + (replicas > 1) * copies.all_reduce(bytes / sharing)
+    can_hide = (1 - end) * (stack.hides > 0)
+    gathered = (runs.zero == 1) * shards.gather(gathers * parameters) * constants.has("parameter gather")
+    gathered = gathered * np.where(stack.hides_gather > 0, end, 1.0)
+    return (1 - can_hide) * reduced * has + gathered, can_hide * reduced * has
+
+
+def update_seconds(
+    runs: TrainingRuns, constants: RunConstants, split: Stages, last_backward: np.ndarray, reduced: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The exposed reduction of gradients and the gather of ZeRO-1; and the optimizer on the parameters that a device owns. reduced: as of
+    `step_parts`."""
     parameters = stage_parameters(runs, split)
     sharing = np.where(runs.zero >= 1, runs.sharing, 1.0)
     optimizer = optimizer_bytes(runs) * parameters / sharing / constants.memory_rate
     replicas = np.maximum(runs.data * runs.context / sharing, 1.0)
-    shards, copies = constants.ring(runs, sharing, runs.tensor), constants.ring(runs, replicas, runs.tensor * sharing)
-    bytes = stack.gradient_bytes * parameters  # from ZeRO-2 on they are scattered block by block
-    reduced = (runs.zero == 1) * shards.gather(bytes) + (replicas > 1) * copies.all_reduce(bytes / sharing)
-    end = end_share(runs, parameters)
-    can_hide = (1 - end) * (stack.hides > 0)
-    late = beside(last_backward, can_hide * reduced) - last_backward
-    exposed = ((1 - can_hide) * reduced + late) * has("gradients")
     of_blocks = runs.layers * runs.block_parameters / runs.tensor / runs.pipeline
-    gathered = (runs.zero == 1) * shards.gather(2 * parameters - np.where(runs.gather8 > 0, of_blocks, 0.0)) * has("parameter gather")
-    gathered = gathered * np.where(stack.hides_gather > 0, end, 1.0)
-    return exposed + gathered, optimizer * has("optimizer")
+    gathers = 2 - np.where(runs.gather8 > 0, of_blocks / parameters, 0.0)
+    end = end_share(runs, parameters)
+    exposed, hidden = gradient_seconds(parameters, end, runs, constants, sharing, replicas, runs.tensor, gathers)
+    late = beside(last_backward, hidden + reduced) - last_backward
+    return exposed + late, optimizer * constants.has("optimizer")
