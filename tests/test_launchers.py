@@ -539,6 +539,22 @@ def test_a_recipe_of_megatron_bridge_is_read_as_its_fields_say():
     }  # fmt: skip
 
 
+def test_megatron_may_recompute_some_blocks_of_each_stage():
+    """By method block the first of each; they lie between none and all, and what is written says as many."""
+    path = DATA / "megatron" / "mixtral_8x7b.sh"
+    uniform = "--recompute-method uniform --recompute-num-layers 1"
+    texts = [path.read_text().replace(uniform, f"--recompute-method block --recompute-num-layers {n}") for n in (0, 2, 4, 8, 100)]
+    configs = [read_configuration("megatron", text, path.name, Overrides(devices=32)) for text in (*texts, path.read_text())]
+    assert [config.launch.recompute for config in configs] == ["none", *["full"] * 5]
+    runs = TrainingRuns.of([config.launch for config in configs])
+    prices = prices_of(runs, configs[0].sizes, Site(), "megatron")
+    assert (np.diff(prices.seconds[:4]) > 0).all() and (np.diff(prices.bytes[:4]) < 0).all()
+    assert prices.seconds[3] == prices.seconds[4] == prices.seconds[5] and prices.bytes[3] == prices.bytes[5]
+    one = configs[1]
+    assert read_configuration("megatron", configuration_text("megatron", one), "a.sh", Overrides(devices=32)).launch == one.launch
+    assert edited_text("megatron", one, path.read_text(), path.name, Overrides(devices=32)) == texts[1]
+
+
 ILLEGAL = [  # file, text, its replacement, the reason
     ("torchtitan/llama3_8b.toml", "tensor_parallel_degree = 1", "tensor_parallel_degree = 16", "8 key-value heads do not divide by tp 16"),
     ("torchtitan/llama3_8b.toml", "seq_len = 8192", "seq_len = 8191", "the sequence 8191 does not divide by 2 x tp 1 x cp 1"),

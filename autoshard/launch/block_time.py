@@ -39,7 +39,7 @@ Parts = dict[str, np.ndarray]  # seconds by kind
 OF_BLOCK = (
     "microbatch", "seq", "context", "alltoall", "tensor", "sequence_parallel", "async_tensor", "compiled", "recompute", "precision",
     "width", "ffn", "heads", "kv_heads", "head_dim", "vocab", "gated", "qk_norm", "per_node", "network",
-    "computed_scores",
+    "computed_scores", "again",
 )  # fmt: skip
 RECORDS = ("device", "stack", "memory", "matmul", "matmul16", "attention", "experts")
 GROUPED = np.array(["", "norms", "library"])  # how ops are grouped in kernels, uncompiled, by StackConstants.libraries
@@ -235,7 +235,7 @@ class _OneKind:
         )  # fmt: skip
 
     def blocks(self, family: str, scheme: str, recompute: str) -> tuple[Block, Block]:
-        runs, constants, share = self.runs, self.constants, PART.get(recompute, 1.0)
+        runs, constants, share = self.runs, self.constants, PART.get(recompute, self.runs.again if recompute == "full" else 1.0)
         tasks, is_inside = tasks_of(family, scheme, self.how), self.how == "recomputed"  # whether the backward holds what runs again
         forward, backward = tasks["forward block"], tasks["backward block"]
         repeated = () if is_inside or not constants.has("recompute") else recomputed(forward, recompute)

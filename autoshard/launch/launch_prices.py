@@ -88,7 +88,9 @@ def priced_runs(launches: TrainingRuns, sizes: ModelSizes, site: Site) -> Traini
     sharing = np.where(launches.zero > 0, launches.shard * launches.context, 1.0)
     of_model = {name: float(value) for name, value in fixed.items() if name not in numbers}
     scores = by_value(lambda seq: sizes.scores(seq, ATTENTION_TILE), launches.seq)
-    return launches.with_columns(**{"computed_scores": scores, **numbers}, **of_model, sharing=sharing)
+    recomputed, stages = launches.recomputed, launches.pipeline * launches.virtual
+    again = np.where(recomputed > 0, np.minimum(recomputed * stages / fixed["layers"], 1.0), 1.0)
+    return launches.with_columns(**{"computed_scores": scores, "again": again, **numbers}, **of_model, sharing=sharing)
 
 
 def prices_of(launches: TrainingRuns, sizes: ModelSizes, site: Site, launcher: str, *, fitted: bool = True) -> LaunchPrices:
@@ -219,7 +221,7 @@ def experts(
         largest = np.maximum(split.largest, split.last) / runs.layers * runs.pipeline  # of the fullest stage, relative to the mean
         # a token's copies, by Megatron those that came to the experts, as their matmuls read them; recomputation of whole blocks keeps none
         each = np.where(stack.fused_accumulation > 0, np.minimum(runs.itemsize, 2.0), 4.0)
-        sent_bytes = np.where(runs.recompute == "full", 0.0, each * tokens * sizes.active * sizes.width)
+        sent_bytes = np.where(runs.recompute == "full", 1 - runs.again, 1.0) * each * tokens * sizes.active * sizes.width
         kept = blocks * local * largest
         kinds = state_bytes(runs.with_columns(sharing=sharded), kept, kept, constants)
         at_hand = np.minimum(blocks * largest, 2)  # by FSDP: a block and the next

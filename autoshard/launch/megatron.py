@@ -52,6 +52,7 @@ MULTIPLE = re.compile(r"\$\{multiply: ?(\d{1,6}), ?\$\{\.(hidden_size)\}\}")  # 
 BALANCED = "moe-router-load-balancing-type"
 EXPERT_OVERLAP, INSTANCES = "overlap-moe-expert-parallel-comm", "num-distributed-optimizer-instances"
 EXCHANGE, LEVELS = "cp-comm-type", "hierarchical-context-parallel-sizes"
+BLOCKS = "recompute-num-layers of method block"
 UNTIED, PRECISE = "untie-embeddings-and-output-weights", "use-precision-aware-optimizer"
 LEARNED = "learned_absolute"  # positions
 NAMED_RECIPES = {"mxfp8": "mxfp8", "fp8_subchannel": "blockwise", "fp8_current": "tensorwise", "fp8_delayed": "delayed"}
@@ -167,7 +168,10 @@ def _of_sections(data: Mapping[str, Any]) -> Arguments:
 
 
 def arguments_in(text: str, path: str) -> Arguments:
-    return _of_data(experiment(text, path), path) if path.endswith(DATA) else Arguments(arguments_of(text))
+    a = _of_data(experiment(text, path), path) if path.endswith(DATA) else Arguments(arguments_of(text))
+    if a.text("recompute-method") == "block":
+        a[BLOCKS] = a.pop("recompute-num-layers", [])
+    return a
 
 
 def read(text: str, path: str, known: Overrides) -> LaunchConfig:
@@ -189,7 +193,9 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
     virtual, split = _stages(a, sizes, pipeline)
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
-    recompute = _modules(a, sizes) if granularity == "selective" else granularity if granularity == "full" else "none"
+    blocks = a.number(BLOCKS, 0, 0) if granularity == "full" else 0
+    full = "full" if granularity == "full" and (blocks or BLOCKS not in a) else "none"
+    recompute = _modules(a, sizes) if granularity == "selective" else full
     launch = Launch(
         devices=devices, seq=known.seq or a.number("seq-length", 2048),
         global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch, data=data,
@@ -197,8 +203,8 @@ def read(text: str, path: str, known: Overrides) -> LaunchConfig:
         alltoall=_alltoall(a, context, path), sequence_parallel="sequence-parallel" in a and tensor > 1,
         expert_tensor=a.number("expert-tensor-parallel-size", tensor),
         pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
-        recompute=recompute, precision=_precision(a), gather8="fp8-param-gather" in a, grads16="grad-reduce-in-bf16" in a,
-        split=split, group=a.number(GROUP, 1, 1), offload="optimizer-cpu-offload" in a,
+        recompute=recompute, recomputed=blocks, precision=_precision(a), gather8="fp8-param-gather" in a,
+        grads16="grad-reduce-in-bf16" in a, split=split, group=a.number(GROUP, 1, 1), offload="optimizer-cpu-offload" in a,
         async_expert=EXPERT_OVERLAP in a and expert > 1, deepep=a.text("moe-token-dispatcher-type") == "flex" and expert > 1,
     )  # fmt: skip
     return LaunchConfig(launch, sizes)
@@ -234,8 +240,8 @@ def _check_conflicts(a: Arguments, path: str) -> None:
     for name, known in (("recompute-granularity", ("full", "selective")), ("recompute-method", ("uniform", "block"))):
         if a.text(name, known[0]) not in known:
             raise ValueError(f"{path}: --{name} is {a.text(name)[:40]!r}; expected {' or '.join(known)}")
-    granularity, more = a.text("recompute-granularity"), [name in a for name in ("recompute-method", "recompute-num-layers")]
-    if granularity and more != [granularity == "full"] * 2:
+    granularity, more = a.text("recompute-granularity"), ["recompute-method" in a, bool({"recompute-num-layers", BLOCKS} & a.keys())]
+    if granularity and "recompute-layer-ids" not in a and more != [granularity == "full"] * 2:
         raise ValueError(f"{path}: --recompute-method and --recompute-num-layers go with --recompute-granularity full, and with no other")
     divided = a.number("expert-tensor-parallel-size", a.number("tensor-model-parallel-size", 1))
     if divided > 1 and a.number("num-experts", 0) and "disable-bias-linear" not in a:
@@ -404,7 +410,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         "fp8-param-gather": launch.gather8, "grad-reduce-in-bf16": launch.grads16,
     }  # fmt: skip
     if launch.recompute == "full":
-        options |= {"recompute-method": "uniform", "recompute-num-layers": 1}
+        options |= {"recompute-method": "block" if launch.recomputed else "uniform", "recompute-num-layers": launch.recomputed or 1}
     if m.mtp:
         options["mtp-num-layers"] = m.mtp
     if m.latent:

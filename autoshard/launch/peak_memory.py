@@ -244,7 +244,7 @@ def _of_one_kind(
     backward = largest_live(tasks["backward block"], sizes, how)
     if recompute not in KEEPS:
         return some, everything - some + backward
-    keeps, part = KEEPS[recompute](forward), PART.get(recompute, 1.0)
+    keeps, part = KEEPS[recompute](forward), PART.get(recompute, runs.again if recompute == "full" else 1.0)
     some = input_bytes(forward, sizes)
     for i, task in enumerate(forward):
         if keeps(i, task):

@@ -54,6 +54,7 @@ class Launch:
     virtual: int = 1  # stages per device
     schedule: str = "1F1B"
     recompute: str = "none"
+    recomputed: int = 0  # by `full`, of the blocks of each stage; 0: all
     precision: str = "bf16"
     sequence_parallel: bool = False
     compiled: bool = False
@@ -103,13 +104,14 @@ class Launch:
 
 
 FIELDS = tuple(field.name for field in fields(Launch))
-OPTIONAL = "alltoall split passes schedule offload gather8 grads16 states16 loss_chunks"
+OPTIONAL = "alltoall split passes schedule offload gather8 grads16 states16 loss_chunks recomputed"
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Launch) if field.name in OPTIONAL.split()}
 DEFAULTS["positions"] = 0  # 1: a table of learned positions beside that of tokens
 DEFAULTS["qk_norm"] = 0  # 1: queries and keys are normalized
 DEFAULTS["computed_scores"] = 1.0  # of a causal attention's, where kernels skip what a window hides
+DEFAULTS["again"] = 1.0  # of the blocks that `full` recomputes, the share that it does
 DEFAULTS["predictions"] = 1  # of the tokens after each token: the head runs so often, behind a block more each time
-COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name != "zero")
+COUNTS = tuple(field.name for field in fields(Launch) if field.type == "int" and field.name not in ("zero", "recomputed"))
 
 
 def distinct(columns: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
