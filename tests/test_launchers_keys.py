@@ -221,6 +221,8 @@ SAID = [  # launcher, text, what is said
     ("megatron", MEGATRON + "--recompute-granularity full --recompute-method block --recompute-num-layers 4", ""),
     ("megatron", MEGATRON + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", "num-layers 4: each block"),
     ("megatron", MEGATRON + "--hybrid-layer-pattern M*E", "!hybrid-layer-pattern M.E: some blocks are no attention with an MLP"),
+    ("megatron", MEGATRON + "--experimental-attention-variant gated_delta_net", "!variant gated_delta_net: linear attention has no prices"),
+    ("megatron", MEGATRON + "--experimental-attention-variant dsa", "variant dsa: attention is counted as queries"),
     ("megatron", MEGATRON + "--hybrid-attention-ratio 0.0", ""),
     ("megatron", MEGATRON + "--hybrid-attention-ratio 0.1", "!hybrid-attention-ratio 0.1: some blocks are no attention with an MLP"),
     ("megatron", MEGATRON + "--moe-latent-size 1024", "!moe-latent-size 1024: experts of a narrower input have no prices"),

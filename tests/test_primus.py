@@ -8,6 +8,7 @@ from autoshard.launch import Overrides
 from autoshard.launch.configurations import read_configuration
 from autoshard.launch.megatron import place
 from autoshard.launch.primus import experiment
+from autoshard.launch.torchtitan import FLAVORS
 
 DATA = Path(__file__).parent / "data" / "primus"
 FILE = DATA / "examples" / "llama3.1_8B-BF16-pretrain.yaml"
@@ -42,6 +43,39 @@ def test_an_experiment_goes_before_its_model_and_that_before_its_trainer(tmp_pat
         "tensor_model_parallel_size": 2,
     }  # fmt: skip
     assert experiment("modules: {a: 1}\nb: 2\n", "a.yaml") == {"modules": {"a": 1}, "b": 2}  # not of Primus
+
+
+def read(folder: Path, more: str, **presets: str):
+    text, path = checkout(folder, (WRITTEN + more).replace("${TP:2}", "1"), **presets)
+    sizes = FLAVORS["qwen3", "30B-A3B"]
+    return read_configuration("megatron", text, path, Overrides(devices=16, sizes=sizes))
+
+
+def test_presets_are_joined_section_by_section_and_one_alone_may_be_a_name(tmp_path):
+    presets = {"modules/megatron/trainer.yaml": "extends: base.yaml\nlora: {enabled: false, lora_A_init_method: xavier}\n"}
+    assert read(tmp_path, "      lora: {dim: 8}\n", **presets).launch.seq == 128
+    with pytest.raises(ValueError, match="adapters train few of the parameters"):
+        read(tmp_path, "      lora: {enabled: true}\n", **presets)
+
+
+def test_what_is_off_is_off_in_each_of_its_spellings(tmp_path):
+    for off in ("false", "0", "${FSDP:False}", '"false"'):
+        assert read(tmp_path, f"      use_torch_fsdp2: {off}\n").launch.zero == 0
+
+
+def test_deepep_of_primus_turbo_is_deepep(tmp_path):
+    expert = "      expert_model_parallel_size: 16\n      enable_primus_turbo: {}\n      {}\n"
+    for turbo, more, deepep in (("true", "use_turbo_deepep: true", True), ("true", "turbo_sync_free_moe_stage: 2", True),
+                                ("true", "turbo_sync_free_moe_stage: 1", False), ("false", "use_turbo_deepep: true", False)):  # fmt: skip
+        assert read(tmp_path, expert.format(turbo, more)).launch.deepep == deepep
+
+
+def test_stages_and_blocks_of_primus_own_arguments_are_read_or_said(tmp_path):
+    by_hand = "      pipeline_model_parallel_size: 4\n      decoder_pipeline_manual_split_list: [11, 13, 13, 11]\n"
+    assert read(tmp_path, by_hand).launch.split == "11,13,13,11"
+    some = read(tmp_path, "      recompute_granularity: full\n      recompute_layer_ids: 0,3\n      use_sink_attention: true\n")
+    assert some.launch.recompute == "full"
+    assert [note.partition(" ")[0] for note in some.not_counted[-2:]] == ["recompute-layer-ids", "use-sink-attention"]
 
 
 REFUSED = {

@@ -26,6 +26,7 @@ LATENT = {"q-lora-rank": 0, "kv-lora-rank": 512, "qk-pos-emb-head-dim": 64, "qk-
 DATA = (".json", ".yaml", ".yml")
 UNFUSED = "no-gradient-accumulation-fusion"
 GROUP = "microbatch-group-size-per-virtual-pipeline-stage"
+BY_HAND = "decoder-pipeline-manual-split-list"  # of Primus: the layers of each stage
 LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF = (
     "pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage",
     *(f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")),
@@ -36,7 +37,7 @@ CONFLICTS = (
     (("use-torch-fsdp2",), ("use-distributed-optimizer",)), (("fp4-format",), ("fp8-format",)),
 )  # fmt: skip
 EXCLUSIVE = (
-    frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, *ENDS_OF}),
+    frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, BY_HAND, *ENDS_OF}),
     frozenset({"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy", "use-distributed-optimizer",
                "fsdp-manual-registration", "fsdp-double-buffer", UNFUSED}),  # which need --use-megatron-fsdp; FSDP 2 needs the last
     frozenset({"recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method"}),
@@ -162,8 +163,8 @@ def _of_sections(data: Mapping[str, Any]) -> Arguments:
     for key, value in data.items():
         if isinstance(value, Mapping):
             arguments.update(_of_sections(value))
-        elif value is not None and value is not False:
-            arguments[_name(str(key))] = [] if value is True or str(value) == "true" else [str(value)]
+        elif value is not None and (word := str(value).lower()) != "false" and not (word == "0" and _name(str(key)) in FLAGS):
+            arguments[_name(str(key))] = [] if word == "true" else [str(value)]
     return arguments
 
 
@@ -254,6 +255,8 @@ def _stages(a: Arguments, sizes: ModelSizes, pipeline: int) -> tuple[int, str]:
     if layout:
         counts = [stage.count("t") for stage in layout_stages(layout)]
         return max(len(counts) // pipeline, 1), split_of(counts, layers, pipeline, sizes.mtp)
+    if counts := [int(count) for count in re.findall(r"\d{1,5}", " ".join(a.get(BY_HAND, [])))]:
+        return max(len(counts) // pipeline, 1), split_of(counts, layers, pipeline, sizes.mtp)
     ends = [int(f"account-for-{end}-in-pipeline-split" in a) for end in ("embedding", "loss")]
     per_stage = a.number("num-layers-per-virtual-pipeline-stage", 0, 0)
     virtual = a.number("num-virtual-stages-per-pipeline-rank", max((layers + sum(ends)) // pipeline // per_stage, 1) if per_stage else 1, 1)
@@ -334,7 +337,7 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
         }  # fmt: skip
     more["mtp"] = a.number("mtp-num-layers", 0, 0)
     before = re.match(r"[\s(\[]*(\d+)", " ".join(a.get("window-size", [])))  # a token
-    if before and a.text("softmax-type", "vanilla") == "vanilla":
+    if before and a.text("softmax-type", "vanilla") == "vanilla" and "use-sink-attention" not in a:
         every = " ".join(a.get("window-attn-skip-freq", [])) or "0"
         windowed = layers - (layers // int(every) if int(every) else 0) if every.isdecimal() else expert_pattern(every, layers).count("1")
         more |= {"window": int(before[1]) + 1, "windowed": windowed}

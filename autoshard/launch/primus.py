@@ -36,10 +36,20 @@ def experiment(text: str, path: str) -> dict[str, Any]:
     overrides = module.get("overrides") or {}
     if not isinstance(overrides, Mapping):
         raise ValueError(f"{path}: overrides is {str(overrides)[:40]!r}; expected a section of keys")
-    said = {**trainer, **model, **overrides}
+    said = _merged(_merged(trainer, model), overrides)
     if (kind := said.get("model_type", "gpt")) != "gpt":
         raise ValueError(f"{path}: model_type is {str(kind)[:40]!r}, which has no prices here; expected gpt")
+    if isinstance(lora := said.get("lora"), Mapping) and not lora.get("enabled", True):
+        del said["lora"]
+    if said.get("enable_primus_turbo") and (said.get("use_turbo_deepep") or said.get("turbo_sync_free_moe_stage") in (2, 3)):
+        said["moe_token_dispatcher_type"] = "flex"  # tokens travel by DeepEP
     return {"model": {name: value for name, value in said.items() if value is not None}}
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of both as one, as Primus joins presets."""
+    both = [name for name, value in over.items() if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)]
+    return {**base, **over, **{name: _merged(base[name], over[name]) for name in both}}
 
 
 def _preset(path: Path, depth: int = 0) -> dict[str, Any]:
@@ -47,6 +57,7 @@ def _preset(path: Path, depth: int = 0) -> dict[str, Any]:
         raise ValueError(f"{path} extends more than {DEEPEST} presets one after the other")
     data = parsed(DEFAULT.sub(r"\1", text_of(path, "launch")), str(path))
     said: dict[str, Any] = {}
-    for base in (data.pop("extends", None) or data.pop("bases", None)) or ():
-        said |= _preset(path.parent / str(base), depth + 1)
-    return said | data
+    bases = (data.pop("extends", None) or data.pop("bases", None)) or ()
+    for base in [bases] if isinstance(bases, str) else bases:
+        said = _merged(said, _preset(path.parent / str(base), depth + 1))
+    return _merged(said, data)
