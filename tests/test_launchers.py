@@ -333,11 +333,12 @@ WINDOWED = {  # of a config's keys: tokens that windowed attention sees, and lay
     "model_type=mistral sliding_window=8": (8, 12), "model_type=gemma2 sliding_window=8": (8, 6),
     "model_type=cohere2 sliding_window=8": (8, 9),
     "model_type=gemma3_text sliding_window=8": (8, 10), "model_type=gemma3_text sliding_window=8 sliding_window_pattern=3": (8, 8),
-    "model_type=llama4_text attention_chunk_size=9": (5, 9),
+    "model_type=llama4_text attention_chunk_size=9": (9, 9),
     "model_type=qwen2 use_sliding_window=True sliding_window=8 max_window_layers=9": (8, 3),
     "model_type=qwen2 sliding_window=8 max_window_layers=9": (0, 0),
     "sliding_window=8 layer_types=['sliding_attention','full_attention']": (8, 1),
     "model_type=mistral sliding_window=8 use_sliding_window=False": (0, 0), "model_type=mistral": (0, 0),
+    "model_type=mistral sliding_window=0": (0, 0), "model_type=gemma2 sliding_window=-1": (0, 0),
     "model_type=gpt_oss sliding_window=8 layer_types=['sliding_attention']": None, "model_type=unknown sliding_window=8": None,
     "model_type=mistral sliding_window=8 index_topk=9": None,
 }  # fmt: skip
@@ -373,6 +374,13 @@ def test_the_scores_that_a_window_leaves_are_those_of_tiles_that_it_reaches(seq,
     of_query = np.minimum(np.arange(seq) + 1, window).sum() / np.arange(1, seq + 1).sum()
     assert sizes.scores(seq) == pytest.approx(1 - 3 / 4 * (1 - of_query), abs=1e-3)
     assert sizes.flops_per_token(seq) < replace(sizes, windowed=0).flops_per_token(seq) or window >= seq
+
+
+@pytest.mark.parametrize("seq, chunk", [(4096, 4096), (8192, 4096), (6000, 4096), (512, 4096), (4096, 16)])
+def test_the_scores_that_chunks_leave_are_those_within_each(seq, chunk):
+    sizes = ModelSizes(4, 64, 96, 4, 4, 128, window=chunk, windowed=3, chunked=True)
+    of_query = (np.arange(seq) % chunk + 1).sum() / np.arange(1, seq + 1).sum()
+    assert sizes.scores(np.array([seq]))[0] == pytest.approx(1 - 3 / 4 * (1 - of_query), abs=1e-3)
 
 
 def test_kernels_with_windows_take_less_and_masks_as_long():

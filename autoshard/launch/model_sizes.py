@@ -89,6 +89,7 @@ class ModelSizes:
     latent: tuple[int, ...] = ()  # of multi-head latent attention, in the order of LATENT; every device has its latent keys and values
     window: int = 0  # how many tokens attention sees,
     windowed: int = 0  # ... of so many layers
+    chunked: bool = False  # ... of the chunk of so many tokens that a token is in
     uncounted: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False)  # a sentence, and of which sequences it is true
     multiple: int = field(default=0, compare=False, repr=False)  # of which, times tensor parallel ranks, the vocabulary is one
     unpadded: int = field(default=0, compare=False, repr=False)  # the vocabulary before that
@@ -165,10 +166,14 @@ class ModelSizes:
     def scores(self, seq: Any, tile: int = 0) -> Any:
         """What windows leave of a causal attention's scores, as a mean over the layers. tile: keys that kernels compute at once.
 
-        Of S keys a query reads S / 2 in the mean, of a window of W < S: W - W^2 / 2 S; and half a tile more at each end.
+        Of S keys a query reads S / 2 in the mean, of a window of W < S: W - W^2 / 2 S; and half a tile more at each end. Of chunks of W,
+        the last of which has R tokens: (S - R) / S W / 2 + R^2 / 2 S, and half a tile more.
         """
         window = np.minimum(self.window, seq) if self.windowed else seq
-        share = np.minimum((window - window**2 / (2 * seq) + tile) / (seq / 2 + tile / 2), 1.0)
+        rest = seq % window
+        of_chunks = ((seq - rest) * window + rest**2) / (2 * seq) + tile / 2
+        seen = of_chunks if self.chunked else window - window**2 / (2 * seq) + tile
+        share = np.minimum(seen / (seq / 2 + tile / 2), 1.0)
         return 1 - self.windowed / (self.layers + self.mtp) * (1 - share)
 
     def not_counted(self, seq: int) -> list[str]:
@@ -223,7 +228,7 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     layers, width, heads = number("layers"), number("width"), number("heads")
     experts = number("experts", 0)
     ffn = number("ffn", 4 * width if experts or kind in UNGATED else None)
-    more: dict[str, int] = {}
+    more: dict[str, Any] = {}
     if experts:
         expert_ffn = number("expert_ffn", ffn)
         shared = number("shared", int("llama4" in kind)) * expert_ffn
@@ -240,12 +245,13 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
     used = not kind.startswith("qwen")  # where a config doesn't say
-    windows = [(name, config[name]) for name in WINDOWS if isinstance(config.get(name), int) and config.get(f"use_{name}", used)]
+    windows = [(name, size) for name in WINDOWS if isinstance(size := config.get(name), int)
+               and size > 0 and config.get(f"use_{name}", used)]  # fmt: skip
     windowed = _windowed(config, kind, layers) if len(windows) == 1 and windows[0][0] != "index_topk" else None
-    seen = [(f"{name} {most}: attention is counted over all tokens", most) for name, most in windows if most > 0 and windowed is None]
+    seen = [(f"{name} {most}: attention is counted over all tokens", most) for name, most in windows if windowed is None]
     if windowed:
         (name, window), *_ = windows
-        more |= {"window": window if name == "sliding_window" else -(-window // 2), "windowed": windowed}  # half a chunk is before a token
+        more |= {"window": window, "windowed": windowed, "chunked": name == "attention_chunk_size"}
     other = [(f"model_type {kind}: attention is counted as queries, keys, values and output of all tokens", 0)] * (kind in OTHER_ATTENTION)
     one_key = config.get("multi_query") and not config.get("new_decoder_architecture")
     return ModelSizes(
