@@ -247,6 +247,20 @@ def test_a_name_of_the_hub_is_found_in_its_cache_or_the_sentence_says_how_to_get
     assert launchers.sizes_of(f"hf:{name}", {}).layers == 2
 
 
+def test_sizes_that_a_config_leaves_out_are_those_of_its_class(tmp_path):
+    """As Gemma 3's published configs do; layers that are asked for are those of the text."""
+    text = {"model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+            "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    sizes = launchers.sizes_of(f"hf:{tmp_path}", {})
+    assert (sizes.head_dim, sizes.vocab, sizes.windowed, sizes.parameters / 1e9) == (256, 262208, 40, pytest.approx(11.77, abs=0.01))
+    assert launchers.sizes_of(f"hf:{tmp_path}", {"layers": 6}).layers == 6
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {**text, "vocab_size": 128}}))
+    assert launchers.sizes_of(f"hf:{tmp_path}", {"layers": 6}).layers == 6
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of nobody", "hidden_size": 64}))
+    assert_refused("config.json has none of num_hidden_layers", launchers.sizes_of, f"hf:{tmp_path}", {})
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen3/8B", "../Qwen", "/nowhere", "Qwen/", "a" * 200, "-x/y"])
 def test_what_is_no_name_of_the_hub_is_a_folder_that_is_not_there(hub, name):
     assert_refused("there is no file .*config.json; hf:DIR names a folder", config_folder, name)

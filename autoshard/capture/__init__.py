@@ -5,7 +5,7 @@ from .delta_rule import delta_rule
 from .depth import Container, Depth, capture_deep, containers, graphs_of, same_but_for_sizes, shrunk
 from .functional import FACTORING
 from .fx_graphs import capture_fx
-from .huggingface import cache_name, load_huggingface
+from .huggingface import cache_name, config_with_defaults, load_huggingface
 from .inputs import arguments, computed_in, constants, ignored, input_names, without_process_groups
 from .module import capture, capture_module
 from .nested_tensors import copied, filled, listed, opened, state_of

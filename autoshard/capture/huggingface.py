@@ -103,6 +103,11 @@ def _transformers() -> Any:
     return transformers
 
 
+def config_with_defaults(folder: str | Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The config in a folder with what it leaves to the defaults of its class. ValueError where that can't be."""
+    return _config(_transformers(), Path(folder) / "config.json", settings).to_dict()
+
+
 def _config(transformers: Any, file: Path, settings: Mapping[str, Any]) -> Any:
     written = data_of(file, "config")
     from huggingface_hub.errors import StrictDataclassError  # here: as transformers, which needs it

@@ -64,11 +64,20 @@ def site_of(asked: Asked, launcher: str) -> Any:
 def sizes_of(model: str, settings: Mapping[str, Any]) -> Any:
     """The sizes of MODEL: of hf:DIR from its config alone, else from the module's shapes on the meta device."""
     if model.startswith("hf:"):
-        file = config_folder(model.removeprefix("hf:")) / "config.json"
+        room, file = load_launchers(), config_folder(model.removeprefix("hf:")) / "config.json"
         config = data_of(file, "config")
         layers = settings.get("layers")
         of_layers = {} if layers is None else {"num_hidden_layers": layers, "n_layer": layers}
-        return load_launchers().sizes_of_config({**config, **of_layers}, str(file))
+        of_text = {"text_config": {**text, **of_layers}} if isinstance(text := config.get("text_config"), Mapping) else {}
+        try:
+            return room.sizes_of_config({**config, **of_layers, **of_text}, str(file))
+        except room.MissingSize as error:
+            from autoshard.capture import config_with_defaults  # here: torch and transformers take seconds to import
+
+            try:
+                return room.sizes_of_config(config_with_defaults(file.parent, settings), str(file))
+            except ValueError:
+                raise error from None
     module, _ = load_model(model, settings, training=True)
     return load_launchers().sizes_of_module(module)
 

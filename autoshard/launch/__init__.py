@@ -7,6 +7,6 @@ from .configurations import configuration_text, edited_text, read_configuration
 from .fitting import will_fit
 from .launch_prices import Site
 from .legality import COMPILE_LOSSES, DIVIDE_EXPERTS, why_illegal
-from .model_sizes import PADDED, ModelSizes, sizes_of_config, sizes_of_module
+from .model_sizes import PADDED, MissingSize, ModelSizes, sizes_of_config, sizes_of_module
 from .observed import Evidence, Observed
 from .runs import Launch, LaunchConfig, Overrides

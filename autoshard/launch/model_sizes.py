@@ -65,6 +65,10 @@ OTHER_ATTENTION = ("afmoe", "axk2", "deepseek_v4", "gemma4_unified", "gemma4_uni
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
+class MissingSize(ValueError):
+    """A config leaves a size to its class, or has none."""
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """Sizes of a transformer that prices and legality depend on: dims, heads, layers, experts."""
@@ -222,7 +226,7 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
             if config.get(name) is not None:
                 return integer(config[name], f"{what}: {name}")
         if default is None:
-            raise ValueError(f"{what} has none of {', '.join(NAMES[size])}; expected the sizes of a decoder-only transformer")
+            raise MissingSize(f"{what} has none of {', '.join(NAMES[size])}; expected the sizes of a decoder-only transformer")
         return default
 
     layers, width, heads = number("layers"), number("width"), number("heads")
