@@ -55,6 +55,7 @@ LLAMA8, LLAMA70, LLAMA405 = (FLAVORS["llama3", flavor] for flavor in ("8B", "70B
 DEEPSEEK = FLAVORS["deepseek_v3", "671B"]
 MIXTRAL = ModelSizes(32, 4096, 14336, 32, 8, 32000, experts=8, active=2, expert_ffn=14336)
 MODELS = {"small": SMALL, "mixture": MIXTURE, "8B": LLAMA8, "405B": LLAMA405, "671B": DEEPSEEK, "mixtral": MIXTRAL}
+MODELS["windows"] = replace(SMALL, window=8, windowed=4)
 
 
 def name(path):
@@ -140,6 +141,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
         ok += [not m.experts or a.tensor == 1 or a.sequence_parallel]
         of_each = a.data * a.context * a.tensor // (a.expert * a.expert_tensor)
         ok += [not m.experts or a.zero == 0 or of_each % max(a.data // a.shard, 1) == 0]
+        ok += [not m.windowed or a.alltoall == a.context]
         ok += [a.alltoall == 1 or (m.heads % (a.tensor * a.alltoall) == 0 == max(m.kv_heads // a.tensor, 1) % a.alltoall)]
     if launcher in ("torchtitan", "nanotron", "automodel"):
         ok += [a.alltoall == 1]

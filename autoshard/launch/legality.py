@@ -85,6 +85,9 @@ RULES = (
     Rule("heads", MEGATRON, lambda c, m: (c.alltoall > 1)
          & ((m.heads % (c.tensor * c.alltoall) != 0) | (np.maximum(m.kv_heads // c.tensor, 1) % c.alltoall != 0)),
          lambda a, m: f"{m.heads} heads or {m.kv_heads} key-value heads do not divide by tp {a.tensor} x a2a {a.alltoall}"),
+    Rule("windows", MEGATRON, lambda c, m: bool(m.windowed) & (c.alltoall != c.context),  # Transformer Engine's attn_forward_func_with_cp
+         lambda a, m: f"windows of attention do not go round a ring of cp {a.context}; expected --cp-comm-type a2a (or all_gather, without "
+         "prices here)"),
     Rule("layers", MEGATRON, lambda c, m: (c.split == "") & (m.layers % (c.pipeline * c.virtual) != 0),
          lambda a, m: f"{m.layers} layers do not divide by pp {a.pipeline}" + f" x {a.virtual} virtual stages" * (a.virtual > 1)
          + "; --pipeline-model-parallel-layout can list what each stage has"),
