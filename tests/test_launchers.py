@@ -385,6 +385,15 @@ def test_the_scores_that_chunks_leave_are_those_within_each(seq, chunk):
     assert sizes.scores(np.array([seq]))[0] == pytest.approx(1 - 3 / 4 * (1 - of_query), abs=1e-3)
 
 
+def test_windows_are_written_for_megatron_where_every_so_many_layers_see_all():
+    for windowed, more in ((0, []), (32, ["1023,0"]), (16, ["1023,0", "2"]), (27, ["1023,0", "6"]), (11, [])):
+        sizes = replace(LLAMA8, window=1024, windowed=windowed)
+        text = configuration_text("megatron", LaunchConfig(Launch(8, 4096, 8, data=8), sizes))
+        said = arguments_of(text)
+        assert [*said.get("window-size", []), *said.get("window-attn-skip-freq", [])] == more
+        assert read_configuration("megatron", text, "a.sh", Overrides(devices=8)).sizes.windowed == (windowed if more else 0)
+
+
 def test_kernels_with_windows_take_less_and_masks_as_long():
     def attention(launcher: str, **more) -> float:
         run = TrainingRuns.of([Launch(devices=8, seq=32768, global_batch=8, shard=8, zero=3)])

@@ -240,7 +240,7 @@ SAID = [  # launcher, text, what is said
     ("deepspeed", '{"optimizer": {"type": "SGD"}}', "optimizer.type SGD: states are counted as Adam's"),
     ("deepspeed", '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}', "zero_hpz_partition_size 8: parameters are counted"),
     ("deepspeed", '{"zero_optimization": {"stage": 3, "overlap_comm": false}}', "overlap_comm False: transfers are counted beside"),
-    ("deepspeed", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "device nvme: the optimizer is counted in"),
+    ("deepspeed", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}', "device nvme: the optimizer is"),
     ("deepspeed", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}', ""),
     ("deepspeed", '{"zero_optimization": {"stage": 4}}', "!zero_optimization.stage 4: expected a stage from 0 to 3"),
     ("deepspeed", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "!enables fp16 and bf16; DeepSpeed accepts one"),

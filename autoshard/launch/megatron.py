@@ -416,6 +416,9 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
         options |= {"recompute-method": "block" if launch.recomputed else "uniform", "recompute-num-layers": launch.recomputed or 1}
     if m.mtp:
         options["mtp-num-layers"] = m.mtp
+    every = m.layers // max(m.layers - m.windowed, 1) if m.windowed < m.layers else 0  # all tokens are seen by every so many layers
+    if m.windowed and not m.chunked and m.windowed == m.layers - (m.layers // every if every else 0):
+        options |= {"window-size": f"{m.window - 1},0", "window-attn-skip-freq": every or None}
     if m.latent:
         options |= {"multi-latent-attention": True, **{name: rank or None for name, rank in zip(LATENT, m.latent)}}
     if m.experts:
