@@ -112,6 +112,7 @@ def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
     if a.gather8:
         of = {"torchtitan": ["fp8"], "automodel": ["fp8"], "megatron": ["fp8", "fp8_blockwise", "mxfp8"]}.get(launcher, [])
         ok += [a.precision in of and a.zero >= (1 if launcher == "megatron" else 2)]
+        ok += [launcher != "megatron" or not a.offload or a.precision == "fp8"]
     if launcher in ("torchtitan", "megatron", "automodel"):
         ok += [len(counts) == stages and sum(counts) == m.layers if counts else stages <= m.layers + 2]
     if launcher == "torchtitan":
@@ -231,11 +232,12 @@ def test_every_rule_forbids_something():
         "group": [1, 2], "alltoall": [1, 2, 3], "compiled": [False, True],
     }  # fmt: skip
     choices |= {"precision": sorted(PRECISIONS), "gather8": [False, True], "recompute": RECOMPUTE, "states16": [False, True]}
+    choices["offload"] = [False, True]
     rng, number = np.random.default_rng(0), 25_000
     fixed = {key: np.full(number, value) for key, value in vars(Launch(48, 50, 27, 3)).items()}
     rows = TrainingRuns(fixed | {key: rng.choice(options, number) for key, options in choices.items()})
     for launcher in LAUNCHERS:
-        for name, sizes in (("dense", SMALL), ("mixture", MIXTURE), ("latent", DEEPSEEK)):
+        for name, sizes in (("dense", SMALL), ("mixture", MIXTURE), ("latent", DEEPSEEK), ("windows", MODELS["windows"])):
             mask, rules = broken_rules(rows, sizes, launcher)
             told[f"{launcher} {name}"] = [f"{rule.name}: {one.sum()}" for rule, one in zip(rules, mask)]
             broken |= {id(rule) for rule, one in zip(rules, mask) if one.any()}
@@ -824,13 +826,13 @@ WRITTEN = [*product(LAUNCHERS, ("8B", "70B", "mixtral")), *((launcher, "671B") f
 WRITTEN.remove(("torchtitan", "mixtral"))  # has no flavor of it
 
 
-WRITTEN = [(*case, "bf16") for case in WRITTEN]
+WRITTEN = [(*case, "bf16") for case in (*WRITTEN, ("megatron", "671B with another prediction"))]
 WRITTEN += [(launcher, "8B", precision) for launcher in LAUNCHERS for precision in EXPRESSED[launcher] if precision != "bf16"]
 
 
 @pytest.mark.parametrize("launcher, flavor, precision", WRITTEN)
 def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor, precision):
-    sizes = {**MODELS, "70B": LLAMA70}[flavor]
+    sizes = {**MODELS, "70B": LLAMA70, "671B with another prediction": replace(DEEPSEEK, mtp=1)}[flavor]
     for launch in sampled(launcher, sizes, 25 if precision == "bf16" else 9, precision=precision):
         padded = sizes.with_padded_vocab({"megatron": 128, "nanotron": 1}.get(launcher, 0), launch.tensor)
         text = configuration_text(launcher, LaunchConfig(launch, padded))

@@ -57,6 +57,8 @@ RULES = (
          lambda a, m: f"parameters are gathered in 8 bits where FSDP shards them and matmuls run in fp8, not {a.precision}"),
     Rule("8-bit gather", MEGATRON, lambda c, m: c.gather8 & (~c.among("precision", ("fp8", "fp8_blockwise", "mxfp8")) | (c.zero == 0)),
          lambda a, m: "--fp8-param-gather goes with --fp8-format, and with the distributed optimizer or FSDP"),
+    Rule("8-bit gather", MEGATRON, lambda c, m: c.gather8 & c.offload & (c.precision != "fp8"),
+         lambda a, m: "--fp8-param-gather with --optimizer-cpu-offload needs --fp8-recipe delayed"),
     Rule("8-bit gather", ("accelerate", "nanotron", "deepspeed"), lambda c, m: c.gather8,
          lambda a, m: "its configuration expresses no gather in 8 bits"),
     Rule("states", ("megatron", "nanotron", "deepspeed"), lambda c, m: c.states16,

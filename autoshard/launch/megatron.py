@@ -428,7 +428,7 @@ def settings(config: LaunchConfig) -> dict[str, Any]:
             "expert-tensor-parallel-size": launch.expert_tensor, "moe-token-dispatcher-type": "flex" if launch.deepep else "alltoall",
             "moe-flex-dispatcher-backend": "deepep" if launch.deepep else None,
             EXPERT_OVERLAP: launch.async_expert and launch.expert > 1,
-            "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.expert_layers})" if m.dense_layers else None,
+            "moe-layer-freq": f"([0]*{m.dense_layers}+[1]*{m.layers - m.dense_layers})" if m.dense_layers else None,
         }  # fmt: skip
     elif launch.expert_tensor != launch.tensor:  # which Megatron checks without experts, too
         options["expert-tensor-parallel-size"] = launch.expert_tensor
