@@ -1,11 +1,12 @@
 """Experiments of AMD Primus: what is said where, and what can't be read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoshard.launch import Overrides
-from autoshard.launch.configurations import read_configuration
+from autoshard.launch.configurations import edited_text, read_configuration
 from autoshard.launch.megatron import place
 from autoshard.launch.primus import experiment
 from autoshard.launch.torchtitan import FLAVORS
@@ -107,6 +108,19 @@ def test_a_published_experiment_is_the_launch_that_it_says():
     launch = config.launch
     assert (launch.seq, launch.microbatch, launch.global_batch, launch.data, launch.zero) == (8192, 2, 128, 8, 1)
     assert (launch.precision, launch.tensor, launch.recompute) == ("bf16", 1, "none")
+
+
+def test_what_a_preset_has_on_is_written_as_off(tmp_path):
+    turbo = "      expert_model_parallel_size: 16\n      enable_primus_turbo: true\n      use_turbo_deepep: true\n"
+    preset = {"modules/megatron/trainer.yaml": "extends: [base.yaml]\nuse_distributed_optimizer: true\n"}
+    text, path = checkout(tmp_path, (WRITTEN + turbo).replace("${TP:2}", "1"), **preset)
+    known = Overrides(devices=16, sizes=FLAVORS["qwen3", "30B-A3B"])
+    config = read_configuration("megatron", text, path, known)
+    assert (config.launch.zero, config.launch.deepep) == (1, True)
+    for change in ({"zero": 0, "shard": 1}, {"deepep": False}):
+        launch = replace(config.launch, **change)
+        new = edited_text("megatron", replace(config, launch=launch), text, path, known)
+        assert read_configuration("megatron", new, path, known).launch == launch
 
 
 @pytest.mark.parametrize("name", ["tensor-model-parallel-size", "context-parallel-size"])

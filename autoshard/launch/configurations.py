@@ -116,7 +116,7 @@ def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known
     file = known or Overrides()
     if launcher == "accelerate":  # whose microbatch is in the script
         file = replace(file, microbatch=config.launch.microbatch)
-    form = FORMATS[launcher]
+    form, gone = FORMATS[launcher], set[str]()
     for _ in range(ROUNDS):  # some keys have others as their default
         described = form.read(text, path, _as_written(launcher, text, path, file))
         now, wanted = form.settings(described), form.settings(replace(config, sizes=described.sizes))
@@ -124,9 +124,11 @@ def edited_text(launcher: str, config: LaunchConfig, text: str, path: str, known
         changes = {name: wanted.get(name) for name in {**flags, **wanted} if now.get(name) != wanted.get(name)}
         if not changes:
             return text
+        changes |= {name: False for name in gone & changes.keys() & megatron.FLAGS if path.endswith(megatron.DATA)}  # a preset says it
         for group in form.exclusive:
             if group & changes.keys():
                 changes = {**dict.fromkeys(group), **changes}
+        gone |= {name for name, value in changes.items() if value is None}
         text = edited(text, path, {form.place(text, path, name): changes[name] for name in sorted(changes)}, megatron.FLAGS)
     names = ", ".join(changes)
     raise ValueError(f"{path} can't be changed in {names} alone; expected these keys where the launcher's documentation has them")

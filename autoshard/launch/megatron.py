@@ -40,6 +40,7 @@ EXCLUSIVE = (
     frozenset({LAYOUT, VIRTUAL, PER_VIRTUAL, BY_HAND, *ENDS_OF}),
     frozenset({"use-torch-fsdp2", "use-megatron-fsdp", "use-custom-fsdp", "data-parallel-sharding-strategy", "use-distributed-optimizer",
                "fsdp-manual-registration", "fsdp-double-buffer", UNFUSED}),  # which need --use-megatron-fsdp; FSDP 2 needs the last
+    frozenset({"moe-token-dispatcher-type", "use-turbo-deepep", "turbo-sync-free-moe-stage"}),
     frozenset({"recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method"}),
 )  # fmt: skip
 OF_CORE = {  # fields of megatron-core's configs, as Megatron-Bridge's YAML has them
