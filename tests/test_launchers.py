@@ -319,6 +319,9 @@ OF_CONFIGS = {  # the sizes in a published config, and the billions of parameter
     "mlp_only_layers=[0,1,50]": 29.4,
     "glm4_moe 2048 48 32 6144 151936 num_key_value_heads=4 head_dim=128 num_experts=128 moe_intermediate_size=768 "
     "mlp_layer_types=['dense','dense','sparse']": 29.4,
+    "hunyuan_v1_moe 4096 32 32 3072 128167 num_key_value_heads=8 head_dim=128 num_experts=64 moe_topk=[8,8] num_shared_expert=[1,1] "
+    "moe_intermediate_size=[3072,3072] tie_word_embeddings=1": 80.4,
+    "granitemoeshared 512 6 8 1536 32000 num_key_value_heads=2 num_local_experts=8 shared_intermediate_size=1024": 0.1594,
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ NAMES = {  # of Hugging Face's configs; the first that a config has
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "active": ("num_experts_per_tok", "top_k", "moe_top_k", "moe_topk", "moe_k"),
     "expert_ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
-    "shared": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
+    "shared": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", "num_shared_expert"),
     "dense": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "step": ("decoder_sparse_step", "interleave_moe_layer_step"),  # every so many layers have experts
 }
@@ -223,8 +223,10 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
 
     def number(size: str, default: int | None = None) -> int:
         for name in NAMES[size]:
-            if config.get(name) is not None:
-                return integer(config[name], f"{what}: {name}")
+            value = config.get(name)
+            if value is not None:  # Hunyuan's are lists, of one number per layer
+                alike = isinstance(value, list) and len(value) > 0 and value.count(value[0]) == len(value)
+                return integer(value[0] if alike else value, f"{what}: {name}")
         if default is None:
             raise MissingSize(f"{what} has none of {', '.join(NAMES[size])}; expected the sizes of a decoder-only transformer")
         return default
@@ -236,7 +238,8 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
     if experts:
         expert_ffn = number("expert_ffn", ffn)
         shared = number("shared", int("llama4" in kind)) * expert_ffn
-        shared = shared or integer(config.get("shared_expert_intermediate_size") or 0, "shared_expert_intermediate_size")
+        of_shared = "shared_intermediate_size" if kind.startswith("granite") else "shared_expert_intermediate_size"
+        shared = shared or integer(config.get(of_shared) or 0, of_shared)
         step, without = max(number("step", 1), 1), config.get("mlp_only_layers")
         listed = sum(k in range(step - 1, layers, step) for k in without) if isinstance(without, list) else 0
         dense = number("dense", layers - layers // step + listed)
