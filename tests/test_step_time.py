@@ -103,6 +103,19 @@ def test_a_backward_hides_the_reduction_of_experts_gradients_for_as_long_as_it_t
     assert nodes["data parallel"][0] - node["data parallel"][0] > max(sent - others / 2, sent / 8)
 
 
+def test_megatrons_shares_of_experts_gather_what_arrives():
+    """Tokens go to the experts' nodes from the rank that has them, and to the other shares in a node (MoEAlltoAllTokenDispatcher)."""
+    sizes = ModelSizes(56, 6144, 16384, 48, 8, 32768, experts=8, active=2, expert_ffn=16384)
+
+    def sent(launcher: str, network: float = 50e9, **how) -> float:
+        launch = Launch(128, 4096, 256, data=16, shard=16, zero=1, tensor=8, sequence_parallel=True, expert_tensor=8, **how)
+        return launch_seconds(TrainingRuns.of([launch]), sizes, Site(network=network), launcher)["expert parallel"][0]
+
+    assert sent("torchtitan") == 0 < sent("megatron") == sent("megatron", network=1e9)
+    among = sent("megatron", expert=8) - sent("megatron")
+    assert among == pytest.approx(sent("torchtitan", expert=8) / 8, rel=0.05)
+
+
 def test_megatrons_virtual_stages_send_beside_their_work():
     """A fifth of a transfer that runs beside kernels is waited for; torch's stages wait for all of it."""
 

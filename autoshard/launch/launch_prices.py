@@ -213,7 +213,7 @@ def experts(
     stack, device = constants.stack, constants.device
     blocks = sizes.expert_layers / runs.pipeline  # of a device
     ranks = runs.expert * runs.expert_tensor  # devices of one copy of the experts
-    tokens = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1)  # that a device sends to experts
+    tokens = runs.tokens * runs.expert_tensor / runs.tensor  # of those that have the same shares of experts
     local = sizes.expert_parameters / max(sizes.expert_layers, 1) / ranks  # of a block
     alike = np.maximum(runs.data * runs.context * runs.tensor / ranks, 1.0)  # devices with the same experts
     sharded = np.where(runs.zero >= 1, np.minimum(np.maximum(runs.sharing * runs.tensor / ranks, 1.0), alike), 1.0)
@@ -232,7 +232,10 @@ def experts(
     inside, adapter = device.link_bandwidth * device.link, runs.network * device.network * ring.nodes**-stack.congestion
     # to the experts and back, forward and backward; copies of a token for experts of one device are one
     copies = np.minimum(sizes.active, runs.expert * (1 - (1 - 1 / runs.expert) ** sizes.active))
-    exchanged = 4 * ring.all_to_all(2 * tokens * sizes.width, copies, inside, adapter, runs.deepep)
+    # by Megatron of a device's own tokens; those that arrived are gathered by all with a share of an expert, once as the dense model's are
+    shares = np.where(stack.fused_accumulation > 0, runs.expert_tensor, 1)
+    gathered = constants.ring(runs, shares, np.ones(1)).gather(2 * tokens * (sizes.active - 1) * sizes.width)
+    exchanged = 4 * (ring.all_to_all(2 * tokens / shares * sizes.width, copies, inside, adapter, runs.deepep) + gathered)
     (few,) = of_each_kind(partial(_experts_seconds, sizes=sizes), runs, constants, [runs.expert, runs.expert_tensor])
     owned = blocks * local / sharded
     end, gathers = 1 / np.maximum(blocks, 1.0), np.where(runs.gather8 > 0, 1.0, 2.0)  # nothing hides those of one block
@@ -263,7 +266,7 @@ def experts(
 
 def _experts_seconds(runs: TrainingRuns, constants: RunConstants, sizes: ModelSizes) -> tuple[np.ndarray]:
     """How much longer the experts of a block take than the MLP that one token passes through."""
-    tokens, expert_ffn = runs.tokens / np.where(runs.expert_tensor == 1, runs.tensor, 1), sizes.expert_ffn / runs.expert_tensor
+    tokens, expert_ffn = runs.tokens * runs.expert_tensor / runs.tensor, sizes.expert_ffn / runs.expert_tensor
     rows, local_experts = tokens * sizes.active, np.minimum(sizes.experts / runs.expert, tokens * sizes.active)
     routed = experts_seconds(rows, local_experts, rows, sizes.width, expert_ffn, sizes.matrices, constants.experts)
     of, ffn = constants.in_program(constants.matmul), runs.ffn / runs.tensor
