@@ -54,7 +54,6 @@ class Launch:
     virtual: int = 1  # stages per device
     schedule: str = "1F1B"
     recompute: str = "none"
-    recomputed: int = 0  # by `full`, of the blocks of each stage; 0: all
     precision: str = "bf16"
     sequence_parallel: bool = False
     compiled: bool = False
@@ -71,6 +70,7 @@ class Launch:
     offload: bool = False  # the optimizer and its state are on the host
     loss_chunks: int = 1  # of the tokens, one after the other, for which logits exist
     alltoall: int = 1  # of the context parallel ranks, those that exchange heads for tokens (Ulysses); keys go round among the others
+    recomputed: int = 0  # by `full`, of the blocks of each stage; 0: all
 
     def __post_init__(self) -> None:
         for name in sorted(COUNTS, key="devices".__eq__):  # their product comes last
