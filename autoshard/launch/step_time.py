@@ -54,8 +54,9 @@ def step_parts(
     # sent beside the work of another stage by Megatron since it has flash attention (overlap_p2p_comm)
     interleaved = (runs.virtual > 1) & (constants.stack.fused_accumulation > 0) & (constants.stack.flash > 0)
     waited = np.where(interleaved, beside(slowest, transfer) - slowest, transfer)
-    # beside the host's launches where they take longer: what hides a reduction is the time of the backward, not its kernels
-    last = np.where(runs.zero >= 2, blocks * last, slowest * backward / (forward + backward))
+    # beside the host's launches where they take longer: what hides a reduction is the time of the backward, not its kernels; and not
+    # what waits for experts' tokens
+    last = np.where(runs.zero >= 2, blocks * last, (slowest - blocks * more) * backward / (forward + backward))
     late, optimizer = update_seconds(runs, constants, split, last, reduced)
     parts = {kind: m * (blocks * (one.forward[kind] + one.backward[kind]) + head[kind] / p) for kind in one.forward}
     return {
