@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from autoshard.api import autosharding_pass, load, plan, verify
 from autoshard.cost import accumulation_bytes, op_seconds, optimizer_step_bytes
@@ -15,6 +16,7 @@ from autoshard.formulate import Training, formulate
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Ref, Result, Tensor, with_microbatches
 from autoshard.layout import local_shape, parse
 from autoshard.mesh import Mesh
+from autoshard.pipeline.microbatches import batch_of, microbatch
 from autoshard.problem import evaluate
 from autoshard.routes import Routes, buffer_table
 from autoshard.simulate.from_solution import formulation_of_solution
@@ -192,6 +194,25 @@ def test_a_plan_of_one_microbatch_says_nothing_of_them():
     solution = plan(*TINY["mlp"](), Mesh.from_bandwidths((2,)), training=True, baselines=False, objective="serial")
     assert solution.microbatches == 1
     assert "microbatch" not in json.dumps(solution.to_dict())
+
+
+def test_a_microbatch_is_the_first_part_of_every_tensor_of_the_batch():
+    scalar, rows, others = torch.tensor(3.0), torch.arange(24).reshape(12, 2), torch.zeros(5)
+    inputs = {"a": (scalar, rows), "b": [others, "name", rows[:, 0]]}
+    assert batch_of(inputs) == 12 and microbatch(inputs, 1) is inputs
+    for count, data, size in ((4, 1, 3), (2, 3, 6), (1, 12, 12), (12, 1, 1)):
+        part = microbatch(inputs, count, data)
+        assert part["a"][0] is scalar and part["b"][0] is others and part["b"][1] == "name"
+        assert part["a"][1].tolist() == rows[:size].tolist() and part["b"][2].tolist() == rows[:size, 0].tolist()
+    for count, data, said in (
+        (5, 1, "a batch of 12 has no 5 equal microbatches; take one of 1, 2, 3, 4, 6, 12, or another batch"),
+        (3, 2, None), (2, 4, "has no 2 equal microbatches for 4 data-parallel ranks; take one of 1, 3, or another batch"),
+        (1, 5, "a batch of 12 has no equal parts for 5 data-parallel ranks; take another batch"),
+    ):  # fmt: skip
+        assert_refused(said, microbatch, inputs, count, data) if said else microbatch(inputs, count, data)
+    with pytest.raises(ValueError, match="one of 1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 18, or"):
+        microbatch(torch.zeros(360), 7)
+    assert_refused("hold no tensor with a dim", batch_of, (scalar, 1))
 
 
 def test_the_examples_of_a_step_give_the_number_of_microbatches():

@@ -69,6 +69,25 @@ def test_no_division_beats_the_bounds_of_its_sub_meshes(microbatches):
     assert of.of_division(1) > of.of_division(8)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bounds_of_sub_meshes_are_their_formulas(microbatches):
+    rng = np.random.default_rng(microbatches)
+    c, sizes, K = rng.uniform(0.1, 0.9, 5), (2, 4), microbatches
+    of = StepWork(c, c * rng.uniform(0.2, 0.4, 5), c * rng.uniform(0.0, 0.3, 5), K, 8, sizes)
+    W, flow = c.sum(), 1 - max(of.weight / c)
+    for m in (1, 2, 4, 5, 7, 8):
+        ends = combinations(range(6), 2) if m < 8 else [(0, 5)]
+        largest = max((s for s in sizes if s <= 8 - m), default=1)
+        xs = [(x / m, (W - x) / largest, max(x / m, (W - x) / (8 - m) if m < 8 else 0, W / 8)) for a, b in ends for x in [c[a:b].sum()]]
+        assert of.of_any_schedule(m) == pytest.approx(min(max(K * slowest, flow * (x + rest)) for x, rest, slowest in xs))
+        assert of.of_division(m) == pytest.approx(min(x + rest + (K - 1) * slowest for x, rest, slowest in xs))
+    for parts in ([(0, 1), (1, 3), (3, 4), (4, 5)], [(0, 0), (0, 1), (1, 2), (2, 5)]):  # of two groups, and of four
+        groups = 2 if parts[0] == (0, 1) else 4
+        busy = [groups / 8 * sum(c[a:b].sum() for a, b in parts[d::groups]) for d in range(groups)]
+        before = groups / 8 * of.forward[: parts[groups - 2][1]].sum()
+        assert of.of_equal_groups(parts, groups) == pytest.approx(max(K * max(busy), before + K * busy[-1]))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
 def test_equal_groups_take_no_less_than_their_bound(schedule):
     of = work(3, 4, layers=8)

@@ -1,6 +1,7 @@
 """Stages and sub-meshes: the dynamic program against all cuts, all sub-meshes, all places for them."""
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -8,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.cost import axis_transfer_seconds
+from autoshard.devices import link_of
+from autoshard.mesh import DEVICES, Axis, LinkCurve, Mesh, default_axis_names
 from autoshard.pipeline.stage_division import Nodes, Stage, SubMesh, Tiling, inter_op, least_bottleneck, seconds_of, step_seconds, submeshes
+from autoshard.pipeline.submeshes import Cluster, Kind
 from tests.helpers_refusals import assert_refused
 
 CLUSTERS = [
@@ -53,6 +58,60 @@ def test_few_nodes_make_sub_meshes_of_any_number_and_many_of_divisors_and_powers
     numbers = {count: [s.nodes for s in submeshes((Nodes(count, 2),)) if s.nodes > 1] for count in (3, 4, 5, 12)}
     assert numbers == {3: [2, 3], 4: [2, 3, 4], 5: [2, 4, 5], 12: [2, 3, 4, 6, 8, 12]}
     assert [s.devices for s in submeshes((Nodes(1, 6),))] == [1, 2, 3, 6] and len(submeshes((Nodes(1, 6),), every_size=True)) == 6
+
+
+def test_meshes_of_sub_meshes_are_one_axis_or_two_about_equal_and_entire_nodes_also_halved():
+    cluster = Cluster((Kind(3, 12), Kind(2, 4, "a100", inter_node_bandwidth=100e9)))
+    shapes = {
+        (1, 1): [(1,)], (1, 2): [(2,)], (1, 4): [(2, 2)], (1, 7): [(7,)], (1, 8): [(2, 4)], (1, 9): [(3, 3)], (1, 12): [(3, 4)],
+        (3, 1): [(3,)], (2, 2): [(2, 2)], (2, 3): [(2, 3)], (2, 4): [(2, 4), (4, 2)], (3, 12): [(3, 12), (6, 6)],
+    }  # fmt: skip
+    assert {key: [mesh.shape for mesh in cluster.meshes(SubMesh(0, *key))] for key in shapes} == shapes
+    assert cluster.num_devices == 44 and [cluster.memory(SubMesh(k, 1, 1)) for k in (0, 1)] == [kind.memory for kind in cluster.kinds]
+    assert cluster.kinds[0].memory == DEVICES["h100"].memory and len(Cluster((Kind(1, 12),), every_size=True).submeshes) == 12
+    for (devices, per_node), (nodes, of_each) in {(4, 8): (1, 4), (8, 8): (1, 8), (16, 8): (2, 8), (6, 2): (3, 2)}.items():
+        (kind,) = Cluster.of(devices, per_node).kinds
+        assert (kind.nodes, kind.devices) == (nodes, of_each)
+    assert Cluster((Kind(2**15, 8),)).num_devices == 2**18
+    for kinds, said in (((), "has no nodes"), ((Kind(2**15, 8), Kind(1, 1)), "262145 devices; expected 262144 at most")):
+        assert_refused(said, Cluster, kinds)
+
+
+def test_transfers_between_sub_meshes_share_the_links_of_their_nodes():
+    h100, a100 = Kind(2, 8, intra_node_bandwidth=90e9), Kind(2, 4, "a100", intra_node_bandwidth=20e9, inter_node_bandwidth=100e9)
+    pair, two, four = (SubMesh(k, 1, m) for k, m in ((0, 2), (1, 2), (1, 4)))
+    assert Kind(1, 2).inside == link_of(DEVICES["h100"]) and h100.inside == 90e9 and h100.link is None
+    for cluster, a, u, latency, bandwidth in (
+        (Cluster((replace(h100, nodes=1),)), pair, pair, 5e-6, 90e9),
+        (Cluster((h100,)), pair, pair, 15e-6, 400e9 / 8),
+        (Cluster((h100, a100)), pair, two, 15e-6, 20e9),
+        (Cluster((h100, replace(a100, intra_node_bandwidth=30e9))), four, pair, 15e-6, 25e9),
+        (Cluster((h100, a100)), pair, pair, 15e-6, 50e9),
+        (Cluster((h100, a100)), two, four, 15e-6, 20e9),
+    ):
+        assert cluster.link(a, u) == (latency, bandwidth) and cluster.seconds_between(a, u, 0) == 0.0
+        assert cluster.seconds_between(a, u, 1e6) == pytest.approx(latency + 1e6 / (2 * bandwidth))
+    x = (cluster := Cluster((h100, a100))).transfer_seconds((0, 1e6))
+    assert not x[0].any() and x[1].tolist() == [[cluster.seconds_between(a, u, 1e6) for u in cluster.submeshes] for a in cluster.submeshes]
+
+
+def test_a_measured_kind_has_its_links_and_its_curves_at_the_sizes_that_were_measured():
+    curve = LinkCurve("all_gather", (1e3, 1e6), (1e-4, 1e-3), 1e-9)
+    outer, inner = Axis("a", 2, 5e9, 2e-5, 4, curves=(curve,)), Axis("b", 4, 60e9, 1e-6, curves=(curve,))
+    kind = Kind(2, 4, measured=Mesh((outer, inner)))
+    for shape, links in {
+        (4,): [(inner, 1)], (2,): [(inner, 0)], (2, 2): [(inner, 0)] * 2, (2, 4): [(outer, 1), (inner, 1)],
+        (4, 2): [(outer, 0), (inner, 0)], (2, 1): [(inner, 0)] * 2, (8,): [(outer, 0)],
+    }.items():  # fmt: skip
+        axes = kind.mesh(shape).axes
+        assert [(axis.bandwidth, len(axis.curves)) for axis in axes] == [(of.bandwidth, k) for of, k in links]
+        assert tuple(axis.size for axis in axes) == shape
+        assert [axis.name for axis in axes] == list(default_axis_names(len(shape)))
+    one = Kind(1, 4, measured=Mesh((replace(outer, size=1), inner)))
+    assert (kind.link, one.link) == (outer, inner)
+    for each, link in ((kind, outer), (one, inner)):
+        assert Cluster((each,)).seconds_between(SubMesh(0, 1, 4), SubMesh(0, 1, 2), 1e6) == axis_transfer_seconds(5e5, link)
+    assert_refused(r"measured is a mesh of \(2, 4\); expected one of \(1, 4\), nodes x devices", Kind, 1, 4, measured=kind.measured)
 
 
 def random_chain(rng, kinds, layers):

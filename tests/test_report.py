@@ -7,6 +7,7 @@ from autoshard import report
 from autoshard.report.blocks import sections
 from autoshard.report.planned import planned_report
 from autoshard.report.serving import _reasons, _styles
+from autoshard.report.tables import ROWS, bars, devices_of, table_of
 from autoshard.report.terminal import as_text, exported_text
 from autoshard.report.values import by_kind
 from autoshard.units import hundredths, percent, seconds, size
@@ -163,7 +164,25 @@ def test_reasons_of_serving_degrees_are_said_once_and_replicated_weights_from_a_
         assert _reasons(rows) == (["", *lines] if lines else [])
 
 
-@pytest.mark.parametrize("parts", [{"all_reduce": 1.0, "forward": 3.0, "update": 0.0}, {"a": 0.005, "b": 0.995}, {"forward": 0.0}, {}])
+def test_tables_that_take_longest_are_shown_first_with_runs_of_their_devices():
+    runs = {"3": [3], "0,1": [0, 1], "0-2": [0, 1, 2], "4-7": [4, 5, 6, 7], "0,2,4": [0, 2, 4], "3,5": [3, 5]}
+    assert {said: devices_of(some) for said, some in runs.items()} == {said: said for said in runs}
+    loads = {f"t{k}": {"seconds": [0.5, k + 1.0], "devices": [0, 1], "sharding": "s", "memory": "hbm", "why": "w"} for k in range(ROWS + 1)}
+    devices = [{"seconds": s, "hbm_bytes": 1e9 * s, "host_bytes": 0} for s in (3.0, 6.0, 0.0)]
+    plan = {
+        "status": "optimal", "tables": loads, "devices": devices, "hbm_limit_bytes": [12e9] * 3, "slowest_device_seconds": 6.0,
+        "bound_seconds": 6.0, "gap": 0.0,
+    }  # fmt: skip
+    few, every = (as_text(table_of(plan, every=every)) for every in (False, True))
+    assert "\nt0 " not in few and "\nt1 " in few and "... and 1 tables" in few and "\nt0 " in every and "... and" not in every
+    assert [(row[2], *row[3:5]) for row in bars(plan).rows] == [("█" * 12, "3 GB", "25%"), ("█" * 24, "6 GB", "50%"), ("", "0", "0%")]
+    assert [row[2] for row in bars({**plan, "slowest_device_seconds": 0.0}).rows] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"all_reduce": 1.0, "forward": 3.0, "update": 0.0}, {"a": 0.01, "b": 0.99}, {"a": 0.005, "b": 0.995}, {"forward": 0.0}, {}],
+)
 def test_a_table_by_kind_has_a_bar_of_each_share_and_the_sum(parts):
     table, total = by_kind("Time", "seconds", parts, seconds, {"forward": "compute"}), sum(parts.values())
     *rows, together = table.full_rows()
