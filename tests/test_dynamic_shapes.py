@@ -182,6 +182,34 @@ def test_shapes_beyond_the_ranges_are_not_covered():
     assert_refused("the plan is for one shape", planned(dynamic=False).covers, batch=8, seq=8)
 
 
+def test_what_ranges_cover_is_what_all_their_shapes_say():
+    ranges = {"a": Range(2, 12, 2), "b": Range(1, 6)}
+    points = [
+        {"sizes": at, "padded": at, "seconds": 3e-3 * at["a"] ** 0.5 * at["b"] ** 2, "bound_seconds": 1e-3 * at["a"] * at["b"]}
+        for at in ({"a": a, "b": b} for a, b in itertools.product((2, 12), (1, 3, 6)))
+    ]  # fmt: skip
+    sharded = ((tuple(at["a"] * at["b"] for at in corners(ranges)), 4), (tuple(at["a"] for at in corners(ranges)), 2))
+    data = {"points": points, "sharded": sharded, "criterion": "worst", "ratio": 1.25, "bound_ratio": 1.0}
+    shapes = DynamicShapes.from_dict({**data, "ranges": {k: tuple(r) for k, r in ranges.items()}, "inputs": {"x": ["a", None, "b"]}})
+    assert str(shapes) == "a 2 to 12, b 1 to 6; 1.25 times the seconds of the best plans, worst of 6 shapes"
+    covered = {(a, b) for a, b in itertools.product(range(2, 13), range(1, 7)) if a * b % 4 == 0 and a % 2 == 0}
+    for a, b in itertools.product(range(1, 14), range(1, 8)):
+        one, is_within = shapes.covers({"a": a, "b": b}), 2 <= a <= 12 and b <= 6
+        assert bool(one) == ((a, b) in covered) and one.bound == pytest.approx(1e-3 * a * b if is_within else 0.0)
+        assert ("planned were" in one.reason) == (not is_within) and ("rows at" in one.reason) == (is_within and not one)
+        larger = {(c, d) for c, d in covered if c >= a and d >= b}
+        assert bool(one.padded) == bool(larger)
+        if one.padded:
+            c, d = one.padded.values()
+            assert (c, d) in larger and not any((e, d) in larger for e in range(a, c)) and not any((c, e) in larger for e in range(b, d))
+            assert one.seconds == pytest.approx(3e-3 * c**0.5 * d**2)
+            assert one.gain == pytest.approx(max(0.0, 1 - one.bound / one.seconds))
+            assert shapes.padded({"x": (a, 5, b)}) == {"x": (c, 5, d)}
+        else:
+            assert one.seconds == math.inf
+            assert_refused("covers no shape to which", shapes.padded, {"x": (a, 5, b)})
+
+
 def test_a_multiple_of_a_dim_lets_layouts_divide_it():
     plan = planned(pins=(("input_0", "S(0)"),), batch=2 * Dim("batch", min=1, max=8))
     assert plan.layouts["input_0"].outputs == ("S(0)",) and plan.covers(batch=6, seq=8) and plan.covers(batch=5, seq=8).padded["batch"] == 6

@@ -99,13 +99,13 @@ class DynamicShapes:
         return ""
 
     def _padded(self, sizes: Sizes) -> dict[str, int] | None:
-        """The least covered shape that is nowhere smaller: dims are made larger in steps that their own layouts need."""
+        """The least covered shape that is nowhere smaller: dims are made larger in steps of their own layouts, up to their greatest."""
         steps = {name: math.lcm(one.multiple, *(parts for _, parts in self.sharded)) for name, one in self.ranges.items()}
         for finest in (True, False):
             grown = {}
             for name, one in self.ranges.items():
                 step = one.multiple if finest else steps[name]
-                grown[name] = max(one.least, -(-sizes[name] // step) * step)
+                grown[name] = max(one.least, sizes[name], min(-(-sizes[name] // step) * step, one.greatest))
             if self._is_within(grown) and not self._why_not(grown):
                 return self._smaller(grown, sizes)
         return None
