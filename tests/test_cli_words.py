@@ -5,17 +5,21 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autoshard.cli import model_source
+from autoshard.cli.combinations import _cluster
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.model_source import may_be_programs
+from autoshard.cli.loading import model_of
+from autoshard.cli.model_source import may_be_programs, model_file, names_model, settings_of
 from autoshard.cli.table import EXPORTS, PLANNERS, TEXTS, option_of
 from autoshard.cli.verbs import as_typed
 from autoshard.options import SCHEDULES, SOLVERS, TEXT
 from tests.helpers_options import verbs
+from tests.helpers_refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent
 MODEL, HERE, PLAN = f"{ROOT}/models/mlp.py:tiny", __file__, f"{ROOT}/solutions/gpt2-small-2x4.json"
@@ -245,6 +249,53 @@ def test_a_function_is_missing_only_where_the_text_is_sure(tmp_path, text, name,
 def test_a_model_may_be_programs_where_its_file_has_the_word(tmp_path, text, end, programs):
     (tmp_path / "model.py").write_text(text)
     assert may_be_programs(f"{tmp_path}/model.py{end}") is programs and not may_be_programs("hf:programs")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def f(a, /, b, *, c=1): pass", r"^f\(\) takes no 'zz'; it takes a, b, c, so correct the --set$"),
+        ("def f(): pass", r"^f\(\) takes no 'c'; it takes nothing"), ("def f(c, zz): pass", ""), ("def f(**any): pass", ""), ("def (", ""),
+        ("@g\ndef f(): pass", ""), ("if 1:\n    def f(): pass", ""), ("def f(): pass\ndef f(c, zz): pass", ""), ("def g(): pass", ""),
+    ],
+)  # fmt: skip
+def test_a_setting_is_wrong_only_where_the_text_is_sure(tmp_path, text, sentence):
+    (tmp_path / "model.py").write_text(text)
+    written, given = f"{tmp_path}/model.py:f#train", {"c": 1, "zz": 2}
+    assert_refused(sentence, settings_of, written, given) if sentence else settings_of(written, given)
+
+
+def test_models_are_named_by_folders_and_by_files():
+    assert [names_model(written) for written in ("hf:x", "a.py:f", "a.py", "plan.json", "x.hf:")] == [True, True, False, False, False]
+    settings_of("hf:x", dict.fromkeys(model_source.HUGGING_FACE))
+    assert_refused("hf: models take no setting 'heads'; they take batch, seq", settings_of, "hf:x", {"seq": 1, "heads": 2})
+    for path in ("mlp.py", "models/mlp.py", f"{ROOT}/models/mlp.py"):
+        assert model_file(path).resolve() == ROOT / "models" / "mlp.py"
+    for path in ("other/mlp.py", "models/none.py"):
+        assert_refused(f"there is no file {path}; MODEL is file.py:function", model_file, path)
+
+
+def test_a_cluster_is_given_once_and_has_a_device_for_each_stage():
+    h100 = [(2, 8, "h100"), (1, 4, None)]
+    for devices, kinds, stages in ((16, [], 16), (None, h100, 20), (2**18, [], 1)):
+        _cluster(devices, kinds, stages)
+    for devices, kinds, stages, said in (
+        (None, [], 1, "give the cluster: either --devices 16, or --nodes"), (16, h100, 1, "give the cluster"),
+        (16, [], 17, "--stages is 17, but the cluster has 16 devices"), (None, h100, 21, "but the cluster has 20 devices"),
+        (2**18 + 1, [], 1, "the cluster has 262145 devices; expected 262144 at most"),
+    ):  # fmt: skip
+        assert_refused(said, _cluster, devices, kinds, stages)
+
+
+def test_the_model_of_a_plan_runs_where_it_is_named_or_trusted():
+    plan = SimpleNamespace(model="m.py:f", model_settings={"a": 1, "b": 2})
+    assert model_of(plan, "n.py:g", {"c": 3}, "p.json", False) == ("n.py:g", {"c": 3})
+    assert model_of(plan, None, {"b": 4}, "p.json", True) == ("m.py:f", {"a": 1, "b": 4})
+    assert_refused("name it yourself: --model m.py:f --set a=1 --set b=4; or add --trust, which runs what the plan names, or not$",
+                   model_of, plan, None, {"b": 4}, "p.json", False, option="--model", without=", or not")  # fmt: skip
+    for model, settings, said in ((None, None, "does not say which model"), (7, None, "its model is '7'"), ("m", [1], "with settings")):
+        assert_refused(said, model_of, SimpleNamespace(model=model, model_settings=settings), None, {}, "p.json", True)
+    assert model_of(SimpleNamespace(model="m", model_settings=None), None, {}, "p.json", True) == ("m", {})
 
 
 def test_the_names_are_those_of_the_rooms_that_own_them():
