@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoshard.cli import model_source
+from autoshard.cli import loading, model_source
 from autoshard.cli.combinations import _cluster
 from autoshard.cli.kinds import MODEL as A_MODEL
 from autoshard.cli.kinds import PRICES
-from autoshard.cli.loading import model_of
+from autoshard.cli.loading import model_for, model_of, models_for
 from autoshard.cli.model_source import may_be_programs, model_file, names_model, settings_of
 from autoshard.cli.table import EXPORTS, PLANNERS, TEXTS, option_of
 from autoshard.cli.verbs import as_typed
@@ -296,6 +296,31 @@ def test_the_model_of_a_plan_runs_where_it_is_named_or_trusted():
     for model, settings, said in ((None, None, "does not say which model"), (7, None, "its model is '7'"), ("m", [1], "with settings")):
         assert_refused(said, model_of, SimpleNamespace(model=model, model_settings=settings), None, {}, "p.json", True)
     assert model_of(SimpleNamespace(model="m", model_settings=None), None, {}, "p.json", True) == ("m", {})
+
+
+def test_models_are_loaded_as_their_plans_say(monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "load_model", lambda written, settings, **more: (written, (settings, *more.values())))
+    monkeypatch.setattr(loading, "check_sizes", lambda module, inputs, plan, path, of_any_shape: said.append(of_any_shape))
+    trained, run = (SimpleNamespace(model="m.py:f", model_settings=None, training=training) for training in (True, False))
+    output, said = SimpleNamespace(progress=lambda what, fraction: said.append(fraction)), []
+    asked = SimpleNamespace(solution="p.json", model=None, settings={"a": 1}, trust=True)
+    assert models_for(output, trained, asked) == ("m.py:f", ({"a": 1}, True, ""))
+    assert model_for(output, run, asked, "p.json#x") == ("m.py:f", ({"a": 1}, False, "x")) and said == [0.0, 0.0, False]
+    several = SimpleNamespace(programs={"x": trained, "y": run})
+    assert models_for(output, several, asked)[0] == {"x": "m.py:f", "y": "m.py:f"}
+    asked.model = "n.py:g"
+    inputs = {"x": ({"a": 1}, True, ""), "y": ({"a": 1}, False, "")}
+    assert models_for(output, several, asked) == ({"x": "n.py:g#x", "y": "n.py:g#y"}, inputs)
+    asked.model, asked.solution = "n.py:g#x", "p.json#x"
+    assert models_for(output, trained, asked) == ("n.py:g#x", ({"a": 1}, True, "x"))
+    asked.solution = "p.json"
+    assert_refused("n.py:g#x is one of them; give n.py:g, or p.json#x", models_for, output, several, asked)
+    monkeypatch.setattr(loading, "load_api", lambda: SimpleNamespace(load=lambda path: ("any", path), load_one=lambda path: ("one", path)))
+    (tmp_path / "c.toml").touch()
+    for path in (f"{tmp_path}/none.toml", __file__):
+        assert (loading.load_any_plan(path), loading.load_plan(path)) == (("any", path), ("one", path))
+    assert_refused("c.toml looks like a launcher's configuration, not like a plan", loading.load_plan, f"{tmp_path}/c.toml")
+    assert loading.load_device("h100") == "h100"
 
 
 def test_the_names_are_those_of_the_rooms_that_own_them():
