@@ -1,6 +1,8 @@
 import itertools
 import json
+import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autoshard.exports import FORMATS, portable, sharding_map
+from autoshard.exports.record import Left, sent_tokens, why_not_held, with_cost
 from autoshard.mesh import Mesh
 from autoshard.solution import load
 from tests.helpers_kept import DATA, assert_stays
@@ -107,3 +110,47 @@ def test_tied_parameters_stay_one_parameter_in_every_form_of_a_partition(monkeyp
         for name, module in model.named_modules():
             partition(name, module, DeviceMesh("cpu", torch.arange(8).reshape(2, 4), _init_backend=False, _rank=0))
         assert model[0].weight is model[1].weight is not before
+
+
+def test_an_export_says_what_it_costs_and_what_of_the_computation_it_leaves_out():
+    def placed(*inputs):
+        return SimpleNamespace(inputs=inputs)
+
+    def left(layouts, **facts):
+        solution = SimpleNamespace(cost=2.0, layouts=layouts, sequence_order=facts.get("order"), chunked_loss=facts.get("chunked", 0))
+        known = {"seconds": {"fast": 2.5}, "peak_bytes": {"fast": 7e9}}
+        return with_cost(solution, {}, (Left("w", "it is odd", "R"),), known, facts.get("scheme", "fast"))
+
+    known, unknown = left({}), left({}, scheme="slow")
+    assert known.extra_seconds == 0.5 and known.peak_bytes == 7e9 and unknown.cost_seconds == math.inf and unknown.peak_bytes is None
+    assert known.said == ("a step takes 2.5 s as exported, 2 s as planned: +0.5 s", "not carried: w (R): it is odd")
+    assert unknown.said[0].startswith("what it costs is not known") and str(Left("w", "why")) == "not carried: w: why"
+    for layouts, facts, said in (
+        ({"attention": placed("R,S(2)", "R,R", "R"), "attention_1": placed("S(2),R")}, {}, ["sequence (queries R,S(2), keys R,R)"]),
+        ({"attention": placed("S(1),R"), "mm": placed("S(2)"), "attention_1": placed(), "attention_backward": placed("S(2)")}, {}, []),
+        ({"attention": placed("S(2)", "R")}, {"order": (1, 0)}, ["over a sharded sequence in head-tail order (queries S(2), keys R)"]),
+        ({}, {"chunked": 64}, ["logits of 64 tokens at a time: modules compute"]),
+    ):
+        others = left(layouts, **facts).said[2:]
+        assert len(others) == len(said) and all(part in one for part, one in zip(said, others))
+
+
+def test_tokens_that_are_sent_to_experts_are_counted_by_layers():
+    inputs = {"experts": "S(0),R|R|R|S(0),R|R", "experts_1": "S(0),R|R|R|R,S(0)|R", "biased_experts_2": "R,S(0)|R|R|R,S(0)|R|R|R"}
+    inputs |= {"experts_backward": "S(0),R|R|R|S(0),R|R", "experts_3": "R,R|R|R|S(0),R|R", "experts_4": "S(0)|R|R|S(0)"}
+    inputs["experts_5"] = "S(1)|R|R|S(0)|R"
+    layouts = {name: SimpleNamespace(inputs=tuple(written.split("|"))) for name, written in inputs.items()}
+    (one,) = sent_tokens(SimpleNamespace(layouts=layouts))
+    assert one.what == "tokens sent to the experts of 2 layers by all_to_all"
+    assert sent_tokens(SimpleNamespace(layouts={name: layouts[name] for name in ("experts_1", "experts_3", "experts_5")})) == ()
+
+
+def test_an_export_is_not_the_plan_beyond_its_limit_or_its_seconds():
+    plan = SimpleNamespace(cost=2.0, memory_limit=4e9)
+    free = SimpleNamespace(cost=2.0, memory_limit=None)
+    for solution, cost, peak, within, said in (
+        (plan, 2.0, 4e9, 0.0, ""), (plan, 1.0, 5e9, 1.0, "a device needs 5 GB as exported, the plan was made for 4 GB"),
+        (free, 2.0, 5e9, 0.0, ""), (plan, math.inf, None, 0.1, ""), (free, 2.1, None, 0.1, ""), (free, 2.2, None, 0.1, ""),
+        (free, 2.5, None, 0.2, "a step takes 2.5 s as exported and 2 s as planned, more than 20% longer"),
+    ):  # fmt: skip
+        assert why_not_held(solution, cost, peak, within) == said
