@@ -1,19 +1,25 @@
 """Plans with microbatches on real gloo ranks: losses as in one process, and the bytes that are sent and held as planned."""
 
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.api import autosharding_pass
 from autoshard.capture import capture
 from autoshard.cost import priced
+from autoshard.layout import text
+from autoshard.lower.fx_program import RankGraphs
 from autoshard.lower.unsharded import materialized
-from autoshard.runtime.microbatches import OpenStep
+from autoshard.runtime.microbatches import Microbatches, OpenStep, step_moves, with_sums
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
 from autoshard.strategies import internal_collectives
+from autoshard.torch_private import pytree
 from models import gpt2, mlp
 from tests.helpers_models import Held, Sent, full, gradients_of, losses_of, parallel
 from tests.helpers_ranks import results
@@ -180,3 +186,77 @@ def test_misuse_of_the_loop_is_said_and_a_call_outside_of_it_is_a_step():
 
 def test_the_last_microbatch_of_a_step_is_known():
     assert [OpenStep(3, k).is_last for k in range(3)] == [False, False, True] and OpenStep().is_last
+
+
+def test_a_step_fetches_once_adds_up_and_reduces_once_at_its_end():
+    moves = SimpleNamespace(
+        fetches={"w": "fetch"}, sums={"w": (2,), "v": (3,)}, reductions={"w": "reduce w", "v": "reduce v"},
+        where=SimpleNamespace(zeros=torch.zeros), run=lambda move, x: ran.append(move) or x + 1,
+    )  # fmt: skip
+    ran, step, w, v = [], OpenStep(2), torch.ones(2, requires_grad=True), torch.ones(3)
+    assert step.parameter(moves, "v", v) is v and not ran
+    kept = step.parameter(moves, "w", w)
+    assert kept.tolist() == [2.0, 2.0] and not kept.requires_grad and step.parameter(moves, "w", w) is kept and ran == ["fetch"]
+    for _ in range(2):
+        for total in step.summed(moves, ("v", "w")):
+            total += 1
+    reduced = step.reduced(moves, {"w": torch.float64, "v": torch.float32}.__getitem__)
+    assert ran == ["fetch", "reduce w", "reduce v"] and step.complete and not step.kept and not step.sums
+    assert {name: (x.tolist(), x.dtype) for name, x in reduced.items()} == {
+        "w": ([3.0, 3.0], torch.float64), "v": ([3.0] * 3, torch.float32),
+    }  # fmt: skip
+    step.parameter(moves, "w", w)
+    with torch.no_grad():
+        w += 1
+    with pytest.raises(RuntimeError, match="w was changed between two microbatches of a step"):
+        step.parameter(moves, "w", w)
+
+
+def test_a_loop_over_microbatches_opens_a_step_and_ends_it():
+    opened = []
+    loop = Microbatches(3, lambda k: (k, opened[-1].index), opened.append)
+    assert len(loop) == 3 and list(loop) == [(0, 0), (1, 1), (2, 2)] and opened[1] is None and opened[0].number == 3
+    for complete in (True, False):
+        for _ in (iterator := iter(loop)):
+            last = opened[-1]
+            last.sums["w"], last.complete = torch.zeros(1), complete
+            if last.is_last and not complete:
+                with pytest.raises(RuntimeError, match="the last microbatch had no backward"):
+                    next(iterator)
+                break
+        assert opened[-1] is None
+
+
+@pytest.mark.parametrize("scheme", ["zero1", "zero2"])
+def test_moves_of_a_step_lead_from_parameters_to_copies_and_from_sums_to_gradients(scheme):
+    solution = planned("mlp", scheme)
+    moves = step_moves(solution, replay(solution, capture(*BUILDERS["mlp"](), training=True)).checked(), None)
+    layouts = {name: placed.outputs[0] for name, placed in solution.layouts.items()}
+    wanted = [
+        {n: (layouts[n], layouts[f"{n}.kept"]) for n in solution.parameters if layouts[n] != layouts[f"{n}.kept"]},
+        {n: (layouts[f"{n}.accumulated"], solution.results[f"gradient:{n}"]) for n in solution.parameters},
+    ]
+    for of, ends in zip((moves.fetches, moves.reductions), wanted):
+        assert {n: (text(m.source.layout), text(m.target.layout)) for n, m in of.items()} == ends
+    assert wanted[0] and [a != b for a, b in wanted[1].values()] == [scheme == "zero1"] * len(solution.parameters)
+    assert {n: text(slot.layout) for n, slot in moves.sums.items()} == {n: source for n, (source, _) in wanted[1].items()}
+    assert all(m.target.name == f"{n}.kept" and m.source.name == n for n, m in moves.fetches.items())
+    assert all(m.target.name == f"gradient:{n}" and m.source.name == f"{n}.accumulated" for n, m in moves.reductions.items())
+
+
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_a_backward_pass_adds_gradients_of_parameters_to_sums(dtype):
+    x, g = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    backward = make_fx(lambda x, g: ([x * g, x, g + 1, x - g],), tracing_mode="fake")(x, g)
+    backward.graph.output_node().args = (list(pytree.tree_leaves(backward.graph.output_node().args)),)
+    names = tuple(f"gradient:{name}" for name in ("w", "input", "v", "u"))
+    graphs = RankGraphs(backward, backward, ("w", "v", "u", "input"), (), ("g",), names, {}, frozenset("wvu"))
+    assert with_sums(replace(graphs, backward=None), dtype).sums == ()
+    added = with_sums(graphs, dtype)
+    sums = [torch.full((2,), 10.0 * k, dtype=torch.float64 if dtype else torch.float32) for k in (1, 2, 3)]
+    assert added.sums == ("w", "v", "u")
+    assert [n.name for n in added.backward.graph.nodes if n.op == "placeholder"][2:] == ["sum_2", "sum_3", "sum_4"]
+    assert [n.meta["val"].dtype for n in added.backward.graph.nodes if n.name.startswith("sum_")] == [sums[0].dtype] * 3
+    results = added.backward(x, g, *sums)
+    assert [result.tolist() for result in results] == [[13.0, 18.0], [1.0, 2.0], [24.0, 25.0], [28.0, 28.0]]
+    assert results[0] is sums[0] and results[3] is sums[2]
