@@ -1,3 +1,4 @@
+import json
 import math
 import os
 import pickle
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.graph import Graph, Op
 from autoshard.mesh import Axis, Device, Mesh
-from autoshard.solution import Placed, Solution, differences, load, misfits, replay
+from autoshard.solution import Pipeline, PipelineStage, Placed, Solution, differences, load, misfits, replay
 from tests.helpers_refusals import assert_refused
 from tests.helpers_solutions import MESH, linear_graph, linear_solution
 
@@ -38,6 +39,21 @@ def test_what_is_no_plain_data_is_refused_by_name():
 
 def test_an_op_without_hubs_has_none_per_output():
     assert Placed(("R",), ("R", None)).hubs == (None, None)
+
+
+def test_a_pipeline_knows_its_devices_its_groups_and_its_smallest_memory():
+    stage = PipelineStage(
+        0, 2, 0, (0, 1), "h100", (2,), 1.0, 2.0, 0.1, 0.2, 1e9, 2, False, {"w": "S(0)"}, {"mm": Placed(("R",), ("S(0)",))}, MESH
+    )
+    stages = stage, replace(stage, first=2, last=5, group=1, devices=(2, 5), layouts={}, prices=None)
+    of_devices = Pipeline(12.0, 9.0, 1e9, 0.25, 0.5, "1f1b", 3, "grid", stages, ({"way": "grid"},), ({"devices": 2},), ({"seconds": 1.0},))
+    kinds = [{"nodes": 2, "devices": 4, "memory": 8e10}, {"nodes": 1, "devices": 3, "memory": 4e10}, {"nodes": 1, "devices": 1}]
+    for one, devices, limit in ((of_devices, 6, None), (replace(of_devices, assumptions={"cluster": kinds}), 12, 4e10)):
+        assert (one.mesh.shape, one.memory_limit, one.num_groups, one.cost) == ((devices,), limit, 2, 12.0)
+        again = Pipeline.from_dict(json.loads(json.dumps({**one.to_dict(), "unknown": 1})))
+        assert again == one and [each.prices for each in again.stages] == [MESH, None] and again.stages[0].layouts["mm"].inputs == ("R",)
+        short = one.to_dict(layouts=False)
+        assert not any({"layouts", "prices"} & set(each) for each in short["stages"]) and Pipeline.from_dict(short).stages[1] == stages[1]
 
 
 # --- files: round trips
