@@ -78,7 +78,7 @@ BUDGETS: dict[str, int] = {
     "version": 3, "certify": 110, "cycles": 22, "units": 34, "torch_private": 165, "writing": 186, "precision": 78, "options": 607,
     "reading": 318, "devices": 321, "mesh": 301, "layout": 173, "graph": 2355, "capture": 4063, "strategies": 2480, "cost": 2115,
     "routes": 616, "problem": 377, "solvers": 4994, "formulate": 1596, "baselines": 1199, "solution": 1723, "simulate": 1378,
-    "planning": 4928, "pipeline": 3408, "explain": 1336, "lower": 5869, "runtime": 4729, "calibrate": 998, "launch": 5328, "exports": 1093,
+    "planning": 4935, "pipeline": 3408, "explain": 1336, "lower": 5869, "runtime": 4729, "calibrate": 998, "launch": 5328, "exports": 1093,
     "relayout": 1608, "tables": 2246, "serving": 858, "report": 3224, "api": 1408, "cli": 3518, "pytest_plugin": 34,
 }  # fmt: skip
 

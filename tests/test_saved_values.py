@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autoshard import Mesh
 from autoshard.api import Infeasible, plan, verify
 from autoshard.capture import capture, capture_deep
+from autoshard.capture.huggingface import load_huggingface
 from autoshard.exports import checkpoint_contexts, export
 from autoshard.exports.checkpoint_policy import of_block, policy_of
 from autoshard.formulate import Training, formulate, with_saved_values
@@ -46,6 +47,7 @@ from benchmarks.studies.peaks import measured_peak, measured_peak_on_device
 from models import bert, gpt2, llama, mlp
 from tests.helpers_models import Model, asked
 from tests.helpers_refusals import assert_refused
+from tests.test_experts import HF
 from tests.test_memory import as_solution
 
 HOST = replace(DEVICES["h100"], launch=0.0, kernels=None, host_bandwidth=55e9)
@@ -459,3 +461,13 @@ def test_too_few_layers_for_many_runs_of_equal_ones_are_none():
     places, ops = repeated_blocks(deep).places, saved_of(deep)[0]
     layer = {op: place.instance for op in ops if (place := places[deep.index[op]]) is not None}
     assert _in_few_layers(deep, few, chosen_with(deep, [op for op, at in layer.items() if at in range(3, 7)])) is None
+
+
+def test_where_memory_is_free_the_time_line_is_that_of_kept_values():
+    """Of tasks one after the other a plan recomputes to move less; beside kernels that traffic costs nothing."""
+    model, inputs = load_huggingface(str(HF / "gemma2"), {"batch": 16, "seq": 256, "layers": 1}, training=True)
+    what = model, inputs, Mesh.from_bandwidths((2, 4))
+    options = {"training": True, "baselines": False, "gap": 0.1}
+    assert plan(*what, recompute="auto", objective="serial", **options).chosen.recomputed
+    auto, plain = (plan(*what, recompute=recompute, **options) for recompute in ("auto", 0))
+    assert not auto.chosen and auto.objective_seconds == plain.objective_seconds

@@ -8,7 +8,8 @@ a number, "all"   so many blocks
                   and then the cheapest of them to within one percent. The proof is that of the chosen k
 "auto"            each saved value is kept, recomputed or offloaded (selecting.py); where no such plan fits, as with "blocks". Where
                   memory binds and a plan's time line is far above its bound, all blocks recomputed compete: kernels wait for traffic
-                  there, and what they compute again meanwhile costs nothing, which the sum of all seconds does not know
+                  there, and what they compute again meanwhile costs nothing, which the sum of all seconds does not know. Where memory
+                  doesn't bind, what is recomputed saves traffic, which a time line hides: there all values are kept
 
 hidden values of experts: kept between forward and backward they save the first matmul of the backward and need memory. So plans keep them;
 where no such plan fits, or where its peak shows that the memory limit binds, plans that compute them again are looked for too, and the

@@ -3,6 +3,7 @@
 To add a kind of variant, write its function in a file of its own (variants.py) and name it in KINDS.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,11 +17,11 @@ from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.planning.ordering import orders
 from autoshard.planning.overlapped import GAP, overlapped
 from autoshard.planning.question import Question
-from autoshard.planning.recomputing import chunks, hidden_values, recomputations
+from autoshard.planning.recomputing import blocks_recomputed, chunks, hidden_values, recomputations
 from autoshard.planning.refusal import of_last_resort
 from autoshard.planning.selecting import answered_per_tensor
 from autoshard.planning.solving import solve_or_refuse
-from autoshard.planning.variants import Answered, Kind, Tried
+from autoshard.planning.variants import FULL, Answered, Kind, Tried
 from autoshard.planning.warm_starts import start_from
 from autoshard.solvers import TIME_LIMIT
 
@@ -106,7 +107,18 @@ def _of_all_seconds(question: Question) -> Answered:
         if question.has_fallback or not (has_limit and isinstance(error, NoAnswer)):
             raise
         best = plan_of(roughly)
+    is_free = options.memory_limit is None or (best.answer.peak or math.inf) <= FULL * options.memory_limit
+    if is_auto and is_free and best.recomputes:
+        best = _with_all_kept(roughly, best)
     return replace(best, question=best.question.with_options(time_limit=options.time_limit, gap=options.gap))
+
+
+def _with_all_kept(question: Question, best: Answered) -> Answered:
+    """What a plan recomputes where memory is free replaces traffic, which the time line hides: so the plan without, where that fits."""
+    try:
+        return best_choice(blocks_recomputed(question.with_options(recompute=0)))
+    except Infeasible:
+        return best
 
 
 def best_choice(question: Question, *, share: float = 1.0) -> Answered:

@@ -52,6 +52,11 @@ class Answered:
         """What the objective counts."""
         return self.answer.cost if self.overlapped is None else self.overlapped.seconds
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a saved value is recomputed or offloaded."""
+        return "saved" in self.question.assumptions
+
     def as_interrupted(self) -> "Answered":
         """The same, as Ctrl-C left it: nothing further is looked for."""
         plan = replace(self.plan, interrupted=True)
